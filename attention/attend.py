@@ -1,0 +1,80 @@
+"""The one place where models meet attention: store this pass's keys and values, then attend.
+
+Also chooses the backend, and can say why.  Knows neither trees nor phases: a plan says who reads what.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.kv_cache import MHACache
+from specdec.attention.segment import AttentionPlan
+
+BACKENDS = ("torch", "triton", "fa2", "fa3", "fa4")
+
+
+class PagedAttention:
+    """One forward pass's attention, called by each layer: `attn(layer, q_THD, kv_T2KD) -> out_THD`.
+
+    cache: where keys and values go; plan: who reads what; slots_T: int64, where this pass's tokens are stored.
+    """
+
+    def __init__(self, backend: Backend, cache: MHACache, plan: AttentionPlan, slots_T: Tensor) -> None:
+        self.backend, self.cache, self.slots_T = backend, cache, slots_T
+        self.prepared = backend.prepare(plan)
+
+    def __call__(self, layer: int, q_THD: Tensor, kv_T2KD: Tensor) -> Tensor:
+        view = self.cache.view(layer)
+        self.backend.store(view, kv_T2KD, self.slots_T)
+        return self.backend.attend(q_THD, view, self.prepared)
+
+
+class BackendChoice(NamedTuple):
+    """name: one of BACKENDS; reason: why `auto` took it, or why a backend can't run (empty: it can)."""
+
+    name: str
+    reason: str
+
+
+def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why this backend can't run here; the empty string if it can."""
+    if name not in BACKENDS:
+        return f"attention must be one of {', '.join(('auto', *BACKENDS))}; got {name!r}"
+    if name == "torch":
+        return ""
+    if name in ("fa2", "fa3", "fa4"):
+        return f"attention={name!r} has no door in this version; nearest setting that works: attention='auto'"
+    if importlib.util.find_spec("triton") is None:
+        return "attention='triton' needs the triton package, which is not installed; nearest: attention='torch'"
+    if device.type != "cuda":
+        return f"attention='triton' needs a CUDA device, got {device}; nearest setting that works: attention='torch'"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"attention='triton' computes float32, float16 or bfloat16, got {dtype}; nearest: attention='torch'"
+    return ""
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
+    """Resolves `auto`, or holds a named backend against the device and dtype.  Raises ValueError if it can't run here."""
+    if name == "auto":
+        reason = why_not("triton", device, dtype)
+        return BackendChoice("torch", reason) if reason else BackendChoice("triton", "CUDA device and triton installed")
+    if reason := why_not(name, device, dtype):
+        raise ValueError(reason)
+    return BackendChoice(name, "asked for by name")
+
+
+def make_backend(name: str) -> Backend:
+    """The backend of that name.  Imports its library only now: `import specdec` needs neither triton nor a GPU."""
+    if name == "triton":
+        from specdec.attention.triton_backend import TritonBackend
+
+        return TritonBackend()
+    assert name == "torch", f"no backend {name!r}"
+    from specdec.attention.torch_backend import TorchBackend
+
+    return TorchBackend()

@@ -1,0 +1,37 @@
+"""What an attention backend is: store, prepare, attend.  Knows no kernel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from specdec.attention.kv_cache import KVView
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState, merge_states
+
+
+class Backend(ABC):
+    """`run` answers one segment; `attend` a whole plan.  A backend that can fuse segments overrides `attend`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment) -> AttentionState:
+        """The state of every query over the keys of its row."""
+
+    def store(self, view: KVView, kv_T2KD: Tensor, slots_T: Tensor) -> None:
+        """Writes keys and values to their slots (int64).  Slots that occur twice (padding) get either value."""
+        view.kv.index_copy_(0, slots_T, kv_T2KD)
+
+    def prepare(self, plan: AttentionPlan) -> Any:
+        """Work on a plan that all layers share, done once a forward pass.  What it returns goes to `attend`."""
+        return plan
+
+    def attend(self, q_THD: Tensor, view: KVView, prepared: Any) -> Tensor:
+        """Attention over all segments of the prepared plan: out [T, H, D]."""
+        state, *rest = [self.run(q_THD, view, segment) for segment in prepared.segments]
+        for other in rest:
+            state = merge_states(state, other)
+        return state.out_THD

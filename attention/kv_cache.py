@@ -1,0 +1,59 @@
+"""Where keys and values live: one tensor a model, addressed by slot.  Knows slots, not the sequences that own them.
+
+Shapes: T tokens, K kv heads, D head dim, M moved tokens.  K and V of a token lie side by side, so a token is stored, moved
+and gathered in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVView:
+    """What a cache shows one layer: kv [num_slots, 2, K, D]."""
+
+    kv: Tensor
+
+    @property
+    def k(self) -> Tensor:
+        return self.kv[:, 0]
+
+    @property
+    def v(self) -> Tensor:
+        return self.kv[:, 1]
+
+
+class MHACache:
+    """Keys and values of all layers of one model: [layers, num_slots, 2, K, D]."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        # Zeros, not empty: a masked key still enters a product (0 times its value), and 0 times NaN is NaN.
+        self.kv = torch.zeros(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.numel() * self.kv.element_size()
+
+    def view(self, layer: int) -> KVView:
+        return KVView(self.kv[layer])
+
+    def move(self, source_M: Tensor, target_M: Tensor) -> None:
+        """Copies tokens between slots in every layer at once.  Reads everything before it writes: the two may overlap."""
+        self.kv.index_copy_(1, target_M, self.kv.index_select(1, source_M))

@@ -1,0 +1,62 @@
+"""Builders: who reads which keys, written as segments.  Pure tensor code, free of host reads, so it runs inside CUDA graphs.
+
+A builder that fills a table writes into `out`, which is fresh or a view of a static buffer; it can't tell.
+
+Shapes: B sequences, K topk, N tree nodes, S draft steps, W table width, P queries per sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.attention.segment import Segment, uniform_cu_seqlens
+
+
+def slots_at(page_table_BW: Tensor, positions_BP: Tensor, page_size: int) -> Tensor:
+    """[B, P] int64 slots of the given positions of each sequence."""
+    pages_BP = page_table_BW.gather(1, positions_BP // page_size)
+    return pages_BP.long() * page_size + positions_BP % page_size
+
+
+def prefix_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, page_size: int) -> Segment:
+    """Every query of a sequence reads the whole committed prefix.  Copies nothing: the segment is a view of its inputs."""
+    cu_seqlens_q = uniform_cu_seqlens(lens_B.shape[0], queries_per_row, lens_B.device)
+    return Segment(page_table_BW, lens_B, cu_seqlens_q, queries_per_row, False, page_size)
+
+
+def causal_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, page_size: int) -> Segment:
+    """The last `queries_per_row` tokens of each sequence read everything up to themselves (chain, extend, decode).
+
+    lens_B counts the queries' own tokens too, whose keys are already stored.
+    """
+    cu_seqlens_q = uniform_cu_seqlens(lens_B.shape[0], queries_per_row, lens_B.device)
+    return Segment(page_table_BW, lens_B, cu_seqlens_q, queries_per_row, queries_per_row > 1, page_size)
+
+
+def ragged_causal_segment(page_table_BW: Tensor, query_lens: list[int], page_size: int) -> Segment:
+    """Whole prompts of different lengths, packed one behind the other (prefill)."""
+    lens = torch.tensor(query_lens, dtype=torch.int32)
+    cu_seqlens_q = torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])
+    device = page_table_BW.device
+    return Segment(page_table_BW, lens.to(device), cu_seqlens_q.to(device), max(query_lens), True, page_size)
+
+
+def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> None:
+    """Topk-expanded draft suffix: the branch in row b * K + k reads the step + 1 slots of its own path, itself last."""
+    out.page_table.copy_(ancestor_slots_BKS[..., : step + 1].flatten(0, 1))
+    out.cache_seqlens.fill_(step + 1)
+
+
+def fill_tree_suffix(out: Segment, tree_slots_BN: Tensor, mask_BNN: Tensor) -> None:
+    """Mask-sorted tree suffix: node n reads its ancestors and itself, packed to the left.
+
+    Slots 8 9 10 under the mask row 1 0 1 become 8 10 (9 falls behind the row's length).  The table may be as narrow as
+    the deepest node's count of ancestors, itself included.
+    """
+    B, N = tree_slots_BN.shape
+    W = out.page_table.shape[1]
+    order_BNW = torch.argsort(mask_BNN.logical_not(), dim=-1, stable=True)[..., :W]
+    slots_BNW = tree_slots_BN[:, None].expand(B, N, N).gather(-1, order_BNW)
+    out.page_table.copy_(slots_BNW.flatten(0, 1))
+    out.cache_seqlens.copy_(mask_BNN.sum(-1).flatten())

@@ -1,0 +1,160 @@
+"""The `torch` backend: any device, any float type.  Lowers a plan once a pass to gathered keys and a mask, then one SDPA a layer.
+
+Knows no kernel.  Inside a CUDA graph it makes no host reads (except for packed prompts, which are never captured).
+
+Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, B sequences, Q queries per sequence, R rows, W keys per row,
+N keys per sequence over all segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.kv_cache import KVView
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState
+
+
+@dataclass(frozen=True)
+class DenseBlock:
+    """B sequences of Q queries each, starting at query `start`, all reading N gathered slots under one mask."""
+
+    start: int
+    batch: int
+    queries: int
+    slots_BN: Tensor
+    mask_BQN: Tensor | None  # bool; None: everything is visible
+    has_empty_rows: bool  # some query may see nothing: its output must be 0, not NaN
+    _additive: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def additive_mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
+        """[B, 1, Q * G, N] of 0 and -inf, for queries packed with the heads of their group; made once for all layers."""
+        if self.mask_BQN is None:
+            return None
+        if (group, dtype) not in self._additive:
+            hidden = self.mask_BQN.logical_not().repeat_interleave(group, dim=1)[:, None]
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._additive[group, dtype] = zeros.masked_fill_(hidden, -torch.inf)
+        return self._additive[group, dtype]
+
+
+class TorchBackend(Backend):
+    """Gather, mask, scaled_dot_product_attention."""
+
+    name = "torch"
+
+    def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
+        first = plan.segments[0]
+        if len(plan.segments) == 1 and first.causal and not _is_uniform(first):
+            return [_prompt_block(first, row) for row in range(first.rows)]
+        return [_joined_block(plan.segments)]
+
+    def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock]) -> Tensor:
+        outs = [_dense_attention(q_THD, view, block) for block in prepared]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment) -> AttentionState:
+        states = [_dense_state(q_THD, view, block) for block in self.prepare(AttentionPlan((segment,)))]
+        return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
+
+
+def _is_uniform(segment: Segment) -> bool:
+    """Whether every row holds max_seqlen_q queries: true of all builders but the packed prompts, whose table is read."""
+    if segment.cu_seqlens_q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True  # only uniform plans are captured
+    return int(segment.cu_seqlens_q[-1]) == segment.rows * segment.max_seqlen_q
+
+
+def _row_slots(segment: Segment, width: int) -> Tensor:
+    """[R, width] int64 slots of each row's keys; behind a row's length they are junk, and masked."""
+    if segment.page_size == 1:
+        return segment.page_table[:, :width].long()
+    P = segment.page_size
+    pages_RW = segment.page_table[:, : -(-width // P)].long()
+    offsets = torch.arange(P, device=pages_RW.device)
+    return (pages_RW[:, :, None] * P + offsets).flatten(1)[:, :width]
+
+
+def _prompt_block(segment: Segment, row: int) -> DenseBlock:
+    """One prompt of a packed batch, whole: Q queries against the row's keys, the last Q of which are their own."""
+    start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
+    length, queries = int(segment.cache_seqlens[row]), end - start
+    one = Segment(segment.page_table[row : row + 1], segment.cache_seqlens[row : row + 1], segment.cu_seqlens_q, queries,
+                  True, segment.page_size)
+    keys = torch.arange(length, device=segment.page_table.device)
+    last_Q1 = length - queries + torch.arange(queries, device=keys.device)[:, None]
+    return DenseBlock(start, 1, queries, _row_slots(one, length), (keys <= last_Q1)[None], queries > length)
+
+
+def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
+    """All segments of a uniform plan side by side: a sequence's queries see the union of its rows' keys, masked."""
+    batch = segments[0].rows
+    queries = segments[0].max_seqlen_q
+    slots, masks = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
+    slots_BN = slots[0] if len(slots) == 1 else torch.cat(slots, dim=1)
+    mask_BQN = masks[0] if len(masks) == 1 else torch.cat(masks, dim=2)
+    on_host = mask_BQN.device.type == "cpu"
+    if on_host and bool(mask_BQN.all()):
+        return DenseBlock(0, batch, queries, slots_BN, None, False)
+    return DenseBlock(0, batch, queries, slots_BN, mask_BQN, not (on_host and bool(mask_BQN.any(-1).all())))
+
+
+def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Slots [B, n * W] and mask [B, Q, n * W] of a segment that gives each sequence n rows of Q / n queries."""
+    assert segment.rows % batch == 0 and segment.rows * segment.max_seqlen_q == batch * queries
+    rows, device = segment.rows // batch, segment.page_table.device
+    on_host = device.type == "cpu"
+    width = max(1, int(segment.cache_seqlens.max())) if on_host else segment.max_keys
+    slots_BN = _row_slots(segment, width).reshape(batch, rows * width)
+    keys_W = torch.arange(width, device=device)
+    lens_BR11 = segment.cache_seqlens.view(batch, rows, 1, 1)
+    if segment.causal:
+        n = segment.max_seqlen_q
+        lens_BR11 = lens_BR11 - (n - 1 - torch.arange(n, device=device))[:, None]
+    visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
+    if rows == 1:
+        return slots_BN, visible_BRQW[:, 0]
+    own_row = torch.eye(rows, dtype=torch.bool, device=device)[:, None, :, None]
+    mask = (visible_BRQW[:, :, :, None, :] & own_row).reshape(batch, queries, rows * width)
+    return slots_BN, mask
+
+
+def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, K, Q*G, D] with the heads of a group packed as queries; k, v [B, K, N, D]."""
+    B, Q, N = block.batch, block.queries, block.slots_BN.shape[1]
+    _, _, K, D = view.kv.shape
+    kv = view.kv.index_select(0, block.slots_BN.flatten()).view(B, N, 2, K, D)
+    k, v = (kv[:, :, i].transpose(1, 2).to(q_THD.dtype) for i in (0, 1))
+    q = q_THD[block.start : block.start + B * Q].view(B, Q, K, -1, D)
+    return q.transpose(1, 2).reshape(B, K, -1, D), k, v
+
+
+def _unpack(out: Tensor, block: DenseBlock) -> Tensor:
+    """[B, K, Q*G, X] back to [B*Q, H, X]."""
+    B, K, _, X = out.shape
+    return out.view(B, K, block.queries, -1, X).transpose(1, 2).reshape(B * block.queries, -1, X)
+
+
+def _dense_attention(q_THD: Tensor, view: KVView, block: DenseBlock) -> Tensor:
+    q, k, v = _gathered(q_THD, view, block)
+    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    if block.has_empty_rows and mask is not None:
+        out = torch.where(mask.amax(-1, keepdim=True) == 0, out, 0.0)
+    return _unpack(out, block)
+
+
+def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock) -> AttentionState:
+    q, k, v = _gathered(q_THD, view, block)
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], q.dtype)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - torch.where(lse == -torch.inf, 0.0, lse)).exp() @ v
+    return AttentionState(_unpack(out, block), _unpack(lse, block)[..., 0])
