@@ -1,0 +1,35 @@
+"""specdec: speculative decoding with EAGLE heads.
+
+Imports nothing until a name is used, so that `import specdec` is instant and needs no GPU, triton or flash-attn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specdec.config import SamplingParams, SpecConfig
+    from specdec.decoder import SpecDecoder
+    from specdec.generation import Generation
+
+__version__ = "0.1.0"
+__all__ = ["Generation", "SamplingParams", "SpecConfig", "SpecDecoder"]
+
+_HOMES = {
+    "SpecDecoder": "specdec.decoder",
+    "SpecConfig": "specdec.config",
+    "SamplingParams": "specdec.config",
+    "Generation": "specdec.generation",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,115 @@
+"""Settings: the tree's shape and how a request is sampled.  Every ValueError about a setting alone is raised here.
+
+Knows no model, so limits that depend on one (vocabulary, context) are checked at the decoder's door.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
+    """The value, if it is an int within [low, high].  bool is no int here."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if not low <= value <= high:
+        bounds = f">= {low}" if high == math.inf else f"in [{low}, {int(high)}]"
+        nearest = low if value < low else int(high)
+        raise ValueError(f"{name} must be {bounds}, got {value}; nearest setting that works: {name}={nearest}")
+    return value
+
+
+def require_float(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
+    """The value as a float, if it is a finite number within [low, high] (or (low, high])."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
+        bounds = f"{'(' if above_low else '['}{low}, {high}]"
+        nearest = high if value > low else low
+        hint = "" if above_low and nearest == low else f"; nearest setting that works: {name}={nearest}"
+        raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """The shape of the draft tree, in EAGLE's three numbers.
+
+    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).
+    topk: k, branches kept per level; 1 is a chain.
+    num_draft_tokens: nd, nodes verified per round, the root included.
+    """
+
+    num_steps: int = 5
+    topk: int = 4
+    num_draft_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        S = require_int("num_steps", self.num_steps, 1, 64)
+        k = require_int("topk", self.topk, 1, 64)
+        nd = require_int("num_draft_tokens", self.num_draft_tokens, 2, 1024)
+        if k == 1 and nd != S + 1:
+            raise ValueError(
+                f"num_draft_tokens must be num_steps + 1 = {S + 1} when topk=1 (a chain, and its root), got {nd}; "
+                f"nearest settings that work: num_draft_tokens={S + 1}, or num_steps={nd - 1}"
+            )
+        most = k + k * k * (S - 1)
+        if nd - 1 > most:
+            raise ValueError(
+                f"num_draft_tokens - 1 must be at most topk + topk*topk*(num_steps-1) = {most}, the candidates of a tree "
+                f"with num_steps={S} and topk={k}; got num_draft_tokens={nd}; "
+                f"nearest setting that works: num_draft_tokens={most + 1}"
+            )
+
+    @property
+    def lookahead(self) -> int:
+        """Slots behind the committed tokens that a round writes: verify's nodes, the draft's branches, extend's rows."""
+        return max(self.num_draft_tokens, self.topk * (self.num_steps - 1), self.num_steps + 1)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    max_tokens: the most tokens to generate.  temperature: 0 is greedy.  top_p, top_k: applied in the order temperature,
+    top_k, top_p; top_k=0 keeps all.  seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
+    stop: strings that end the text, and are not part of it.  stop_token_ids: ids that end it, besides the model's own EOS.
+    ignore_eos: go on behind the model's EOS.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("max_tokens", self.max_tokens, 1)
+        require_float("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < 1e-4:
+            raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {self.temperature}; nearest: 0")
+        require_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        require_int("top_k", self.top_k, 0)
+        if self.seed is not None:
+            require_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
+        for text in self.stop_strings:
+            if not isinstance(text, str):
+                raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
+            if not text:
+                raise ValueError("stop must not hold an empty string: it would end every text at once; leave it out")
+        for token in self.stop_token_ids or ():
+            require_int("stop_token_ids", token, 0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

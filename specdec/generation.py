@@ -1,0 +1,95 @@
+"""What a request gives back, and the raw counters behind every published number (DESIGN 8).  Knows no model and no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass
+class Stats:
+    """Raw counters of one request or, added up, of many; everything else derives from them.
+
+    rounds: verify passes.  drafted: draft tokens proposed.  accepted: draft tokens accepted.
+    emitted: tokens rounds gave out, bonus tokens included, before trimming.  truncated: tokens cut off behind the end.
+    prefill_tokens: tokens sampled by prefill (one a request), which belong to no round.
+    reached_by_depth[i], accepted_by_depth[i]: rounds whose path reached depth i + 1's parent; and was accepted there.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    truncated: int = 0
+    prefill_tokens: int = 0
+    reached_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    accepted_per_round: list[int] = field(default_factory=list)
+
+    def count_round(self, drafted: int, depths: int, accepted: int) -> None:
+        """Counts one verify pass over a tree of `drafted` tokens and `depths` levels that accepted `accepted` of them."""
+        assert 0 <= accepted <= depths, (accepted, depths)
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += accepted + 1
+        self.accepted_per_round.append(accepted)
+        missing = depths - len(self.reached_by_depth)
+        self.reached_by_depth += [0] * missing
+        self.accepted_by_depth += [0] * missing
+        for depth in range(depths):
+            self.reached_by_depth[depth] += accepted >= depth
+            self.accepted_by_depth[depth] += accepted > depth
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per verify pass, bonus included (tau)."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Conditional: accepted at depth i / reached depth i.  Never multiply averages of it over requests."""
+        pairs = zip(self.accepted_by_depth, self.reached_by_depth, strict=True)
+        return [accepted / reached if reached else 0.0 for accepted, reached in pairs]
+
+    def check_identity(self, output_length: int) -> None:
+        """Every output token was sampled by a prefill or emitted by a round, and none was counted twice."""
+        counted = self.prefill_tokens + self.emitted - self.truncated
+        assert counted == output_length, (
+            f"counters disagree: prefill {self.prefill_tokens} + emitted {self.emitted} - truncated {self.truncated} "
+            f"= {counted}, but {output_length} tokens were put out"
+        )
+
+    @classmethod
+    def total(cls, parts: list[Stats]) -> Stats:
+        """The sum over several requests."""
+        total = cls()
+        for name in ("rounds", "drafted", "accepted", "emitted", "truncated", "prefill_tokens"):
+            setattr(total, name, sum(getattr(part, name) for part in parts))
+        for name in ("reached_by_depth", "accepted_by_depth"):
+            depths = max((len(getattr(part, name)) for part in parts), default=0)
+            columns = ([getattr(p, name)[i] for p in parts if i < len(getattr(p, name))] for i in range(depths))
+            setattr(total, name, [sum(column) for column in columns])
+        total.accepted_per_round = [accepted for part in parts for accepted in part.accepted_per_round]
+        return total
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished request.  token_ids holds the EOS or stop token that ended it; text doesn't show it."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream; all texts joined are the final text, all token_ids joined the final ids."""
+
+    text: str
+    token_ids: list[int]

@@ -1,0 +1,83 @@
+"""Logits to tokens: temperature, top-k, top-p and noise that depends on nothing but (seed, position, token).
+
+Because the noise of a position is fixed beforehand, the token sampled there is a function of the target's logits alone:
+batch, padding, CUDA graphs and the draft can't change it, and sampled text with speculation equals sampled text without.
+
+Shapes: R rows (one distribution each), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers: integer products wrap, which is what we want.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+class RowSampling(NamedTuple):
+    """Sampling of each row: temperature_R and top_p_R float32, top_k_R and seed_R int64 (top_k 0 keeps all)."""
+
+    temperature_R: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    seed_R: Tensor
+
+    def expand_rows(self, times: int) -> RowSampling:
+        """Each row repeated `times` times, in place order."""
+        return RowSampling(*(x.repeat_interleave(times) for x in self))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & (2 ** (64 - bits) - 1)  # int64's own shift drags the sign along
+
+
+def mix_64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser: a bijection of int64 whose output bits all depend on all input bits."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
+    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id)."""
+    key_R = mix_64(mix_64(seed_R + _GOLDEN) + position_R * _GOLDEN)
+    tokens_V = torch.arange(1, vocab_size + 1, device=seed_R.device)
+    bits_RV = _shift_right(mix_64(key_R[:, None] + tokens_V * _GOLDEN), 11)
+    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform_RV)).float()
+
+
+def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
+    """Logits outside top-k, then outside top-p of what is left, become -inf.  Ties at the border: the lower id stays.
+
+    logits_RV are already divided by the temperature.  top-p keeps the smallest set whose probability reaches top_p.
+    """
+    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    top_k_R1 = torch.where(sampling.top_k_R > 0, sampling.top_k_R, logits_RV.shape[-1])[:, None]
+    sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, -torch.inf)
+    probs_RV = sorted_RV.softmax(-1)
+    before_RV = probs_RV.cumsum(-1) - probs_RV
+    top_p_R1 = sampling.top_p_R[:, None]
+    outside = (before_RV >= top_p_R1) & (top_p_R1 < 1) & (rank_V > 0)
+    return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))
+
+
+def sample_rows(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool) -> Tensor:
+    """[R] int64: one token per row, exactly from softmax(filter(logits / temperature)); rows with temperature 0 argmax.
+
+    position_R: the absolute position of the token to be sampled.  filtered: whether any row has top_k or top_p set
+    (the sort they need is left out otherwise).  Gumbel-max: argmax(log p + Gumbel noise) is a sample of p.
+    """
+    logits_RV = logits_RV.float()
+    greedy_R = sampling.temperature_R == 0
+    scaled_RV = logits_RV / torch.where(greedy_R, 1.0, sampling.temperature_R)[:, None]
+    if filtered:
+        scaled_RV = filter_logits(scaled_RV, sampling)
+    noise_RV = gumbel_noise(sampling.seed_R, position_R, logits_RV.shape[-1])
+    return torch.where(greedy_R, logits_RV.argmax(-1), (scaled_RV + noise_RV).argmax(-1))
