@@ -1,0 +1,73 @@
+"""Targets of the Llama family: Llama 2/3/3.1+, Mistral, Qwen2, Qwen3, by the switches of their config.
+
+One signature: ids, positions and this pass's attention in; final hidden states and captured aux states out.  Logits are a
+second call, for the rows that are read.  Knows no phase, page or tree.
+
+Shapes: T tokens, H hidden, V vocabulary, A captured states side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.models.config import ModelConfig
+from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+
+
+class TargetOutput(NamedTuple):
+    """hidden_TH: after the final norm, what the language-model head reads.  aux_TA: captured residual streams, or None."""
+
+    hidden_TH: Tensor
+    aux_TA: Tensor | None
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_TH: Tensor, cos_sin: tuple[Tensor, Tensor], attn: AttentionFn, layer: int) -> Tensor:
+        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos_sin, attn, layer)
+        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model.  max_positions: the rotary table's length, look-ahead included."""
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = Rotary(config.rope, config.head_dim, max_positions)
+
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, attn: AttentionFn, aux_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        """aux_layers: ascending 0-based layers whose output (the residual stream, not normed) is captured."""
+        x_TH = F.embedding(ids_T, self.embed_tokens.weight)
+        cos_sin = self.rotary.at(positions_T)
+        captured = []
+        for index, layer in enumerate(self.layers):
+            x_TH = layer(x_TH, cos_sin, attn, index)
+            if index in aux_layers:
+                captured.append(x_TH)
+        return TargetOutput(self.norm(x_TH), torch.cat(captured, dim=-1) if captured else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] for the rows given."""
+        return self.lm_head(hidden)

@@ -1,0 +1,154 @@
+"""A Hugging Face config.json of the Llama family, read strictly into what our modules need.
+
+A key that would change the computation and that we don't compute is an error, never a warning.  Knows no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    max_position: int = 2048
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.  ValueError, with the path, if there is none."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; expected a Hugging Face model folder holding {path.name}")
+    try:
+        data = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def parse_rope(raw: dict[str, Any], default: RopeConfig | None = None) -> RopeConfig:
+    """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them.
+
+    default: used when the config says nothing at all (a draft head follows its target).
+    """
+    parameters = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or {}
+    if default is not None and not parameters and not scaling and raw.get("rope_theta") is None:
+        return default
+    merged = {**scaling, **parameters}
+    theta = merged.get("rope_theta", raw.get("rope_theta", 10000.0))
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope type must be default, linear or llama3, got {kind!r}: this model can't run here yet")
+    if merged.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise ValueError("partial_rotary_factor must be absent or 1: partial rotary embeddings are not computed here yet")
+    if kind == "default":
+        return RopeConfig(theta=float(theta))
+    if kind == "linear":
+        return RopeConfig(theta=float(theta), kind=kind, factor=float(merged["factor"]))
+    return RopeConfig(
+        theta=float(theta),
+        kind=kind,
+        factor=float(merged["factor"]),
+        low_freq_factor=float(merged["low_freq_factor"]),
+        high_freq_factor=float(merged["high_freq_factor"]),
+        original_max_position=int(merged["original_max_position_embeddings"]),
+    )
+
+
+def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
+    """A target's config.  ValueError names `where`, the key, what was expected and what was found."""
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"{where}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
+    if raw.get("quantization_config"):
+        raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
+    missing = [key for key in _REQUIRED if raw.get(key) is None]
+    if missing:
+        raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    head_dim = raw.get("head_dim") or hidden // heads
+    if heads % kv_heads:
+        raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
+    if head_dim % 2:
+        raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {head_dim}")
+    attention_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=raw["vocab_size"],
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=parse_rope(raw),
+        max_position=raw.get("max_position_embeddings") or 2048,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias and family in ("llama", "qwen3"),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        sliding_window=_sliding_window(raw, family),
+        eos_ids=as_ids(raw.get("eos_token_id")),
+        dtype=raw.get("dtype") or raw.get("torch_dtype"),
+    )
+
+
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def _sliding_window(raw: dict[str, Any], family: str) -> int | None:
+    """The window, where layers use one.  Qwen ships the number with a switch that turns it off."""
+    window = raw.get("sliding_window")
+    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+        return None
+    return window if family != "llama" else None
+
+
+def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids that Hugging Face writes as nothing, one number or a list."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
