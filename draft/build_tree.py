@@ -1,0 +1,29 @@
+"""From candidates to the tree that is verified: the best nodes, in an order where parents come first.
+
+Shapes: B sequences, C candidates, N nodes, M = N - 1 nodes below the root.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.draft.expand import Candidates
+from specdec.draft.topk import stable_topk
+from specdec.tree import DraftTree
+
+
+def best_nodes(candidates: Candidates, root_B: Tensor, num_draft_tokens: int, num_steps: int) -> DraftTree:
+    """The root and the num_draft_tokens - 1 best candidates by score, ties to the lower index.
+
+    A parent scores at least its child's score at a lower index, so it is chosen whenever the child is; and ascending
+    candidate order is an order where parents come first.
+    """
+    _, chosen_BM = stable_topk(candidates.scores_BC, num_draft_tokens - 1)
+    chosen_BM = chosen_BM.sort(dim=1).values
+    parents_BM = candidates.parents_BC.gather(1, chosen_BM)
+    # -1, the root, is searched for as well: it finds place 0, and becomes node 0 by the same arithmetic.
+    nodes_BM = torch.searchsorted(chosen_BM, parents_BM) + (parents_BM >= 0)
+    tokens_BN = torch.cat((root_B[:, None], candidates.tokens_BC.gather(1, chosen_BM)), dim=1)
+    parents_BN = torch.cat((torch.zeros_like(root_B)[:, None], nodes_BM), dim=1)
+    return DraftTree.from_parents(tokens_BN, parents_BN, max_depth=min(num_steps, num_draft_tokens - 1))

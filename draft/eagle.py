@@ -1,0 +1,128 @@
+"""EAGLE draft heads: EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), one interface.
+
+A head reads pairs: pair i is (embedding of token i + 1, feature of token i), at rotary position i, and predicts token i + 2.
+Its hidden output stands in for the next pair's feature.  Knows no tree, cache or verifier.
+
+Shapes: T pairs, H hidden, F target features side by side, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.models.causal_lm import DecoderLayer
+from specdec.models.config import ModelConfig
+from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A head's own sizes (`model`) and how it hangs on its target.
+
+    aux_layers: ascending 0-based target layers whose outputs are its features; empty: the target's final hidden state.
+    target_hidden_size: width of one feature.  draft_vocab_size: rows of its language-model head.
+    fc_bias: EAGLE-1/2 only.  norm_before_residual: EAGLE-3 heads whose residual is the normed feature.
+    """
+
+    model: ModelConfig
+    kind: str  # "eagle3" | "eagle1"
+    aux_layers: tuple[int, ...]
+    target_hidden_size: int
+    draft_vocab_size: int
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+
+
+class DraftHead(nn.Module):
+    """What the draft worker needs of a head.
+
+    Embedding and language-model head may be the target's own modules.  d2t_V maps draft ids to target ids by offset; None
+    when the vocabularies are one.
+    """
+
+    def __init__(self, config: HeadConfig, max_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        model = config.model
+        self.embed_tokens: nn.Module = Embedding(model.vocab_size, model.hidden_size)
+        self.lm_head: nn.Module = Linear(model.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t_V", None)
+        self.d2t_V: Tensor | None
+        self.rotary = Rotary(model.rope, model.head_dim, max_positions)
+
+    @abstractmethod
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """Target features to the head's own width [T, H]; done once, when they come from the target."""
+
+    @abstractmethod
+    def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
+        """One step over pairs: hidden [T, H], the next pair's feature and what `logits` reads."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] over the draft vocabulary."""
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft-vocabulary ids to target-vocabulary ids."""
+        return draft_ids if self.d2t_V is None else draft_ids + self.d2t_V[draft_ids]
+
+
+class Eagle3Head(DraftHead):
+    """One layer over [normed embedding, normed feature]; features are fused from several target layers by `fc`."""
+
+    def __init__(self, config: HeadConfig, max_positions: int) -> None:
+        super().__init__(config, max_positions)
+        model, eps = config.model, config.model.rms_norm_eps
+        H = model.hidden_size
+        self.fc = Linear(len(config.aux_layers) * config.target_hidden_size, H, bias=False)
+        self.input_layernorm = RMSNorm(H, eps)
+        self.hidden_norm = RMSNorm(H, eps)
+        self.self_attn = SelfAttention(model, 2 * H)
+        self.post_attention_layernorm = RMSNorm(H, eps)
+        self.mlp = MLP(model)
+        self.norm = RMSNorm(H, eps)
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        return self.fc(features_TF)
+
+    def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
+        feature_TH = self.hidden_norm(hidden_TH)
+        residual_TH = feature_TH if self.config.norm_before_residual else hidden_TH
+        x = torch.cat((self.input_layernorm(self.embed_tokens(ids_T)), feature_TH), dim=-1)
+        x = residual_TH + self.self_attn(x, self.rotary.at(positions_T), attn, 0)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+
+class Eagle1Head(DraftHead):
+    """EAGLE-1/2: `fc` over [embedding, feature], then decoder layers, the first without an input norm; the target's head."""
+
+    def __init__(self, config: HeadConfig, max_positions: int) -> None:
+        super().__init__(config, max_positions)
+        model = config.model
+        self.fc = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
+        self.layers[0].input_layernorm = nn.Identity()
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        return features_TF
+
+    def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
+        x = F.linear(torch.cat((self.embed_tokens(ids_T), hidden_TH), dim=-1), self.fc.weight, self.fc.bias)
+        cos_sin = self.rotary.at(positions_T)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos_sin, attn, index)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+
+HEADS: dict[str, type[DraftHead]] = {"eagle3": Eagle3Head, "eagle1": Eagle1Head}

@@ -1,0 +1,199 @@
+"""Loads an EAGLE head from a folder in the SafeAILab layout, strictly.  Knows names and config keys, not how a head computes.
+
+Layouts: EAGLE-3 has `midlayer.*` (or `layers.0.*`) with projections two hidden sizes wide; EAGLE-1/2 has `fc` over two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.config import ModelConfig, parse_config, parse_rope, read_json
+from specdec.models.loader import build, copy_, fill_attention, fill_mlp, fill_norm
+
+_KNOWN_KEYS = frozenset(
+    "_name_or_path architectures attention_bias attention_dropout bias bos_token_id draft_vocab_size dtype eagle_config "
+    "eagle_aux_hidden_state_layer_ids eos_token_id head_dim hidden_act hidden_size initializer_range intermediate_size "
+    "max_position_embeddings mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads pad_token_id "
+    "pretraining_tp rms_norm_eps rope_parameters rope_scaling rope_theta target_hidden_size tie_word_embeddings torch_dtype "
+    "transformers_version use_cache vocab_size target_model_type".split()
+)
+_EAGLE_KEYS: Mapping[str, Sequence[Any]] = {  # key: the values that mean what we compute; empty: any
+    "eagle_aux_hidden_state_layer_ids": (),
+    "norm_before_residual": (True, False),
+    "use_aux_hidden_state": (True,),
+    "norm_output": (False, None),  # runtimes disagree on what True means
+    "norm_before_fc": (False, None),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (0, 1),
+}
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The reference's features when a config names none: outputs of layers 1, N//2 - 1 and N - 4 (0-based)."""
+    layers = (1, num_layers // 2 - 1, num_layers - 4)
+    if not 0 <= layers[0] < layers[1] < layers[2]:
+        raise ValueError(
+            f"a target of {num_layers} layers has no default aux layers (1, N//2-1, N-4 must ascend); "
+            "name them in the head's eagle_config.eagle_aux_hidden_state_layer_ids"
+        )
+    return layers
+
+
+def load_head(folder: Path, target: CausalLM, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
+    """The head in the folder, sharing what it does not own with the target.
+
+    ValueError names any config key or tensor that is unknown, missing or contradicts the target.
+    """
+    raw = read_json(folder / "config.json")
+    checkpoint = Checkpoint(folder)
+    config = parse_head_config(raw, checkpoint, target.config, str(folder))
+    head = build(lambda: HEADS[config.kind](config, max_positions), device, dtype)
+    if isinstance(head, Eagle3Head):
+        _fill_eagle3(head, checkpoint)
+    else:
+        assert isinstance(head, Eagle1Head)
+        _fill_eagle1(head, checkpoint)
+    _fill_embeddings(head, checkpoint, target)
+    _fill_lm_head(head, checkpoint, target)
+    checkpoint.ignore("rotary_emb.inv_freq")
+    checkpoint.finish()
+    return head
+
+
+def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: ModelConfig, where: str) -> HeadConfig:
+    """A head's config held against its own tensors and its target's config."""
+    _refuse_unknown(raw, where)
+    model = parse_config({"rms_norm_eps": target.rms_norm_eps, **raw, "model_type": "llama"}, where)
+    model = replace(model, rope=parse_rope(raw, default=target.rope), tie_embeddings=False)
+    if model.vocab_size != target.vocab_size:
+        raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")
+    width = raw.get("target_hidden_size") or target.hidden_size
+    if width != target.hidden_size:
+        raise ValueError(f"{where}: target_hidden_size must be the target's {target.hidden_size}, got {width}")
+    if _layer_prefix(checkpoint) is None or f"{_layer_prefix(checkpoint)}.hidden_norm.weight" not in checkpoint:
+        if model.hidden_size != target.hidden_size:
+            raise ValueError(f"{where}: hidden_size must be the target's {target.hidden_size}, got {model.hidden_size}")
+        return HeadConfig(model, "eagle1", (), width, target.vocab_size, fc_bias=bool(raw.get("bias", True)))
+    if model.num_layers != 1:
+        raise ValueError(f"{where}: an EAGLE-3 head must have num_hidden_layers 1, got {model.num_layers}")
+    eagle = raw.get("eagle_config") or {}
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+    aux_layers = _check_aux_layers(ids, target.num_layers, where) if ids else default_aux_layers(target.num_layers)
+    return HeadConfig(
+        replace(model, num_layers=1),
+        "eagle3",
+        aux_layers,
+        width,
+        raw.get("draft_vocab_size") or target.vocab_size,
+        norm_before_residual=bool(eagle.get("norm_before_residual", False)),
+    )
+
+
+def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
+    if "speculators_model_type" in raw:
+        raise ValueError(f"{where}: a `speculators` checkpoint; expected the SafeAILab layout (its layer ids count differently)")
+    unknown = sorted(set(raw) - _KNOWN_KEYS)
+    if unknown:
+        raise ValueError(f"{where}: unknown config keys {', '.join(unknown)}; they may change what the head computes")
+    for key, value in (raw.get("eagle_config") or {}).items():
+        if key not in _EAGLE_KEYS:
+            raise ValueError(f"{where}: unknown key eagle_config.{key}; it may change what the head computes")
+        allowed = _EAGLE_KEYS[key]
+        if allowed and value not in allowed:
+            raise ValueError(f"{where}: eagle_config.{key} must be {' or '.join(map(str, allowed))}, got {value!r}")
+
+
+def _check_aux_layers(ids: Any, num_layers: int, where: str) -> tuple[int, ...]:
+    """Sorted: exporters write them in a set's order, and features are concatenated ascending."""
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids) or len(set(ids)) != len(ids):
+        raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of distinct layer numbers, got {ids!r}")
+    if min(ids) < 0 or max(ids) >= num_layers:
+        raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must lie in [0, {num_layers - 1}], got {ids}")
+    return tuple(sorted(ids))
+
+
+def _layer_prefix(checkpoint: Checkpoint) -> str | None:
+    for prefix in ("midlayer", "midlayer.0", "layers.0"):
+        if f"{prefix}.self_attn.q_proj.weight" in checkpoint:
+            return prefix
+    return None
+
+
+def _fill_eagle3(head: Eagle3Head, checkpoint: Checkpoint) -> None:
+    prefix = _layer_prefix(checkpoint)
+    copy_(head.fc.weight, checkpoint, "fc.weight")
+    fill_norm(head.norm, checkpoint, "norm")
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        fill_norm(getattr(head, name), checkpoint, f"{prefix}.{name}")
+    fill_attention(head.self_attn, checkpoint, f"{prefix}.self_attn")
+    fill_mlp(head.mlp, checkpoint, f"{prefix}.mlp")
+
+
+def _fill_eagle1(head: Eagle1Head, checkpoint: Checkpoint) -> None:
+    copy_(head.fc.weight, checkpoint, "fc.weight")
+    if head.fc.bias is not None:
+        copy_(head.fc.bias, checkpoint, "fc.bias")
+    for index, layer in enumerate(head.layers):
+        prefix = f"layers.{index}"
+        if index:
+            fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
+        fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
+        fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn")
+        fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")
+
+
+def _fill_embeddings(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> None:
+    """An EAGLE-3 head's own embeddings where it ships some; else the target's.  EAGLE-1/2 never trains them: the target's."""
+    model = head.config.model
+    if "embed_tokens.weight" in checkpoint and isinstance(head, Eagle3Head):
+        copy_(head.embed_tokens.weight, checkpoint, "embed_tokens.weight")
+        return
+    checkpoint.ignore("embed_tokens.weight")
+    if model.hidden_size != target.config.hidden_size:
+        raise ValueError(
+            f"{checkpoint.folder}: a head of hidden_size {model.hidden_size} needs embed_tokens.weight of its own, "
+            f"since the target's is {target.config.hidden_size} wide"
+        )
+    head.embed_tokens = target.embed_tokens
+
+
+def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> None:
+    """The head's own language-model head and vocabulary map, or the target's when it has none."""
+    Vd, V = head.config.draft_vocab_size, target.config.vocab_size
+    where = checkpoint.folder
+    if isinstance(head, Eagle3Head) and "lm_head.weight" in checkpoint:
+        copy_(head.lm_head.weight, checkpoint, "lm_head.weight")
+    elif Vd == V and head.config.model.hidden_size == target.config.hidden_size:
+        checkpoint.ignore("lm_head.weight")
+        head.lm_head = target.lm_head
+    else:
+        raise ValueError(f"{where}: draft_vocab_size {Vd} (of {V}) needs an lm_head.weight of {Vd} rows in the checkpoint")
+    if "d2t" not in checkpoint:
+        if Vd != V:
+            raise ValueError(f"{where}: draft_vocab_size {Vd} (of {V}) needs a d2t tensor that maps draft ids to target ids")
+        checkpoint.ignore("t2d")
+        return
+    d2t_V = checkpoint.take("d2t", (Vd,)).long()
+    ids_V = d2t_V + torch.arange(Vd)
+    if not (bool((ids_V.diff() > 0).all()) and 0 <= int(ids_V[0]) and int(ids_V[-1]) < V):
+        raise ValueError(
+            f"{where}: d2t must hold offsets (target id = draft id + d2t[draft id]) that give ascending ids below {V}; "
+            "got others (absolute ids?)"
+        )
+    if "t2d" in checkpoint:
+        t2d_V = checkpoint.take("t2d", (V,)).bool()
+        if int(t2d_V.sum()) != Vd or not bool(t2d_V[ids_V].all()):
+            raise ValueError(f"{where}: t2d does not mark the {Vd} target ids that d2t maps to")
+    head.d2t_V = d2t_V.to(head.fc.weight.device) if bool(d2t_V.any()) else None
