@@ -1,0 +1,147 @@
+"""The door: SpecDecoder loads a pair and generates.  Checks what users hand in; everything else is the engine's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.config import SamplingParams, SpecConfig
+from specdec.draft.eagle import DraftHead
+from specdec.engine import Engine
+from specdec.generation import Chunk, Generation
+from specdec.loading import EngineSettings, build_engine, load_pair
+from specdec.models.causal_lm import CausalLM
+from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
+from specdec.request import Request
+
+
+class SpecDecoder:
+    """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own."""
+
+    def __init__(
+        self, model: CausalLM, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer
+    ) -> None:
+        self.model, self.head, self.settings, self.tokenizer = model, head, settings, tokenizer
+        self.engine: Engine = build_engine(model, head, settings)
+        self._eos_ids = frozenset(model.config.eos_ids)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        spec: SpecConfig | None = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        max_batch_size: int = 8,
+        max_seq_len: int | None = None,
+        page_size: int = 16,
+        attention: str = "auto",
+        cuda_graphs: bool = True,
+    ) -> SpecDecoder:
+        """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
+
+        target, draft: folders or hub ids.  draft None: plain autoregressive decoding.  spec: the draft tree's shape,
+        SpecConfig() if None.  device, dtype: "auto" or what torch understands.  max_batch_size: requests that run at once;
+        more wait.  max_seq_len: prompt and output of one request together, None for the model's own limit.  page_size:
+        tokens per KV page.  attention: "auto", "torch", "triton", "fa2", "fa3" or "fa4".  cuda_graphs: capture the phases
+        of a round; without a GPU it means nothing.
+
+        ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.
+        """
+        spec = SpecConfig() if spec is None else spec
+        model, head, settings, folder = load_pair(
+            target, draft, spec, device, dtype, max_batch_size, max_seq_len, page_size, attention, cuda_graphs
+        )
+        return cls(model, head, settings, Tokenizer(folder))
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+    ) -> list[Generation]:
+        """Generates for one prompt or many; results are in the order of the prompts.
+
+        prompts: a string, a list of token ids, chat messages, or a list of such.  sampling: one for all or one per prompt.
+        speculate=False runs the same engine without the draft.
+        """
+        listed = as_prompt_list(prompts)
+        requests = [
+            self._request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
+            for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
+        ]
+        self._start(requests, speculate)
+        try:
+            while not all(request.is_done for request in requests):
+                self.engine.step()
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [request.result() for request in requests]
+
+    def stream(
+        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True
+    ) -> Iterator[Chunk]:
+        """Generates for one prompt, a chunk a round.  All chunks' texts joined are the final text; ids likewise.
+
+        Closing the iterator early frees the request's place.
+        """
+        if not is_one_prompt(prompt):
+            raise TypeError("prompt must be one string, one list of token ids or one list of chat messages")
+        (params,) = _per_prompt(sampling, 1)
+        request = self._request(prompt, params, "prompt", streaming=True)
+        self._start([request], speculate)
+        return self._chunks(request)
+
+    def _chunks(self, request: Request) -> Iterator[Chunk]:
+        try:
+            while not request.is_done:
+                self.engine.step()
+                chunk = request.next_chunk()
+                if chunk.token_ids or chunk.text:
+                    yield chunk
+            request.result()
+        finally:
+            self.engine.cancel(request)
+
+    def _start(self, requests: list[Request], speculate: bool) -> None:
+        if not isinstance(speculate, bool):
+            raise TypeError(f"speculate must be a bool, got {speculate!r}")
+        self.engine.set_speculate(speculate and self.engine.drafter is not None)
+        for request in requests:
+            self.engine.check(request)
+        for request in requests:
+            self.engine.add(request)
+
+    def _request(self, prompt: Any, sampling: SamplingParams, name: str, *, streaming: bool) -> Request:
+        vocab_size = self.model.config.vocab_size
+        ids = encode_prompt(prompt, name, self.tokenizer, vocab_size)
+        check_length(ids, sampling, name, self.settings.max_seq_len)
+        for token in sampling.stop_token_ids or ():
+            if token >= vocab_size:
+                raise ValueError(f"stop_token_ids holds {token}; expected ids in [0, {vocab_size - 1}]")
+        if sampling.stop_strings and not self.tokenizer.is_present:
+            raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        return Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming)
+
+
+def _per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts."""
+    if sampling is None:
+        sampling = SamplingParams()
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    params = list(sampling)
+    for item in params:
+        if not isinstance(item, SamplingParams):
+            raise TypeError(f"sampling must hold SamplingParams, got {item!r} of type {type(item).__name__}")
+    if len(params) != count:
+        raise ValueError(f"sampling must be one SamplingParams or one per prompt ({count}), got {len(params)}")
+    return params

@@ -1,0 +1,177 @@
+"""From names and settings to a ready engine: resolves devices, loads both models, sizes the KV pool.
+
+Everything that can be wrong with a combination of settings is said here, before the first token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.attention.attend import BackendChoice, choose_backend, make_backend
+from specdec.attention.kv_cache import MHACache
+from specdec.batch import BatchState
+from specdec.config import SpecConfig, require_int
+from specdec.draft.eagle import DraftHead
+from specdec.draft.load import load_head
+from specdec.draft.worker import DraftWorker
+from specdec.engine import Engine
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoint import resolve_folder
+from specdec.models.config import ModelConfig
+from specdec.models.loader import DTYPES, load_target, read_target_config
+from specdec.pages import PagePool
+from specdec.verify.verifier import TargetVerifier
+
+POOL_SHARE = 0.85  # of the GPU memory that is free behind the weights: the rest is for activations and graphs
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine runs.  max_seq_len: prompt and output of one request together, in tokens."""
+
+    spec: SpecConfig | None
+    max_batch_size: int
+    max_seq_len: int
+    page_size: int
+    attention: BackendChoice
+    cuda_graphs: bool
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def lookahead(self) -> int:
+        return self.spec.lookahead if self.spec else 1
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-(self.max_seq_len + self.lookahead) // self.page_size)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """`auto`: the GPU if there is one.  ValueError if the device asked for is not there."""
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be 'auto' or a torch device, got {device!r}") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a CUDA device, got {device!r}; nearest setting that works: 'auto'")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r} asks for a GPU, but torch sees none; nearest: device='cpu'")
+        if (resolved.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} GPUs; nearest: device='cuda:0'")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto`: the checkpoint's dtype on a GPU, float32 on a CPU."""
+    if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        return dtype
+    if dtype == "auto":
+        return DTYPES.get(config.dtype or "", torch.bfloat16) if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
+    """None: all the model was made for, up to its sliding window, which plain attention may not exceed."""
+    limit = config.max_position
+    if config.sliding_window is not None:
+        limit = min(limit, config.sliding_window)
+    if max_seq_len is None:
+        return limit
+    require_int("max_seq_len", max_seq_len, 2)
+    if max_seq_len > limit:
+        why = "its sliding window" if limit == config.sliding_window else "its max_position_embeddings"
+        raise ValueError(f"max_seq_len must be at most {limit}, {why}; got {max_seq_len}; nearest setting: {limit}")
+    return max_seq_len
+
+
+def load_pair(
+    target: str | Path, draft: str | Path | None, spec: SpecConfig, device: str | torch.device, dtype: str | torch.dtype,
+    max_batch_size: int, max_seq_len: int | None, page_size: int, attention: str, cuda_graphs: bool,
+) -> tuple[CausalLM, DraftHead | None, EngineSettings, Path]:  # fmt: skip
+    """Both models on their device, the settings they run with, and the target's folder (for its tokenizer)."""
+    require_int("max_batch_size", max_batch_size, 1, 4096)
+    require_int("page_size", page_size, 1, 4096)
+    if not isinstance(spec, SpecConfig):
+        raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
+    if not isinstance(cuda_graphs, bool):
+        raise TypeError(f"cuda_graphs must be a bool, got {cuda_graphs!r}")
+    where = resolve_device(device)
+    folder = resolve_folder(target)
+    config = read_target_config(folder)
+    number = resolve_dtype(dtype, config, where)
+    choice = choose_backend(attention, where, number)
+    settings = EngineSettings(
+        spec if draft is not None else None, max_batch_size, resolve_max_seq_len(max_seq_len, config), page_size, choice,
+        cuda_graphs and where.type == "cuda", where, number,
+    )  # fmt: skip
+    max_positions = settings.max_seq_len + settings.lookahead
+    model = load_target(folder, config, max_positions, where, number)
+    if draft is None:
+        return model, None, settings, folder
+    head = load_head(resolve_folder(draft), model, max_positions, where, number)
+    if spec.topk > head.config.draft_vocab_size:
+        raise ValueError(f"topk must be at most the draft vocabulary {head.config.draft_vocab_size}, got {spec.topk}")
+    return model, head, settings, folder
+
+
+def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> Engine:
+    """KV pool, caches and workers around loaded models."""
+    pool = PagePool(_pool_pages(model, head, settings), settings.page_size)
+    backend = make_backend(settings.attention.name)
+    aux_layers = head.config.aux_layers if head else ()
+    verifier = TargetVerifier(model, _cache(model.config, pool, settings), backend, settings.page_size, aux_layers)
+    drafter = None
+    if head is not None:
+        assert settings.spec is not None
+        cache = _cache(head.config.model, pool, settings)
+        drafter = DraftWorker(head, cache, backend, settings.spec, settings.page_size)
+    state = BatchState.empty(
+        settings.max_batch_size,
+        settings.pages_per_sequence,
+        settings.spec.topk if head and settings.spec else 0,
+        head.config.model.hidden_size if head else 0,
+        device=settings.device,
+        dtype=settings.dtype,
+    )
+    return Engine(verifier, drafter, state, pool, settings.lookahead, settings.cuda_graphs)
+
+
+def kv_bytes_per_page(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> int:
+    """Bytes of one page of KV over both models."""
+    configs = [model.config] + ([head.config.model] if head else [])
+    per_token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
+    return per_token * settings.page_size * settings.dtype.itemsize
+
+
+def _pool_pages(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> int:
+    """Pages for a full batch of longest sequences, or what fits the GPU's free memory; requests then wait for pages."""
+    wanted = settings.max_batch_size * settings.pages_per_sequence + 1
+    if settings.device.type != "cuda":
+        return wanted
+    free, _ = torch.cuda.mem_get_info(settings.device)
+    fits = int(free * POOL_SHARE) // kv_bytes_per_page(model, head, settings)
+    if fits < 2:
+        raise ValueError(f"no GPU memory is left for KV pages behind the weights: {free / 2**30:.1f} GiB free")
+    return min(wanted, fits)
+
+
+def _cache(config: ModelConfig, pool: PagePool, settings: EngineSettings) -> MHACache:
+    return MHACache(
+        config.num_layers,
+        pool.num_pages * settings.page_size,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=settings.dtype,
+        device=settings.device,
+    )
