@@ -22,9 +22,7 @@ from specdec.request import Request
 class SpecDecoder:
     """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own."""
 
-    def __init__(
-        self, model: CausalLM, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, model: CausalLM, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer) -> None:
         self.model, self.head, self.settings, self.tokenizer = model, head, settings, tokenizer
         self.engine: Engine = build_engine(model, head, settings)
         self._eos_ids = frozenset(model.config.eos_ids)
@@ -85,9 +83,7 @@ class SpecDecoder:
                 self.engine.cancel(request)
         return [request.result() for request in requests]
 
-    def stream(
-        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True
-    ) -> Iterator[Chunk]:
+    def stream(self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True) -> Iterator[Chunk]:
         """Generates for one prompt, a chunk a round.  All chunks' texts joined are the final text; ids likewise.
 
         Closing the iterator early frees the request's place.

@@ -40,7 +40,9 @@ def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
     return module.to(dtype).eval().requires_grad_(False)
 
 
-def load_target(folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype) -> CausalLM:
+def load_target(
+    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype
+) -> CausalLM:
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape."""
     checkpoint = Checkpoint(folder)
     model = build(lambda: CausalLM(config, max_positions), device, dtype)
@@ -57,7 +59,9 @@ def load_target(folder: Path, config: ModelConfig, max_positions: int, device: t
     elif "lm_head.weight" in checkpoint:
         head = checkpoint.take("lm_head.weight", tuple(model.lm_head.weight.shape))
         if not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
-            raise ValueError(f"{folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them")
+            raise ValueError(
+                f"{folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them"
+            )
     checkpoint.ignore("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
     checkpoint.finish()
     return model

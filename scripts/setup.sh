@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Makes .venv and installs specdec there, editable, with the versions of constraints.txt; quick when nothing changed.
+#
+#   scripts/setup.sh [extras]      extras of pyproject.toml, comma-separated: test, dev, plots
+#   PYTHON=/path/to/python         the interpreter to use; otherwise the first suitable one on the PATH
+#
+# Never forces a CPU-only torch: on PyPI the pinned torch is the CUDA build for Linux x86-64. Only a machine whose pip is
+# configured with a source of 2.13.0+cpu gets that one.
+set -euo pipefail
+
+root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+extras="${1:-}"
+log="$venv/setup.log"
+cd -- "$root"
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+check_python='
+import sys
+if sys.version_info < (3, 11):
+    sys.exit("is Python %d.%d; 3.11 or newer is needed" % sys.version_info[:2])
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("lacks venv or ensurepip (Debian, Ubuntu: apt install python%d.%d-venv)" % sys.version_info[:2])
+'
+
+find_python() { # sets $python, or ends with what is wrong with each candidate
+    local candidates=(python3 python3.13 python3.12 python3.11) reasons="" reason
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for python in "${candidates[@]}"; do
+        command -v -- "$python" >/dev/null || continue
+        if reason="$("$python" -c "$check_python" 2>&1 </dev/null)"; then return; fi
+        reason="${reason:-does not run}"
+        reasons+=$'\n'"  $python: ${reason%%$'\n'*}"
+    done
+    die "no Python >= 3.11 with venv found (tried ${candidates[*]}); install one or set PYTHON=/path/to/python$reasons"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt "$@" >>"$log" 2>&1 </dev/null && return
+    tail -n 30 "$log" >&2
+    die "pip could not install it; the whole log is in $log"
+}
+
+# A stamp holds what an install depends on. Every install is also a good one for no extras.
+wanted="$({ printf '%s\n' "$root"; cat pyproject.toml constraints.txt; } | cksum)"
+stamp="$venv/.specdec-$extras"
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then exit 0; fi
+
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, half made, or its interpreter is gone
+    find_python
+    say "making .venv with $python ($("$python" -V 2>&1))"
+    "$python" -m venv --clear "$venv" || die "$python could not make a virtual environment in $venv"
+fi
+
+say "installing specdec${extras:+[$extras]} and its pinned dependencies (minutes at first; log in .venv/setup.log)"
+: >"$log"
+pip_install pip setuptools
+pip_install --no-build-isolation -e ".${extras:+[$extras]}"
+
+torch="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
+if has_gpu; then gpu="found"; else gpu="not found"; fi
+case "$gpu $torch" in
+    "found "*+cpu) say "WARNING: this machine has an NVIDIA GPU, but pip's configuration led to a CPU-only torch $torch" ;;
+    *) say "ready: torch $torch, NVIDIA GPU $gpu" ;;
+esac
+printf '%s\n' "$wanted" | tee "$venv/.specdec-" >"$stamp"

@@ -1,0 +1,1 @@
+"""Training of the small models that ship with specdec: text in, checkpoints out. No runtime code imports this."""

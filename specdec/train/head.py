@@ -1,0 +1,216 @@
+"""Trains an EAGLE-3 head for any Llama-family target folder, and measures it by the runtime itself.
+
+Self-generated text, training-time test, a folder in the SafeAILab layout.  Knows settings, files and the order of things;
+the loss is `training_time_test`'s, the loop is `loop`'s, the text `selftext`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from specdec.config import SamplingParams, SpecConfig
+from specdec.decoder import SpecDecoder
+from specdec.draft.eagle import Eagle3Head, HeadConfig
+from specdec.draft.load import default_aux_layers
+from specdec.generation import Stats
+from specdec.models.causal_lm import CausalLM
+from specdec.models.loader import build
+from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
+from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
+from specdec.train.text import load_documents
+from specdec.train.training_time_test import head_loss
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """One training run.  num_steps: steps of the training-time test.  0 for a size means: as the target's."""
+
+    num_steps: int = 5
+    draft_vocab_size: int = 0
+    intermediate_size: int = 0
+    texts: int = 8192
+    width: int = 256
+    longest_prompt: int = 48
+    greedy_share: float = 0.5
+    steps: int = 4000
+    batch: int = 32
+    lr: float = 1e-3
+    warmup: int = 200
+    weight_decay: float = 0.01
+    decay: float = 0.9
+    held_out: float = 0.05
+    eval_every: int = 500
+    eval_prompts: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "texts", "steps", "batch", "eval_every", "eval_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not 4 <= self.longest_prompt <= self.width - 8:
+            raise ValueError(f"longest_prompt: expected 4 .. width - 8 = {self.width - 8}, got {self.longest_prompt}")
+        if not 0.0 <= self.greedy_share <= 1.0:
+            raise ValueError(f"greedy_share: expected a share between 0 and 1, got {self.greedy_share}")
+
+
+def train_head(
+    run: HeadRun,
+    target: str | Path,
+    texts: Sequence[str | Path],
+    out: str | Path,
+    *,
+    aux_layers: tuple[int, ...] | None = None,
+    resume: bool = False,
+    device: str = "auto",
+) -> Progress:
+    """Trains and saves a head; `out` gets config.json, model.safetensors, training.json and what `resume` needs.
+
+    Held-out documents are used for nothing but the final accept length.  ValueError for text or sizes that can't work.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(run.seed)
+    train, held = load_documents(texts, run.held_out)
+    decoder = SpecDecoder.from_pretrained(
+        target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width
+    )
+    rows = _rows(decoder, train, run, folder / "self_text.pt", resume).to(decoder.settings.device)
+    model = decoder.model
+    draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
+    head = new_head(model, aux_layers or default_aux_layers(model.config.num_layers), draft_ids_V, run)
+    schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
+    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule))
+    progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
+    loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
+    progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save_head(head, folder))
+    _report(decoder, folder, held, run, progress)
+    return progress
+
+
+def new_head(model: CausalLM, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> Eagle3Head:
+    """A fresh head: random but for its language-model head and final norm, which start as the target's."""
+    config = model.config
+    shape = replace(
+        config, num_layers=1, tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False,
+        intermediate_size=run.intermediate_size or config.intermediate_size,
+    )  # fmt: skip
+    head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
+    device = model.norm.weight.device
+    head = build(lambda: Eagle3Head(head_config, run.width), device, torch.float32)
+    head.embed_tokens = model.embed_tokens  # the target's own, frozen
+    head.requires_grad_(True)
+    head.embed_tokens.requires_grad_(False)
+    with torch.no_grad():
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(std=0.02)
+            elif hasattr(module, "eps"):
+                module.weight.fill_(1.0)
+        head.lm_head.weight.copy_(model.lm_head.weight[draft_ids_V.to(device)])
+        head.norm.weight.copy_(model.norm.weight)
+    head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
+    return head
+
+
+def _rows(decoder: SpecDecoder, documents: list[str], run: HeadRun, path: Path, resume: bool) -> Tensor:
+    """The self-generated rows; a resumed run reads back those of the run before."""
+    if resume and path.is_file():
+        return torch.load(path, weights_only=True)
+    prompts = prompt_ids(decoder, documents, run.texts, run.longest_prompt, run.seed)
+    rows = write_rows(decoder, prompts, run.width, run.greedy_share, run.seed)
+    torch.save(rows, path)
+    return rows
+
+
+def _objective(
+    model: CausalLM, head: Eagle3Head, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
+) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
+    """The loss of a step, and the mean loss over the last rows, which are never trained on."""
+    kept = min(256, max(1, len(rows) // 20))
+    train, test = rows[:-kept], rows[-kept:]
+    if not len(train):
+        raise ValueError(f"texts: expected at least 2, got {len(rows)}")
+
+    def loss_at(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step)
+        picks = torch.randint(len(train), (run.batch,), generator=generator).to(rows.device)
+        return head_loss(model, head, train[picks], draft_ids_V, run.num_steps, run.decay)[0]
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        parts = [head_loss(model, head, part, draft_ids_V, run.num_steps, run.decay) for part in test.split(run.batch)]
+        accuracy = torch.stack([part[1] for part in parts]).mean(0)
+        print("first choice right, by step: " + " ".join(f"{share:.3f}" for share in accuracy.tolist()), flush=True)
+        return float(torch.stack([part[0] for part in parts]).mean())
+
+    return loss_at, evaluate
+
+
+def save_head(head: Eagle3Head, folder: Path) -> None:
+    """config.json and model.safetensors (bfloat16) in the SafeAILab layout."""
+    from safetensors.torch import save_file
+
+    model, Vd = head.config.model, head.config.draft_vocab_size
+    raw = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size, "num_hidden_layers": 1,
+        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size, "draft_vocab_size": Vd, "rms_norm_eps": model.rms_norm_eps,
+        "max_position_embeddings": model.max_position, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(head.config.aux_layers), "use_aux_hidden_state": True,
+            "norm_before_residual": False, "norm_output": False,
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
+    tensors = {name: tensor.to(torch.bfloat16).contiguous().cpu() for name, tensor in split_weights(head).items()}
+    assert head.d2t_V is not None
+    tensors["d2t"] = head.d2t_V.cpu()
+    tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool)
+    tensors["t2d"][tensors["d2t"] + torch.arange(Vd)] = True
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
+    """The head's weights under SafeAILab's names, fused projections taken apart."""
+    attention, mlp = head.self_attn, head.mlp
+    Q, K = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    q, k, v = attention.qkv_proj.weight.detach().split([Q, K, K])
+    gate, up = mlp.gate_up_proj.weight.detach().chunk(2)
+    parts = {
+        "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": attention.o_proj.weight,
+        "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": mlp.down_proj.weight,
+    }  # fmt: skip
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        parts[name] = getattr(head, name).weight
+    named = {f"midlayer.{name}.weight": weight.detach() for name, weight in parts.items()}
+    outer = {"fc": head.fc, "norm": head.norm, "lm_head": head.lm_head}
+    return {**named, **{f"{name}.weight": module.weight.detach() for name, module in outer.items()}}
+
+
+def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, progress: Progress) -> None:
+    """Accept length on openings of held-out documents, measured by the runtime with the saved head."""
+    from specdec.draft.load import load_head
+
+    settings = decoder.settings
+    head = load_head(folder, decoder.model, run.width, settings.device, settings.dtype)
+    prompts = prompt_ids(decoder, held, run.eval_prompts, run.longest_prompt, run.seed + 1)
+    found = {}
+    for spec in (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6)):
+        lookahead = spec.lookahead
+        measured = replace(settings, spec=spec, max_batch_size=32, max_seq_len=run.width - lookahead)
+        pair = SpecDecoder(decoder.model, head, measured, decoder.tokenizer)
+        sampling = SamplingParams(max_tokens=run.width - run.longest_prompt - lookahead)
+        stats = Stats.total([output.stats for output in pair.generate(prompts, sampling)])
+        name = f"S={spec.num_steps} k={spec.topk} nd={spec.num_draft_tokens}"
+        by_depth = " ".join(f"{share:.3f}" for share in stats.acceptance_by_depth)
+        print(f"held-out accept length at {name}: {stats.accept_length:.3f} (by depth {by_depth})", flush=True)
+        found[name] = {"accept_length": stats.accept_length, "acceptance_by_depth": stats.acceptance_by_depth}
+    record = {"run": vars(run), "best_step": progress.best_step, "held_out_loss": progress.best_loss, "accept": found}
+    (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,142 @@
+"""A training loop for small models: AdamW, warm-up and cosine, clipping, best weights by held-out loss, resume.
+
+Knows steps, losses, checkpoint files and how to report progress. Does not know what the model is or what it reads:
+the loss, the batches and the evaluation are callables.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything about a run that is not the model or the text."""
+
+    steps: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    eval_every: int
+
+
+@dataclass
+class Progress:
+    """What a run has reached; saved with its weights."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_loss: float = math.inf
+    best_step: int = 0
+    history: list[tuple[int, float, float]] = field(default_factory=list)  # step, training loss, held-out loss
+
+
+def learning_rate(schedule: Schedule, step: int) -> float:
+    """Linear warm-up, then half a cosine down to a hundredth."""
+    if step < schedule.warmup:
+        return schedule.lr * (step + 1) / schedule.warmup
+    done = (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup)
+    return schedule.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def make_optimizer(model: torch.nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+    """AdamW; norms' gains are not decayed."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    gains = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
+
+
+class Checkpoint:
+    """Model, optimizer and progress in one file, written beside and then moved, so a kill leaves the last good one."""
+
+    def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.path, self.model, self.optimizer = path, model, optimizer
+
+    def save(self, progress: Progress) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "progress": vars(progress)}
+        torch.save(state, self.path.with_suffix(".part"))
+        self.path.with_suffix(".part").replace(self.path)
+
+    def load(self) -> Progress:
+        if not self.path.is_file():
+            raise ValueError(f"resume: expected a checkpoint at {self.path}, got no file; start without --resume")
+        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"resume: expected a checkpoint of this shape in {self.path}, got {error}") from error
+        self.optimizer.load_state_dict(state["optimizer"])
+        return Progress(**state["progress"])
+
+
+@contextmanager
+def reporter(total: int, start: int) -> Iterator[Callable[[int, str, bool], None]]:
+    """`report(step, text, milestone)`: a rich bar on a terminal; elsewhere one line per milestone."""
+    if not sys.stderr.isatty():
+        yield lambda step, text, milestone: print(f"step {step}/{total} {text}", flush=True) if milestone else None
+        return
+    from rich.progress import Progress as Bar  # only where there is a terminal to draw on
+
+    with Bar(*Bar.get_default_columns(), "{task.fields[text]}") as bar:
+        task = bar.add_task("train", total=total, completed=start, text="")
+
+        def report(step: int, text: str, milestone: bool) -> None:
+            bar.update(task, completed=step, **({"text": text} if milestone else {}))
+
+        yield report
+
+
+def fit(
+    schedule: Schedule,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    loss_at: Callable[[int], torch.Tensor],
+    evaluate: Callable[[], float],
+    on_best: Callable[[Progress], None],
+) -> Progress:
+    """Runs the steps from `progress.step` on; calls `on_best` whenever the held-out loss is the lowest so far."""
+    model, optimizer = checkpoint.model, checkpoint.optimizer
+    model.train()
+    started, before = time.monotonic(), progress.seconds
+    with reporter(schedule.steps, progress.step) as report:
+        for step in range(progress.step, schedule.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(schedule, step)
+            loss = loss_at(step)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            progress.step = step + 1
+            milestone = progress.step % schedule.eval_every == 0 or progress.step == schedule.steps
+            text = ""
+            if milestone:
+                progress.seconds = before + time.monotonic() - started
+                text = _milestone(progress, loss.item(), evaluate(), norm.item(), on_best)
+                checkpoint.save(progress)
+            report(progress.step, text, milestone)
+    return progress
+
+
+def _milestone(
+    progress: Progress, loss: float, held: float, norm: float, on_best: Callable[[Progress], None]
+) -> str:
+    if not math.isfinite(loss):
+        raise ValueError(f"lr: expected one that trains, got loss {loss} at step {progress.step}; try a lower lr")
+    progress.history.append((progress.step, loss, held))
+    if held < progress.best_loss:
+        progress.best_loss, progress.best_step = held, progress.step
+        on_best(progress)
+    return (
+        f"loss {loss:.3f} held-out {held:.4f} best {progress.best_loss:.4f}@{progress.best_step} "
+        f"grad {norm:.2f} {progress.seconds:.0f}s"
+    )

@@ -1,0 +1,63 @@
+"""Text a target writes itself: what a draft head must learn to predict.
+
+Knows prompts, the runtime's `generate` and rows of tokens.  Does not know heads or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.train.loop import reporter
+
+ROUND = 512  # prompts per generate call: progress is shown between calls
+
+
+def prompt_ids(decoder: SpecDecoder, documents: Sequence[str], count: int, longest: int, seed: int) -> list[list[int]]:
+    """`count` prompts: openings of 4 to `longest` tokens of random documents; a document may open several."""
+    generator = torch.Generator().manual_seed(seed)
+    usable = [ids for document in documents if len(ids := decoder.tokenizer.encode(document[:2000])) >= 4]
+    if not usable:
+        raise ValueError(f"text: expected documents of at least 4 tokens, got {len(documents)} without one")
+    picks = torch.randint(len(usable), (count,), generator=generator).tolist()
+    sizes = torch.randint(4, longest + 1, (count,), generator=generator).tolist()
+    return [usable[pick][:size] for pick, size in zip(picks, sizes, strict=True)]
+
+
+def write_rows(
+    decoder: SpecDecoder, prompts: Sequence[list[int]], width: int, greedy_share: float, seed: int
+) -> Tensor:
+    """[len(prompts), width] int64: each prompt and the target's continuation; -1 behind its end.
+
+    greedy_share of the rows continue greedily, the others sampled at temperature 1 (they cover more of the text's states).
+    """
+    rows = torch.full((len(prompts), width), -1, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    greedy = (torch.rand(len(prompts), generator=generator) < greedy_share).tolist()
+    with reporter(len(prompts), 0) as report:
+        for start in range(0, len(prompts), ROUND):
+            batch = range(start, min(start + ROUND, len(prompts)))
+            sampling = [
+                SamplingParams(
+                    max_tokens=width - len(prompts[i]), temperature=0.0 if greedy[i] else 1.0, seed=seed * 1_000_003 + i
+                )
+                for i in batch
+            ]
+            outputs = decoder.generate([list(prompts[i]) for i in batch], sampling, speculate=False)
+            for i, output in zip(batch, outputs, strict=True):
+                ids = (output.prompt_token_ids + output.token_ids)[:width]
+                rows[i, : len(ids)] = torch.tensor(ids)
+            report(batch[-1] + 1, "texts written", batch[-1] + 1 == len(prompts) or start // ROUND % 8 == 0)
+    return rows
+
+
+def frequent_ids(rows: Tensor, size: int, vocab_size: int) -> Tensor:
+    """[size] int64, ascending: the tokens written most often; ties and never-written ones by lower id."""
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"draft_vocab_size must be in [1, {vocab_size}], got {size}")
+    counts = torch.bincount(rows[rows >= 0], minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values

@@ -1,0 +1,262 @@
+"""The layout's rules: which way imports run, what is packaged, how light the door is, how long files may get."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("attention", "draft", "verify")
+DOOR = {"__main__", "decoder", "engine", "loading", "cli", "bench", "doctor", "plots", "train"}
+MAY_IMPORT = {
+    "leaf": {"leaf"},
+    "attention": {"attention", "leaf"},
+    "models": {"models", "attention", "leaf"},
+    "draft": {"draft", "models", "attention", "leaf"},
+    "verify": {"verify", "models", "attention", "leaf"},
+    "door": {"door", "verify", "draft", "models", "attention", "leaf"},
+}
+OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "matplotlib", "scipy")
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 60, 150
+
+
+def package_files(root: Path) -> list[Path]:
+    return sorted(p for folder in ("specdec", *ROOMS) for p in (root / folder).rglob("*.py"))
+
+
+def all_files(root: Path) -> list[Path]:
+    scripts = [p for p in (root / "scripts").glob("*") if p.is_file() and is_python(p)]
+    return [*package_files(root), *sorted(scripts), *sorted((root / "tests").rglob("*.py"))]
+
+
+def is_python(path: Path) -> bool:
+    first = path.read_bytes().split(b"\n", 1)[0]
+    return path.suffix == ".py" or (first.startswith(b"#!") and b"python" in first)
+
+
+def module_name(path: Path, root: Path) -> str:
+    """The import name of a file: draft/worker.py is specdec.draft.worker."""
+    parts = path.relative_to(root).with_suffix("").parts
+    parts = parts if parts[0] == "specdec" else ("specdec", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(module: str) -> str:
+    """Where a module of specdec stands in the one-way order: a key of MAY_IMPORT."""
+    head = (module.split(".") + [""])[1]
+    if head in {*ROOMS, "models"}:
+        return head
+    return "door" if head in DOOR | {""} else "leaf"
+
+
+def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file names in an import, at any depth, as (line, absolute name)."""
+    name = module_name(path, root)
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            yield node.lineno, ".".join([*above, *([node.module] if node.module else [])])
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if ast.unparse(node.func).split(".")[-1] in {"import_module", "__import__"}:
+                yield node.lineno, str(node.args[0].value)
+
+
+def wrong_imports(root: Path) -> list[str]:
+    found = []
+    for path in package_files(root):
+        here = layer(module_name(path, root))
+        for line, target in imported(path, root):
+            where = f"{path.relative_to(root)}:{line}"
+            if target.split(".")[0] in ROOMS:
+                found.append(f"{where} imports {target}: its name is specdec.{target}")
+            elif target.split(".")[0] == "specdec" and layer(target) not in MAY_IMPORT[here]:
+                found.append(f"{where} ({here}) imports {target} ({layer(target)})")
+    return found
+
+
+def oversized(root: Path) -> list[str]:
+    found = []
+    for path in all_files(root):
+        text, name = path.read_text(), path.relative_to(root)
+        if (lines := len(text.splitlines())) > MAX_FILE:
+            found.append(f"{name}: {lines} lines, at most {MAX_FILE}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+                lines, most = node.end_lineno - node.lineno + 1, MAX_KERNEL if kernel else MAX_FUNCTION
+                if lines > most:
+                    found.append(f"{name}:{node.lineno} {node.name}: {lines} lines, at most {most}")
+    return found
+
+
+def undocumented(root: Path) -> list[str]:
+    return [str(p.relative_to(root)) for p in all_files(root) if not ast.get_docstring(ast.parse(p.read_text()))]
+
+
+def packaging_faults(root: Path) -> list[str]:
+    """Differences between the packages that pyproject.toml lists and the folders that hold modules."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    moved = settings["package-dir"]
+    listed = {root / moved.get(p, p.replace(".", "/")) for p in settings["packages"]}
+    held = {path.parent for path in package_files(root)}
+    bare = sorted(folder for folder in held | listed if not (folder / "__init__.py").is_file())
+    return [
+        *(f"{folder.relative_to(root)}: not in pyproject's packages" for folder in sorted(held - listed)),
+        *(f"{folder.relative_to(root)}: listed in pyproject, holds no module" for folder in sorted(listed - held)),
+        *(f"{folder.relative_to(root)}: no __init__.py" for folder in bare),
+        *(f"{room}: not in pyproject's package-dir" for room in ROOMS if moved.get(f"specdec.{room}") != room),
+    ]
+
+
+def python(code: str, *args: str, cwd: Path) -> str:
+    """Runs code in a fresh process that sees no GPU and no folder of the checkout."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-P", "-c", code, *args], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_imports_run_one_way():
+    """Keeps out: a drafter that knows the verifier, attention that knows trees, and import cycles through the door."""
+    assert {layer(module_name(path, ROOT)) for path in package_files(ROOT)} == MAY_IMPORT.keys(), "a room is empty"
+    assert wrong_imports(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("draft/a.py", "from specdec.verify.accept import walk"),
+        ("verify/a.py", "import specdec.draft.worker as w"),
+        ("verify/a.py", "def f():\n    from specdec.draft import worker"),
+        ("verify/a.py", "import importlib\nimportlib.import_module('specdec.draft.worker')"),
+        ("attention/a.py", "from specdec.models.llama import Llama"),
+        ("attention/a.py", "if TYPE_CHECKING:\n    from specdec.decoder import SpecDecoder"),
+        ("specdec/tree.py", "from specdec.attention.plan import causal"),
+        ("specdec/tree.py", "from specdec import SpecConfig"),
+        ("specdec/tree.py", "import specdec"),
+        ("specdec/pages.py", "from . import tree"),
+        ("specdec/models/a.py", "from specdec.draft.eagle import Eagle"),
+        ("specdec/models/__init__.py", "from ..train.data import load"),
+        ("draft/a.py", "from ..verify import accept"),
+        ("draft/__init__.py", "from .. import verify"),
+        ("draft/a.py", "from draft.worker import DraftWorker"),
+        ("specdec/decoder.py", "import verify"),
+    ],
+)
+def test_an_import_against_the_order_is_seen(tmp_path, name, line):
+    """Keeps out: a rule that passes because it looks away (nested, relative, dynamic or typing-only imports)."""
+    assert len(wrong_imports(plant(tmp_path, {name: line}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("specdec/__init__.py", "import importlib\nimportlib.import_module('specdec.decoder')"),
+        ("specdec/decoder.py", "from specdec.draft.worker import DraftWorker\nfrom specdec.verify import accept"),
+        ("specdec/train/head.py", "from specdec import SpecDecoder\nfrom specdec.loading import load"),
+        ("specdec/models/llama.py", "from specdec.attention.attend import attend\nfrom specdec.layers import RMSNorm"),
+        ("draft/worker.py", "from specdec.models.llama import Llama\nfrom specdec.draft import expand, vocab"),
+        ("attention/plan.py", "import torch\nfrom specdec.attention.segment import Segment"),
+    ],
+)
+def test_an_import_along_the_order_is_allowed(tmp_path, name, line):
+    """Keeps out: a rule so broad that the door could not see the rooms."""
+    assert wrong_imports(plant(tmp_path, {name: line})) == []
+
+
+def test_the_wheel_holds_every_package():
+    """Keeps out: a package that works in the editable install and is missing from the wheel."""
+    assert packaging_faults(ROOT) == []
+
+
+def test_a_package_left_out_is_seen(tmp_path):
+    """Keeps out: a comparison blind to nested packages, folders without __init__.py and unmapped rooms."""
+    settings = (ROOT / "pyproject.toml").read_text().replace('"specdec.verify" = "verify"', "")
+    inits = dict.fromkeys([f"{p}/__init__.py" for p in ("specdec", "specdec/models", *ROOMS, "attention/kernels")], "")
+    faults = packaging_faults(plant(tmp_path, {"pyproject.toml": settings, "specdec/train/data.py": "", **inits}))
+    assert "attention/kernels: not in pyproject's packages" in faults
+    assert "specdec/train: no __init__.py" in faults
+    assert "verify: not in pyproject's package-dir" in faults
+
+
+def test_import_specdec_is_light(tmp_path):
+    """Keeps out: a door that loads torch (seconds) or asks for triton before anything of it is used."""
+    code = """if True:
+        import sys, time
+        began = time.perf_counter()
+        import specdec
+        print(time.perf_counter() - began, *sorted(set(sys.argv[1:]) & {name.split(".")[0] for name in sys.modules}))
+    """
+    seconds, *loaded = python(code, "torch", "transformers", *OPTIONAL, cwd=tmp_path).split()
+    assert loaded == []
+    assert float(seconds) < 1
+
+
+def test_the_door_opens_without_optional_packages(tmp_path):
+    """Keeps out: an unguarded import of triton, flash-attn or a plotting library, and CUDA work at import time."""
+    code = """if True:
+        import sys
+        sys.modules.update(dict.fromkeys(sys.argv[1:]))  # None there: importing it raises ModuleNotFoundError
+        from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
+        import torch
+        print(torch.cuda.is_initialized(), SpecDecoder.__module__.split(".")[0])
+    """
+    assert python(code, *OPTIONAL, cwd=tmp_path).split() == ["False", "specdec"]
+
+
+def test_every_public_name_exists():
+    """Keeps out: a lazy door whose __all__ promises a name that was renamed, and one that answers to any name."""
+    import specdec
+
+    assert {"Generation", "SamplingParams", "SpecConfig", "SpecDecoder"} <= set(specdec.__all__)
+    for name in specdec.__all__:
+        assert getattr(specdec, name) is not None, name
+    assert set(specdec.__all__) <= set(dir(specdec))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = specdec.no_such_name
+
+
+def test_files_and_functions_stay_short():
+    """Keeps out: the 2,400-line backend file, which starts as one more branch in a long function."""
+    assert oversized(ROOT) == []
+
+
+def test_long_code_is_seen(tmp_path):
+    """Keeps out: a limit that forgets methods, kernels or scripts, or gives every function a kernel's room."""
+    line = "    x = 0\n"
+    kernels = f"@triton.jit\ndef fits():\n{line * 149}\n@triton.autotune([])\n@triton.jit\ndef long():\n{line * 150}"
+    files = {
+        "attention/a.py": kernels,
+        "draft/a.py": "class A:\n    def long(self):\n" + f"    {line}" * 60,
+        "scripts/setup.sh": "#!/bin/sh\nthis is no Python\n",
+        "scripts/train": "#!/usr/bin/env python3\n" + "x = 0\n" * 400,
+        "tests/test_a.py": "def fits():\n" + line * 59,
+    }
+    names = [fault.split(": ")[0] for fault in oversized(plant(tmp_path, files))]
+    assert names == ["attention/a.py:155 long", "draft/a.py:2 long", "scripts/train"]
+
+
+def test_every_module_says_what_it_is():
+    """Keeps out: a file that a reader has to reverse-engineer to learn what it is for."""
+    assert undocumented(ROOT) == []
+
+
+def test_a_silent_module_is_seen(tmp_path):
+    """Keeps out: a comment counted as a docstring, and an empty __init__.py passed over."""
+    plant(tmp_path, {"draft/__init__.py": "", "verify/a.py": "# not a docstring\n", "specdec/a.py": '"""One."""\n'})
+    assert undocumented(tmp_path) == ["draft/__init__.py", "verify/a.py"]
