@@ -77,9 +77,7 @@ def train_head(
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(run.seed)
     train, held = load_documents(texts, run.held_out)
-    decoder = SpecDecoder.from_pretrained(
-        target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width
-    )
+    decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
     rows = _rows(decoder, train, run, folder / "self_text.pt", resume).to(decoder.settings.device)
     model = decoder.model
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)

@@ -28,9 +28,7 @@ def prompt_ids(decoder: SpecDecoder, documents: Sequence[str], count: int, longe
     return [usable[pick][:size] for pick, size in zip(picks, sizes, strict=True)]
 
 
-def write_rows(
-    decoder: SpecDecoder, prompts: Sequence[list[int]], width: int, greedy_share: float, seed: int
-) -> Tensor:
+def write_rows(decoder: SpecDecoder, prompts: Sequence[list[int]], width: int, greedy_share: float, seed: int) -> Tensor:
     """[len(prompts), width] int64: each prompt and the target's continuation; -1 behind its end.
 
     greedy_share of the rows continue greedily, the others sampled at temperature 1 (they cover more of the text's states).
