@@ -1,9 +1,9 @@
-"""The `torch` backend: any device, any float type.  Lowers a plan once a pass to gathered keys and a mask, then one SDPA a layer.
+"""The `torch` backend: any device, any float type.  Lowers a plan once a pass to gathered keys and a mask, then one SDPA.
 
 Knows no kernel.  Inside a CUDA graph it makes no host reads (except for packed prompts, which are never captured).
 
-Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, B sequences, Q queries per sequence, R rows, W keys per row,
-N keys per sequence over all segments.
+Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, B sequences, Q queries per sequence, R rows, W keys per
+row, N keys per sequence over all segments.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class TorchBackend(Backend):
     def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
         first = plan.segments[0]
         if len(plan.segments) == 1 and first.causal and not _is_uniform(first):
-            return [_prompt_block(first, row) for row in range(first.rows)]
+            blocks = [_prompt_block(first, row) for row in range(first.rows)]
+            return [block for block in blocks if block.queries]  # an empty row has no shape to attend in
         return [_joined_block(plan.segments)]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock]) -> Tensor:
@@ -84,8 +85,14 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     """One prompt of a packed batch, whole: Q queries against the row's keys, the last Q of which are their own."""
     start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
     length, queries = int(segment.cache_seqlens[row]), end - start
-    one = Segment(segment.page_table[row : row + 1], segment.cache_seqlens[row : row + 1], segment.cu_seqlens_q, queries,
-                  True, segment.page_size)
+    one = Segment(
+        segment.page_table[row : row + 1],
+        segment.cache_seqlens[row : row + 1],
+        segment.cu_seqlens_q,
+        queries,
+        True,
+        segment.page_size,
+    )
     keys = torch.arange(length, device=segment.page_table.device)
     last_Q1 = length - queries + torch.arange(queries, device=keys.device)[:, None]
     return DenseBlock(start, 1, queries, _row_slots(one, length), (keys <= last_Q1)[None], queries > length)

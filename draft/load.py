@@ -51,9 +51,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def load_head(
-    folder: Path, target: CausalLM, max_positions: int, device: torch.device, dtype: torch.dtype
-) -> DraftHead:
+def load_head(folder: Path, target: CausalLM, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """The head in the folder, sharing what it does not own with the target.
 
     ValueError names any config key or tensor that is unknown, missing or contradicts the target.
@@ -122,9 +120,7 @@ def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
 def _check_aux_layers(ids: Any, num_layers: int, where: str) -> tuple[int, ...]:
     """Sorted: exporters write them in a set's order, and features are concatenated ascending."""
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids) or len(set(ids)) != len(ids):
-        raise ValueError(
-            f"{where}: eagle_aux_hidden_state_layer_ids must be a list of distinct layer numbers, got {ids!r}"
-        )
+        raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of distinct layer numbers, got {ids!r}")
     if min(ids) < 0 or max(ids) >= num_layers:
         raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must lie in [0, {num_layers - 1}], got {ids}")
     return tuple(sorted(ids))
@@ -185,14 +181,10 @@ def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> 
         checkpoint.ignore("lm_head.weight")
         head.lm_head = target.lm_head
     else:
-        raise ValueError(
-            f"{where}: draft_vocab_size {Vd} (of {V}) needs an lm_head.weight of {Vd} rows in the checkpoint"
-        )
+        raise ValueError(f"{where}: draft_vocab_size {Vd} (of {V}) needs an lm_head.weight of {Vd} rows in the checkpoint")
     if "d2t" not in checkpoint:
         if Vd != V:
-            raise ValueError(
-                f"{where}: draft_vocab_size {Vd} (of {V}) needs a d2t tensor that maps draft ids to target ids"
-            )
+            raise ValueError(f"{where}: draft_vocab_size {Vd} (of {V}) needs a d2t tensor that maps draft ids to target ids")
         checkpoint.ignore("t2d")
         return
     d2t_V = checkpoint.take("d2t", (Vd,)).long()

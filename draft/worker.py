@@ -56,9 +56,7 @@ class DraftWorker:
             return DraftTree.chain(torch.cat((state.bonus_B[:, None], candidates.tokens_BC), dim=1))
         return best_nodes(candidates, state.bonus_B, self.spec.num_draft_tokens, S)
 
-    def extend(
-        self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
-    ) -> None:
+    def extend(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor) -> None:
         """Runs the head over the accepted tokens with true target features; leaves the next tree's first level in `state`.
 
         base_lens_B: int32 committed length before this round.  tokens_BE: the emitted tokens; columns behind last_B are

@@ -102,9 +102,7 @@ class SamplingParams:
             raise TypeError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
         for text in self.stop_strings:
             if not isinstance(text, str):
-                raise TypeError(
-                    f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}"
-                )
+                raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
             if not text:
                 raise ValueError("stop must not hold an empty string: it would end every text at once; leave it out")
         for token in self.stop_token_ids or ():

@@ -64,9 +64,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError(f"device={str(device)!r} asks for a GPU, but torch sees none; nearest: device='cpu'")
         if (resolved.index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"device={str(device)!r}: torch sees {torch.cuda.device_count()} GPUs; nearest: device='cuda:0'"
-            )
+            raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} GPUs; nearest: device='cuda:0'")
     return resolved
 
 

@@ -46,9 +46,7 @@ class PagePool:
     def admit(self, owner: Hashable, tokens: int) -> None:
         """Promises pages for at most `tokens` tokens."""
         assert owner not in self._promised, f"{owner} is already admitted"
-        assert self.can_admit(tokens), (
-            f"{tokens} tokens need {self.pages_for(tokens)} pages, {self.num_unpromised} left"
-        )
+        assert self.can_admit(tokens), f"{tokens} tokens need {self.pages_for(tokens)} pages, {self.num_unpromised} left"
         self._promised[owner] = self.pages_for(tokens)
         self._owned[owner] = []
 

@@ -28,9 +28,7 @@ class Tokenizer:
     def encode_chat(self, messages: list[Any]) -> list[int]:
         inner = self._need("chat messages")
         if not inner.chat_template:
-            raise ValueError(
-                "prompts holds chat messages, but this tokenizer has no chat template; expected a string or ids"
-            )
+            raise ValueError("prompts holds chat messages, but this tokenizer has no chat template; expected a string or ids")
         ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
@@ -79,9 +77,7 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
     elif isinstance(prompt, list) and _is_ids(prompt):
         ids = list(prompt)
     else:
-        raise TypeError(
-            f"{name} must be a string, a list of token ids or a list of chat messages, got {prompt!r}"[:400]
-        )
+        raise TypeError(f"{name} must be a string, a list of token ids or a list of chat messages, got {prompt!r}"[:400])
     if not ids:
         raise ValueError(f"{name} is empty: expected at least one token")
     for token in ids:

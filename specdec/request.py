@@ -64,6 +64,4 @@ class Request:
             raise RuntimeError(f"the request failed while it ran: {self.error}") from self.error
         assert self.output.finish_reason is not None, "the request is not finished"
         self.stats.check_identity(len(self.output.token_ids))
-        return Generation(
-            self.prompt_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats
-        )
+        return Generation(self.prompt_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats)

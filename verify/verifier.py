@@ -65,9 +65,7 @@ class TargetVerifier:
         next_positions_B = positions_T.index_select(0, last_B) + 1
         return choose_tokens(logits_BV, sampling, next_positions_B, mode), self._features(out)
 
-    def verify(
-        self, state: BatchState, tree: DraftTree, mode: SamplingMode, with_features: bool = True
-    ) -> VerifyResult:
+    def verify(self, state: BatchState, tree: DraftTree, mode: SamplingMode, with_features: bool = True) -> VerifyResult:
         """One target pass over every tree; accepts, commits KV, and moves lengths and bonus tokens in `state` on.
 
         A tree of the root alone is plain decoding, which needs no features.

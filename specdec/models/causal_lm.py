@@ -55,9 +55,7 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)
 
-    def forward(
-        self, ids_T: Tensor, positions_T: Tensor, attn: AttentionFn, aux_layers: Sequence[int] = ()
-    ) -> TargetOutput:
+    def forward(self, ids_T: Tensor, positions_T: Tensor, attn: AttentionFn, aux_layers: Sequence[int] = ()) -> TargetOutput:
         """aux_layers: ascending 0-based layers whose output (the residual stream, not normed) is captured."""
         x_TH = F.embedding(ids_T, self.embed_tokens.weight)
         cos_sin = self.rotary.at(positions_T)

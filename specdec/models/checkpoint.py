@@ -21,9 +21,7 @@ def resolve_folder(name: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(
-            f"expected a model folder or a hub id, got the file {str(name)!r}; nearest: {str(path.parent)!r}"
-        )
+        raise ValueError(f"expected a model folder or a hub id, got the file {str(name)!r}; nearest: {str(path.parent)!r}")
     text = str(name)
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise ValueError(f"expected an existing model folder or a hub id like 'org/name', got {text!r}")
@@ -62,9 +60,7 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: tensor {name!r} is missing; the checkpoint holds {have}, ...")
         tensor = self._readers[name]()
         if shape is not None and tuple(tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"{self.folder}: tensor {name!r} must have shape {tuple(shape)}, got {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{self.folder}: tensor {name!r} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
         self._untaken.discard(name)
         return tensor
 
@@ -76,16 +72,14 @@ class Checkpoint:
         """ValueError if the checkpoint holds a tensor nobody took: it would change the model if it were used."""
         if self._untaken:
             names = sorted(self._untaken)
-            raise ValueError(
-                f"{self.folder}: {len(names)} tensors are not part of this architecture: {', '.join(names[:8])}"
-            )
+            raise ValueError(f"{self.folder}: {len(names)} tensors are not part of this architecture: {', '.join(names[:8])}")
 
     def _add(self, file: Path) -> None:
         if file.suffix == ".safetensors":
             from safetensors import safe_open
 
             handle = safe_open(file, framework="pt")
-            self._readers.update({name: lambda n=name: handle.get_tensor(n) for name in handle.keys()})  # noqa: SIM118
+            self._readers.update({name: lambda n=name: handle.get_tensor(n) for name in handle.keys()})
         else:
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             self._readers.update({name: lambda n=name: tensors[n] for name in tensors})

@@ -78,9 +78,7 @@ def parse_rope(raw: dict[str, Any], default: RopeConfig | None = None) -> RopeCo
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"rope type must be default, linear or llama3, got {kind!r}: this model can't run here yet")
     if merged.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ValueError(
-            "partial_rotary_factor must be absent or 1: partial rotary embeddings are not computed here yet"
-        )
+        raise ValueError("partial_rotary_factor must be absent or 1: partial rotary embeddings are not computed here yet")
     if kind == "default":
         return RopeConfig(theta=float(theta))
     if kind == "linear":
@@ -111,9 +109,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     kv_heads = raw.get("num_key_value_heads") or heads
     head_dim = raw.get("head_dim") or hidden // heads
     if heads % kv_heads:
-        raise ValueError(
-            f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}"
-        )
+        raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
     if head_dim % 2:
         raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {head_dim}")
     attention_bias = bool(raw.get("attention_bias", False))

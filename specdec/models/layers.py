@@ -70,9 +70,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     low = rope.original_max_position / rope.low_freq_factor
     high = rope.original_max_position / rope.high_freq_factor
     slow = torch.where(wavelength > low, inv_freq / rope.factor, inv_freq)
-    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     between = (1 - smooth) * slow / rope.factor + smooth * slow
     return torch.where((wavelength >= high) & (wavelength <= low), between, slow)
 

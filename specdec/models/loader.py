@@ -40,9 +40,7 @@ def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
     return module.to(dtype).eval().requires_grad_(False)
 
 
-def load_target(
-    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype
-) -> CausalLM:
+def load_target(folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape."""
     checkpoint = Checkpoint(folder)
     model = build(lambda: CausalLM(config, max_positions), device, dtype)
