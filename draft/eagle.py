@@ -49,8 +49,8 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         model = config.model
-        self.embed_tokens: nn.Module = Embedding(model.vocab_size, model.hidden_size)
-        self.lm_head: nn.Module = Linear(model.hidden_size, config.draft_vocab_size, bias=False)
+        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
+        self.lm_head = Linear(model.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t_V", None)
         self.d2t_V: Tensor | None
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)

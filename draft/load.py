@@ -16,7 +16,7 @@ from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadCo
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig, parse_config, parse_rope, read_json
-from specdec.models.loader import build, copy_, fill_attention, fill_mlp, fill_norm
+from specdec.models.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
 
 _KNOWN_KEYS = frozenset(
     "_name_or_path architectures attention_bias attention_dropout bias bos_token_id draft_vocab_size dtype eagle_config "
@@ -148,12 +148,7 @@ def _fill_eagle1(head: Eagle1Head, checkpoint: Checkpoint) -> None:
     if head.fc.bias is not None:
         copy_(head.fc.bias, checkpoint, "fc.bias")
     for index, layer in enumerate(head.layers):
-        prefix = f"layers.{index}"
-        if index:
-            fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
-        fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
-        fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn")
-        fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")
+        fill_layer(layer, checkpoint, f"layers.{index}")
 
 
 def _fill_embeddings(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> None:
@@ -198,4 +193,4 @@ def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> 
         t2d_V = checkpoint.take("t2d", (V,)).bool()
         if int(t2d_V.sum()) != Vd or not bool(t2d_V[ids_V].all()):
             raise ValueError(f"{where}: t2d does not mark the {Vd} target ids that d2t maps to")
-    head.d2t_V = d2t_V.to(head.fc.weight.device) if bool(d2t_V.any()) else None
+    head.d2t_V = d2t_V.to(target.norm.weight.device) if bool(d2t_V.any()) else None

@@ -27,7 +27,5 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens: (log-probabilities float32, int64 ids), from the whole distribution's log-softmax."""
-    logits = logits.float()
-    top, ids = stable_topk(logits, k)
-    return top - logits.logsumexp(-1, keepdim=True), ids
+    """The k likeliest tokens: (log-probabilities float32, int64 ids).  Log-probabilities are never above 0."""
+    return stable_topk(logits.float().log_softmax(-1), k)

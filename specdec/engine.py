@@ -7,7 +7,7 @@ is the worker's and the verifier's business.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -69,7 +69,7 @@ class Engine:
         self.running: list[Request] = []  # its index is its row
         self.speculate = drafter is not None
         self.time_phases = False
-        self.phase_seconds: Counter[str] = Counter()
+        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
         self._lens: dict[Request, int] = {}
         self._tabled: dict[Request, int] = {}  # pages written to the request's row of the page table
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from specdec.models.causal_lm import CausalLM
+from specdec.models.causal_lm import CausalLM, DecoderLayer
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig, as_ids, parse_config, read_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
@@ -47,11 +47,7 @@ def load_target(folder: Path, config: ModelConfig, max_positions: int, device: t
     copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
     copy_(model.norm.weight, checkpoint, "model.norm.weight")
     for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}"
-        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
-        fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
-        fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn")
-        fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")
+        fill_layer(layer, checkpoint, f"model.layers.{index}")
     if not config.tie_embeddings:
         copy_(model.lm_head.weight, checkpoint, "lm_head.weight")
     elif "lm_head.weight" in checkpoint:
@@ -69,6 +65,16 @@ def copy_(target: Tensor, checkpoint: Checkpoint, name: str) -> None:
     """Copies one tensor, in the target's dtype and onto its device."""
     with torch.no_grad():
         target.copy_(checkpoint.take(name, tuple(target.shape)))
+
+
+def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str) -> None:
+    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor."""
+    assert isinstance(layer, DecoderLayer)
+    if isinstance(layer.input_layernorm, RMSNorm):
+        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
+    fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
+    fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn")
+    fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")
 
 
 def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
