@@ -20,6 +20,7 @@ from specdec.draft.eagle import Eagle3Head, HeadConfig
 from specdec.draft.load import default_aux_layers
 from specdec.generation import Stats
 from specdec.models.causal_lm import CausalLM
+from specdec.models.layers import RMSNorm
 from specdec.models.loader import build
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
@@ -108,7 +109,7 @@ def new_head(model: CausalLM, aux_layers: tuple[int, ...], draft_ids_V: Tensor, 
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(std=0.02)
-            elif hasattr(module, "eps"):
+            elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
         head.lm_head.weight.copy_(model.lm_head.weight[draft_ids_V.to(device)])
         head.norm.weight.copy_(model.norm.weight)
@@ -188,7 +189,7 @@ def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         parts[name] = getattr(head, name).weight
     named = {f"midlayer.{name}.weight": weight.detach() for name, weight in parts.items()}
-    outer = {"fc": head.fc, "norm": head.norm, "lm_head": head.lm_head}
+    outer: dict[str, nn.Linear | RMSNorm] = {"fc": head.fc, "norm": head.norm, "lm_head": head.lm_head}
     return {**named, **{f"{name}.weight": module.weight.detach() for name, module in outer.items()}}
 
 

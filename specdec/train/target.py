@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,9 +18,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
-from specdec.train.text import SEPARATOR, TokenRows, load_documents, openings, read_text, split_documents
-
-EXTRA_ENDS = 0.7  # share of the run after which no extra text is read
+from specdec.train.text import (
+    SEPARATOR,
+    TokenRows,
+    load_documents,
+    mixed_batches,
+    openings,
+    read_text,
+    split_documents,
+)
 
 
 @dataclass(frozen=True)
@@ -135,13 +140,12 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(weights)
-    copy.tie_weights()
     copy.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, do_sample=False)
     copy.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
-def _rows(run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Path], device: str) -> tuple:
+def _rows(run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Path], device: str, prompts: int) -> tuple:
     train, held = load_documents(texts, run.held_out)
     tokenizer = train_tokenizer(train, run.vocab_size, run.context)
 
@@ -150,25 +154,12 @@ def _rows(run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Pat
 
     # Adjacent documents share one separator: it ends the first and opens the second.
     main = TokenRows(train, encode, run.context, device)
+    if main.rows < run.batch:
+        raise ValueError(f"text: expected at least one batch, {run.batch} rows of {run.context} tokens, got {main.rows}")
     held_rows = TokenRows(held, encode, run.context, device).in_order()
     more = [part for path in extra for part in split_documents(read_text(path))]
     side = TokenRows(more, encode, run.context, device) if more and run.extra_share else None
-    return tokenizer, main, side, held_rows, held
-
-
-def _batches(run: TargetRun, main: TokenRows, side: TokenRows | None) -> Callable[[int], torch.Tensor]:
-    """A step's rows: fewer and fewer from `side`. A step's place in both texts is known, so a resumed run reads on."""
-    share = run.extra_share if side else 0.0
-    counts = [round(run.batch * share * max(0.0, 1.0 - step / (EXTRA_ENDS * run.steps))) for step in range(run.steps)]
-    before = [0, *accumulate(counts)]
-
-    def batch(step: int) -> torch.Tensor:
-        rows = main.take(step * run.batch - before[step], run.batch - counts[step], run.seed)
-        if side is None or not counts[step]:
-            return rows
-        return torch.cat([rows, side.take(before[step], counts[step], run.seed)])
-
-    return batch
+    return tokenizer, main, side, held_rows, openings(held, prompts, train) if prompts else []
 
 
 def train_target(
@@ -184,25 +175,24 @@ def train_target(
 ) -> Progress:
     """Trains a target on `texts` and leaves the best one, by held-out loss, in the folder `out`."""
     out = Path(out)
+    tokenizer, main, side, held_rows, heads = _rows(run, texts, extra, device, prompts)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer, main, side, held_rows, held = _rows(run, texts, extra, device)
-    if prompts:
-        lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in openings(held, prompts)]
+    if heads:
+        lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in heads]
         (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     model = build_model(run).to(device)
     add_dropout(model, run.dropout)
     if compile_layers:
         for layer in model.model.layers:
             layer.compile(dynamic=False)
-    batches = _batches(run, main, side)
+    batches = mixed_batches(main, side, run.batch, run.steps, run.extra_share, run.seed)
     schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
     state = Checkpoint(Path(checkpoint or out / "checkpoint.pt"), model, make_optimizer(model, schedule))
-    progress = state.load() if resume else Progress()
     print(f"{sum(p.numel() for p in model.parameters())} parameters; tokens: {len(main.tokens)} to train on, "
           f"{len(side.tokens) if side else 0} extra, {held_rows.numel()} held out", flush=True)  # fmt: skip
 
     return fit(
-        schedule, state, progress,
+        schedule, state, state.load() if resume else Progress(),
         loss_at=lambda step: loss_of(model, batches(step)),
         evaluate=lambda: held_out_loss(model, held_rows, run.batch),
         on_best=lambda _: save_target(model, tokenizer, out),

@@ -10,11 +10,13 @@ import gzip
 import lzma
 import re
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 SEPARATOR = "<|endoftext|>"
+SIDE_ENDS = 0.7  # share of a run after which only the main text is read
 LONGEST = 6000  # characters; books are cut at paragraphs to pieces of about this size
 
 # UTF-8 read as cp1252 by whoever collected the stories, and typographic quotes: all to the plain ASCII sign.
@@ -153,10 +155,36 @@ class TokenRows:
         return torch.cat(parts)
 
 
-def openings(documents: Sequence[str], count: int, seed: int = 0) -> list[str]:
-    """The first 12 to 25 words of the first `count` documents whose first paragraph has more than that."""
-    usable = [words for document in documents if len(words := document.split("\n")[0].split(" ")) > 25]
-    if len(usable) < count:
-        raise ValueError(f"prompts: expected {count} held-out documents that open with over 25 words, got {len(usable)}")
-    sizes = torch.randint(12, 26, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [" ".join(words[:size]) for words, size in zip(usable, sizes, strict=False)]
+def mixed_batches(
+    main: TokenRows, side: TokenRows | None, batch: int, steps: int, share: float, seed: int
+) -> Callable[[int], torch.Tensor]:
+    """A step's rows: at first `share` of them from `side`, falling to none at SIDE_ENDS of the run.
+
+    A step's place in both texts follows from its number alone, so a resumed run reads on where it stopped.
+    """
+    fall = [max(0.0, 1.0 - step / (SIDE_ENDS * steps)) if side else 0.0 for step in range(steps)]
+    counts = [round(batch * share * left) for left in fall]
+    before = [0, *accumulate(counts)]
+
+    def rows_of(step: int) -> torch.Tensor:
+        rows = main.take(step * batch - before[step], batch - counts[step], seed)
+        if side is None or not counts[step]:
+            return rows
+        return torch.cat([rows, side.take(before[step], counts[step], seed)])
+
+    return rows_of
+
+
+def openings(documents: Sequence[str], count: int, seen: Sequence[str] = (), seed: int = 0) -> list[str]:
+    """The first 12 to 25 words of the first `count` documents that open at that length and as none of `seen` does."""
+    known = "\n".join(seen).lower()
+    generator = torch.Generator().manual_seed(seed)
+    found: list[str] = []
+    for document in documents:
+        words = document.split("\n")[0].split(" ")
+        opening = " ".join(words[: int(torch.randint(12, 26, (), generator=generator))])
+        if len(words) > 25 and opening.lower() not in known and len(found) < count:
+            found.append(opening)
+    if len(found) < count:
+        raise ValueError(f"prompts: expected {count} held-out documents opening with 26 new words, got {len(found)}")
+    return found
