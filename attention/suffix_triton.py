@@ -1,0 +1,103 @@
+"""The kernel behind the splits: each query's few keys of its own (its suffix), merged with the states the splits left.
+
+With HAS_SUFFIX off it only merges.  One program a query and kv head.  Knows slots (page size 1), not trees: a row lists
+what its query reads.
+
+Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D head dim, N keys of a block, S splits,
+C splits of a chunk.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=["stride_row", "splits"],
+    do_not_specialize_on_alignment=["slot_table", "cache_seqlens"],
+)
+def suffix_merge_kernel(
+    q,  # [T, H, D]
+    kv,  # [slots, 2, K, D]
+    slot_table,  # [T, W] int32
+    cache_seqlens,  # [T] int32
+    partial_out,  # [T, H, S, D] float32
+    partial_lse,  # [T, H, S] float32, natural log
+    out,  # [T, H, D], any float type
+    lse,  # [T, H] float32, natural log
+    scale,
+    stride_qt,
+    stride_qh,
+    stride_slot,
+    stride_v,
+    stride_kv_head,
+    stride_row,
+    splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SUFFIX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    g = tl.arange(0, PADDED_GROUP)
+    d = tl.arange(0, PADDED_DIM)
+    ok_G = g < GROUP
+    ok_D = d < HEAD_DIM
+    ok_GD = ok_G[:, None] & ok_D[None, :]
+    head_G = kv_head * GROUP + g
+    top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
+    total_G = tl.zeros([PADDED_GROUP], tl.float32)
+    acc_GD = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+
+    if HAS_SUFFIX:
+        length = tl.load(cache_seqlens + token)
+        q_GD = tl.load(q + token * stride_qt + head_G[:, None] * stride_qh + d[None, :], mask=ok_GD, other=0.0)
+        kv += kv_head.to(tl.int64) * stride_kv_head
+        for start in range(0, length, BLOCK_N):
+            key_N = start + tl.arange(0, BLOCK_N)
+            ok_N = key_N < length
+            slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
+            at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
+            ok_ND = ok_N[:, None] & ok_D[None, :]  # values too: 0 times the NaN of an unwritten slot is NaN
+            k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
+            v_ND = tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
+            s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale
+            s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
+            new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block has a key
+            p_GN = tl.exp(s_GN - new_G[:, None])
+            decay_G = tl.exp(top_G - new_G)
+            total_G = total_G * decay_G + tl.sum(p_GN, 1)
+            acc_GD = tl.dot(p_GN.to(v_ND.dtype), v_ND, acc_GD * decay_G[:, None], input_precision="ieee")
+            top_G = new_G
+
+    if PDL:  # everything above was written before the splits' kernel began; its states are complete only from here on
+        tl.extra.cuda.gdc_wait()
+    state_G = (token * (KV_HEADS * GROUP) + head_G) * splits
+    for start in range(0, splits, CHUNK):
+        split_C = start + tl.arange(0, CHUNK)
+        at_CG = state_G[None, :] + split_C[:, None]
+        ok_CG = (split_C < splits)[:, None] & ok_G[None, :]
+        lse_CG = tl.load(partial_lse + at_CG, mask=ok_CG, other=-float("inf"))
+        ok_CGD = ok_CG[:, :, None] & ok_D[None, None, :]
+        out_CGD = tl.load(partial_out + at_CG[:, :, None] * HEAD_DIM + d[None, None, :], mask=ok_CGD, other=0.0)
+        # An idle split wrote no output.  Loading it and looking away is faster than waiting for its lse.
+        out_CGD = tl.where((lse_CG > -float("inf"))[:, :, None], out_CGD, 0.0)
+        new_G = tl.maximum(top_G, tl.max(lse_CG, 0))
+        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # nothing read so far
+        decay_G = tl.exp(top_G - shift_G)
+        weight_CG = tl.exp(lse_CG - shift_G[None, :])
+        total_G = total_G * decay_G + tl.sum(weight_CG, 0)
+        acc_GD = acc_GD * decay_G[:, None] + tl.sum(weight_CG[:, :, None] * out_CGD, 0)
+        top_G = new_G
+
+    some_G = total_G > 0
+    safe_G = tl.where(some_G, total_G, 1.0)
+    at_G = token * (KV_HEADS * GROUP) + head_G
+    tl.store(lse + at_G, tl.where(some_G, top_G + tl.log(safe_G), -float("inf")), mask=ok_G)
+    out_GD = (acc_GD / safe_G[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_G[:, None] * HEAD_DIM + d[None, :], out_GD, mask=ok_GD)

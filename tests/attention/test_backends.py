@@ -1,0 +1,286 @@
+"""Every backend against the definition (reference.py, float64): one matrix of plans, heads, page sizes and lengths.
+
+Triton runs under its interpreter where there is no GPU (float32 and float16: it computes bfloat16 products wrongly).
+Also the algebra the backends rest on: merging states, narrowing segments.
+
+Shapes: B sequences, N tree nodes, K topk, S draft steps, T queries, H heads, D head dim.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.kv_cache import KVView
+from specdec.attention.plan import (
+    causal_segment,
+    fill_draft_suffix,
+    fill_tree_suffix,
+    prefix_segment,
+    ragged_causal_segment,
+    slots_at,
+)
+from specdec.attention.reference import ReferenceBackend
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState, merge_states
+from specdec.attention.torch_backend import TorchBackend
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="bfloat16 needs a GPU")
+
+
+class Setup(NamedTuple):
+    """Which backend computes in which type, and where."""
+
+    name: str
+    dtype: torch.dtype
+    device: str
+
+    def backend(self) -> Backend:
+        if self.name == "torch":
+            return TorchBackend()
+        from specdec.attention.triton_backend import TritonBackend
+
+        return TritonBackend(programs=128)  # enough for the longest rows to be split
+
+
+TRITON_DEVICE = "cuda" if HAS_GPU else "cpu"
+SETUPS = [
+    pytest.param(Setup("torch", torch.float64, "cpu"), id="torch-float64"),
+    pytest.param(Setup("triton", torch.float32, TRITON_DEVICE), id="triton-float32", marks=needs_triton),
+    pytest.param(Setup("triton", torch.float16, TRITON_DEVICE), id="triton-float16", marks=needs_triton),
+    pytest.param(
+        Setup("triton", torch.bfloat16, "cuda"), id="triton-bfloat16", marks=[needs_triton, needs_gpu, pytest.mark.gpu]
+    ),
+]
+
+
+class World:
+    """Sequences whose pages lie scattered over one cache, with room for `fresh` more tokens each."""
+
+    def __init__(self, lens: list[int], fresh: int, shape: tuple[int, int, int, int], setup: Setup, seed: int) -> None:
+        group, self.kv_heads, self.D, self.page_size = shape
+        self.H, self.B, self.fresh = group * self.kv_heads, len(lens), fresh
+        self.generator = torch.Generator().manual_seed(seed)
+        self.setup, self.lens_list = setup, lens
+        width = -(-(max(lens) + fresh) // self.page_size)
+        pages = torch.randperm(self.B * width, generator=self.generator).view(self.B, width) + 1  # page 0 is the dummy
+        self.table = pages.int().to(setup.device)
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=setup.device)
+        num_slots = (self.B * width + 1) * self.page_size
+        self.view = KVView(self.randn(num_slots, 2, self.kv_heads, self.D))
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.setup.device, self.setup.dtype)
+
+    def q(self, queries: int) -> Tensor:
+        return self.randn(queries, self.H, self.D)
+
+    def fresh_slots(self) -> Tensor:
+        """[B, fresh] slots right behind each sequence's end."""
+        positions = self.lens[:, None].long() + torch.arange(self.fresh, device=self.setup.device)
+        return slots_at(self.table, positions, self.page_size)
+
+
+def random_tree_mask(B: int, N: int, generator: torch.Generator) -> Tensor:
+    """[B, N, N] bool: node n sees itself and its ancestors; its parent is any earlier node."""
+    mask_BNN = torch.eye(N, dtype=torch.bool).expand(B, N, N).clone()
+    for b in range(B):
+        for n in range(1, N):
+            parent = int(torch.randint(n, (1,), generator=generator))
+            mask_BNN[b, n] |= mask_BNN[b, parent]
+    return mask_BNN
+
+
+def decode(w: World) -> tuple[AttentionPlan, int]:
+    return AttentionPlan((causal_segment(w.table, w.lens, 1, w.page_size),)), w.B
+
+
+def chain(w: World) -> tuple[AttentionPlan, int]:
+    """Six queries a sequence, also of sequences shorter than that: their first queries see nothing."""
+    return AttentionPlan((causal_segment(w.table, w.lens, 6, w.page_size),)), 6 * w.B
+
+
+def prompts(w: World) -> tuple[AttentionPlan, int]:
+    return AttentionPlan((ragged_causal_segment(w.table, w.lens_list, w.page_size),)), sum(w.lens_list)
+
+
+def tree(w: World) -> tuple[AttentionPlan, int]:
+    N = w.fresh
+    suffix = Segment.empty(w.B * N, N, 1, device=w.setup.device)
+    fill_tree_suffix(suffix, w.fresh_slots(), random_tree_mask(w.B, N, w.generator).to(w.setup.device))
+    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.page_size), suffix)), w.B * N
+
+
+def draft(w: World) -> tuple[AttentionPlan, int]:
+    K, step = 3, 1
+    slots_BKS = w.fresh_slots()[:, : K * 2].view(w.B, K, 2).int()
+    suffix = Segment.empty(w.B * K, step + 1, 1, device=w.setup.device)
+    fill_draft_suffix(suffix, slots_BKS, step)
+    return AttentionPlan((prefix_segment(w.table, w.lens, K, w.page_size), suffix)), w.B * K
+
+
+PLANS = [decode, chain, prompts, tree, draft]
+SHAPES = [(1, 2, 8, 1), (3, 1, 24, 4), (4, 2, 16, 16), (8, 1, 64, 4), (4, 1, 80, 64), (2, 1, 128, 16)]
+CASES = [
+    pytest.param(*setup.values, plan_of, shape, marks=setup.marks,
+                 id="{}-{}-group{}-kv{}-dim{}-page{}".format(setup.id, plan_of.__name__, *shape))
+    for setup in SETUPS
+    for p, plan_of in enumerate(PLANS)
+    for s, shape in enumerate(SHAPES)
+    # The interpreter is slow: each plan takes every other shape there, and float16 every third of those.
+    if HAS_GPU or setup.values[0].name == "torch" or (p + s) % (2 if setup.id == "triton-float32" else 6) == 0
+]  # fmt: skip
+
+
+def expected(q_THD: Tensor, view: KVView, plan: AttentionPlan) -> Tensor:
+    """In float64 on the CPU, from the very numbers the backend was given."""
+    on_host = AttentionPlan(tuple(host_copy(segment) for segment in plan.segments))
+    return ReferenceBackend().attend(q_THD.double().cpu(), KVView(view.kv.double().cpu()), on_host)
+
+
+def host_copy(s: Segment) -> Segment:
+    tensors = (x.cpu() for x in (s.page_table, s.cache_seqlens, s.cu_seqlens_q))
+    return Segment(*tensors, s.max_seqlen_q, s.causal, s.page_size)
+
+
+def assert_close(out: Tensor, want: Tensor) -> None:
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double().cpu(), want.double(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("setup", "plan_of", "shape"), CASES)
+def test_backend_equals_the_definition(
+    setup: Setup, plan_of: Callable[[World], tuple[AttentionPlan, int]], shape: tuple[int, int, int, int]
+) -> None:
+    """Keeps out: a page's edge misread, a group's heads mixed up, a wrong causal corner, NaN from rows with nothing."""
+    P = shape[-1]
+    lens = [0, 1, max(P - 1, 2), P, P + 1, 160]  # 160 is split in two or more
+    if plan_of is prompts:
+        lens = [0, 1, 11, 20] if P < 20 else [0, P + 1]
+    w = World(lens, 6 if plan_of is draft else 4, shape, setup, seed=sum(shape))
+    plan, T = plan_of(w)
+    backend, q_THD = setup.backend(), w.q(T)
+    out_THD = backend.attend(q_THD, w.view, backend.prepare(plan))
+    assert out_THD.dtype == setup.dtype and out_THD.shape == q_THD.shape
+    assert_close(out_THD, expected(q_THD, w.view, plan))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("plan_of", [decode, chain, draft], ids=lambda f: f.__name__)
+def test_run_gives_a_natural_log_state(plan_of: Callable[[World], tuple[AttentionPlan, int]], setup: Setup) -> None:
+    """Keeps out: a base-2 lse, one of another shape, and +inf or NaN for rows that read nothing."""
+    w = World([0, 3, 200, 17], 6, (4, 2, 16, 4), setup, seed=1)
+    plan, T = plan_of(w)
+    backend, q_THD = setup.backend(), w.q(T)
+    for segment in plan.segments:
+        state = backend.run(q_THD, w.view, segment)
+        on_host = KVView(w.view.kv.double().cpu())
+        want = ReferenceBackend().run(q_THD.double().cpu(), on_host, host_copy(segment))
+        assert_close(state.out_THD, want.out_THD)
+        assert state.lse_TH.shape == want.lse_TH.shape
+        tolerance = max(1e-12, TOLERANCE[setup.dtype] / 10)
+        torch.testing.assert_close(state.lse_TH.double().cpu(), want.lse_TH, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_store_writes_its_slots_and_no_others(setup: Setup) -> None:
+    """Keeps out: keys and values swapped, heads swapped, a neighbour overwritten (from a slice of fused rows)."""
+    K, D = 3, 24
+    generator = torch.Generator().manual_seed(2)
+    fused = torch.randn(5, 4 * K * D, generator=generator, dtype=torch.float64).to(setup.device, setup.dtype)
+    kv_T2KD = fused[:, 2 * K * D :].view(5, 2, K, D)
+    view = KVView(torch.full((20, 2, K, D), -7.0, dtype=setup.dtype, device=setup.device))
+    slots_T = torch.randperm(20, generator=generator)[:5].to(setup.device)
+    want = view.kv.clone()
+    want[slots_T] = kv_T2KD
+    setup.backend().store(view, kv_T2KD, slots_T)
+    assert torch.equal(view.kv, want)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_static_buffers_equal_fresh_ones(setup: Setup) -> None:
+    """Keeps out: a reader that looks behind a row's length, or takes a buffer's size for the batch's."""
+    big = Segment.empty(8 * 6, 9, 1, device=setup.device)
+    big.page_table.fill_(1)
+    big.cache_seqlens.fill_(9)
+    for lens in ([9, 12], [40]):
+        w = World(lens, 4, (2, 1, 16, 4), setup, seed=len(lens))
+        plan, T = tree(w)
+        prefix, fresh = plan.segments
+        static = big.narrow(fresh.rows, 4)
+        static.page_table.copy_(fresh.page_table)
+        static.cache_seqlens.copy_(fresh.cache_seqlens)
+        backend, q_THD = setup.backend(), w.q(T)
+        outs = [backend.attend(q_THD, w.view, backend.prepare(AttentionPlan((prefix, suffix)))) for suffix in (fresh, static)]
+        assert_close(outs[1], outs[0].cpu())
+
+
+def random_state(T: int, H: int, D: int, seed: int) -> AttentionState:
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn(T, H, D, generator=generator, dtype=torch.float64)
+    return AttentionState(out, 5 * torch.randn(T, H, generator=generator, dtype=torch.float64))
+
+
+def empty_state(T: int, H: int, D: int) -> AttentionState:
+    return AttentionState(torch.zeros(T, H, D).double(), torch.full((T, H), -torch.inf).double())
+
+
+def test_merge_is_a_softmax_over_both_sets() -> None:
+    """Keeps out: weights by the wrong lse."""
+    w = World([40], 0, (2, 1, 16, 1), Setup("torch", torch.float64, "cpu"), seed=3)
+    q_THD, reference = w.q(1), ReferenceBackend()
+    halves = [
+        Segment(w.table[:, part], torch.tensor([n], dtype=torch.int32), torch.tensor([0, 1]), 1)
+        for part, n in ((slice(0, 15), 15), (slice(15, 40), 25))
+    ]
+    merged = merge_states(*(reference.run(q_THD, w.view, half) for half in halves))
+    whole = reference.run(q_THD, w.view, prefix_segment(w.table, w.lens, 1, 1))
+    torch.testing.assert_close(merged.out_THD, whole.out_THD)
+    torch.testing.assert_close(merged.lse_TH, whole.lse_TH)
+
+
+def test_merge_with_nothing_changes_nothing() -> None:
+    """Keeps out: NaN from -inf minus -inf (an empty prefix, a padded row)."""
+    some, none = random_state(4, 3, 8, seed=4), empty_state(4, 3, 8)
+    for merged in (merge_states(some, none), merge_states(none, some)):
+        torch.testing.assert_close(merged.out_THD, some.out_THD)
+        torch.testing.assert_close(merged.lse_TH, some.lse_TH)
+    nothing = merge_states(none, none)
+    assert torch.equal(nothing.out_THD, none.out_THD) and torch.equal(nothing.lse_TH, none.lse_TH)
+
+
+def test_merge_survives_far_apart_lse() -> None:
+    """Keeps out: exp of a large lse."""
+    a, b = random_state(2, 2, 8, seed=5), random_state(2, 2, 8, seed=6)
+    high = merge_states(AttentionState(a.out_THD, a.lse_TH + 3000), b)
+    torch.testing.assert_close(high.out_THD, a.out_THD)
+    assert high.lse_TH.isfinite().all()
+
+
+def test_merge_of_base_two_lse_would_show() -> None:
+    """The test above would be blind if the base made no difference."""
+    a, b = random_state(4, 3, 8, seed=7), random_state(4, 3, 8, seed=8)
+    wrong = merge_states(AttentionState(a.out_THD, a.lse_TH / math.log(2)), b)
+    assert (wrong.out_THD - merge_states(a, b).out_THD).abs().max() > 1e-2
+
+
+def test_narrow_is_a_view() -> None:
+    """Keeps out: a copy, into which a builder would write what a captured graph never reads."""
+    big = Segment.empty(8, 6, 1)
+    small = big.narrow(3, 4)
+    small.page_table.fill_(5)
+    small.cache_seqlens.fill_(2)
+    assert big.page_table[:3, :4].eq(5).all() and big.page_table.sum() == 60 and big.cache_seqlens.sum() == 6
+    assert small.rows == 3 and small.max_keys == 4 and small.cu_seqlens_q.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,272 @@
+"""What only our kernels can get wrong: poison, splits, strides, ragged tiles, scratch memory, policy, CUDA graphs.
+
+test_backends.py holds them against the definition on every shape.  Without a GPU they run under Triton's interpreter.
+
+Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from specdec.attention import triton_backend  # noqa: E402
+from specdec.attention.kv_cache import KVView  # noqa: E402
+from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
+from specdec.attention.reference import ReferenceBackend  # noqa: E402
+from specdec.attention.segment import AttentionPlan, Segment  # noqa: E402
+from specdec.attention.triton_backend import TritonBackend, is_suffix, splits_for, tiles_for  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+NAN = float("nan")
+K, G, D, P = 2, 3, 24, 4
+H = K * G
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every output and scratch tensor starts as NaN: an unwritten element that is read or returned shows."""
+
+    def nan_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        full = [torch.full(s, NAN, dtype=t, device=device) for s, t in ((shape, dtype), (shape[:-1], torch.float32))]
+        return full[0], full[1]
+
+    monkeypatch.setattr(triton_backend, "new_state", nan_state)
+    yield
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def scattered(lens: list[int], seed: int, spare: int = 0) -> tuple[Tensor, KVView]:
+    """A page table in random order, and a cache that is NaN wherever no row may read.  Idle entries name page 0."""
+    width = max(-(-(n + spare) // P) for n in lens) + 1
+    generator = torch.Generator().manual_seed(seed)
+    table_BW = torch.randperm(len(lens) * width, generator=generator).view(len(lens), width).int() + 1
+    kv = torch.full(((len(lens) * width + 1) * P, 2, K, D), NAN)
+    for pages, n in zip(table_BW, lens):
+        positions = torch.arange(n + spare)
+        slots = pages[positions // P] * P + positions % P
+        kv[slots] = torch.randn(n + spare, 2, K, D, generator=generator)
+        pages[-(-(n + spare) // P) :] = 0
+    return table_BW.to(DEVICE), KVView(kv.to(DEVICE))
+
+
+def check(out_THD: Tensor, q_THD: Tensor, view: KVView, plan: AttentionPlan) -> None:
+    want = ReferenceBackend().attend(q_THD.double(), KVView(view.kv.double()), plan)
+    torch.testing.assert_close(out_THD.double(), want, atol=2e-5, rtol=2e-5)
+
+
+def attend(q_THD: Tensor, view: KVView, *segments: Segment, programs: int = 64) -> Tensor:
+    backend = TritonBackend(programs)
+    return backend.attend(q_THD, view, backend.prepare(AttentionPlan(segments)))
+
+
+def suffix_rows(view: KVView, counts: list[int], seed: int) -> Segment:
+    """Rows of one query each over their own few finite slots; behind a row's count lie slots that hold NaN."""
+    finite = view.kv.isfinite().all(-1).all(-1).all(-1)
+    good, bad = finite.nonzero().flatten(), finite.logical_not().nonzero().flatten()
+    width, generator = max(counts), torch.Generator().manual_seed(seed)
+    table = bad[torch.randint(len(bad), (len(counts), width), generator=generator).to(DEVICE)]
+    for row, n in zip(table, counts):
+        row[:n] = good[torch.randperm(len(good), generator=generator)[:n].to(DEVICE)]
+    rows = torch.arange(len(counts) + 1, dtype=torch.int32, device=DEVICE)
+    return Segment(table.int(), ints(*counts), rows, 1)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_nan_in_unread_slots_stays_there(queries: int) -> None:
+    """Keeps out: a masked key's value loaded all the same (0 times NaN).  Half-full pages and page 0 hold NaN."""
+    lens = [0, 1, 7, 133]
+    table, view = scattered(lens, seed=queries)
+    q_THD = rand(len(lens) * queries, H, D, seed=3)
+    segment = causal_segment(table, ints(*lens), queries, P)
+    check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
+
+
+def test_padded_rows_are_zero_and_harm_nobody() -> None:
+    """Keeps out: a padded row (no keys, junk pages, NaN queries) that faults, or reaches the row beside it."""
+    table, view = scattered([50, 9], seed=4)
+    junk = torch.full((2, table.shape[1]), 2**30, dtype=torch.int32, device=DEVICE)
+    lens, both = ints(50, 0, 9, 0), torch.stack([table[0], junk[0], table[1], junk[1]])
+    q_THD = rand(8, H, D, seed=5)
+    q_THD[2:4] = q_THD[6:8] = NAN
+    prefix = prefix_segment(both, lens, 2, P)
+    suffix = suffix_rows(view, [1, 2, 0, 0, 2, 1, 0, 0], seed=6)
+    out_THD = attend(q_THD, view, prefix, suffix)
+    assert out_THD[2:4].eq(0).all() and out_THD[6:8].eq(0).all()
+    live = [0, 1, 4, 5]
+    two = prefix_segment(table, ints(50, 9), 2, P)
+    rows = Segment(suffix.page_table[live], suffix.cache_seqlens[live], ints(0, 1, 2, 3, 4), 1)
+    check(out_THD[live], q_THD[live], view, AttentionPlan((two, rows)))
+
+
+@pytest.mark.parametrize("programs", [1, 8, 64, 10_000])
+@pytest.mark.parametrize("with_suffix", [False, True])
+def test_any_number_of_splits_gives_the_same(programs: int, with_suffix: bool) -> None:
+    """Keeps out: a key read by two splits or none, and idle splits of short rows read as if they had written."""
+    lens = [700, 3, 0]
+    table, view = scattered(lens, seed=7)
+    prefix = prefix_segment(table, ints(*lens), 2, P)
+    segments = (prefix, suffix_rows(view, [3, 1, 0, 2, 0, 9], seed=8)) if with_suffix else (prefix,)
+    q_THD = rand(6, H, D, seed=9)
+    check(attend(q_THD, view, *segments, programs=programs), q_THD, view, AttentionPlan(segments))
+
+
+def test_suffix_wider_than_a_chunk() -> None:
+    """Keeps out: a suffix kernel that looks at its first few keys only."""
+    table, view = scattered([90], seed=10)
+    segments = (prefix_segment(table, ints(20), 2, P), suffix_rows(view, [64, 33], seed=11))
+    q_THD = rand(2, H, D, seed=12)
+    check(attend(q_THD, view, *segments), q_THD, view, AttentionPlan(segments))
+
+
+def test_ragged_tiles() -> None:
+    """Keeps out: a tile that runs over its row's last query into the next row's (prompts of 1, 23, 0 and 40 tokens)."""
+    lens = [1, 23, 0, 40]
+    table, view = scattered(lens, seed=13)
+    q_THD = rand(sum(lens), H, D, seed=14)
+    segment = ragged_causal_segment(table, lens, P)
+    check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
+
+
+def test_a_prompt_behind_a_cached_prefix() -> None:
+    """Keeps out: a causal corner taken at the top left (queries fewer than keys, of different counts a row)."""
+    lens = [30, 45]
+    table, view = scattered(lens, seed=15)
+    segment = Segment(table, ints(*lens), ints(0, 11, 15), 11, causal=True, page_size=P)
+    q_THD = rand(15, H, D, seed=16)
+    check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
+
+
+def test_other_plans_are_merged_segment_by_segment() -> None:
+    """Keeps out: a plan that looks like prefix + suffix taken for one (paged suffix, three segments)."""
+    lens = [21, 6]
+    table, view = scattered(lens, seed=17)
+    prefix = prefix_segment(table, ints(*lens), 2, P)
+    suffix = suffix_rows(view, [1, 2, 3, 0], seed=18)
+    paged = causal_segment(table, ints(*lens), 2, P)
+    q_THD = rand(4, H, D, seed=19)
+    assert is_suffix(suffix, 4) and not is_suffix(suffix, 5) and not is_suffix(paged, 4)
+    for segments in ((prefix, paged), (suffix, prefix), (prefix, suffix, paged), (suffix, suffix)):
+        check(attend(q_THD, view, *segments), q_THD, view, AttentionPlan(segments))
+
+
+def test_views_and_slices_need_no_copy() -> None:
+    """Keeps out: strides taken for granted.  q is a slice of fused rows, the cache one layer of a transposed tensor."""
+    lens = [37, 12]
+    table, dense = scattered(lens, seed=20)
+    layers = torch.full((*dense.kv.shape[:3], 2, D), NAN, device=DEVICE)
+    layers[..., 1, :] = dense.kv
+    view = KVView(layers[..., 1, :])
+    fused = rand(6, (H + 2 * K) * D, seed=21)
+    q_THD = fused[:, : H * D].view(6, H, D)
+    segment = causal_segment(table, ints(*lens), 3, P)
+    plan = AttentionPlan((segment,))
+    check(attend(q_THD, view, segment), q_THD, view, plan)
+    turned = q_THD.transpose(1, 2).contiguous().transpose(1, 2)  # the head dim is not the innermost
+    check(attend(turned, view, segment), turned, view, plan)
+    store_view, slots = KVView(layers[..., 0, :]), torch.tensor([5, 3], device=DEVICE)
+    source = rand(2, 2, K, D, seed=22)
+    TritonBackend().store(store_view, source, slots)
+    assert torch.equal(store_view.kv[slots], source) and layers[..., 0, :].isfinite().all(-1).sum() == 2 * 2 * K
+
+
+def test_layers_share_their_scratch() -> None:
+    """Keeps out: one allocation a layer, and a layer that reads what the one before it left."""
+    lens = [300, 2]
+    table, view = scattered(lens, seed=23)
+    other = KVView(view.kv.flip(1))  # keys and values swapped: another layer
+    prefix, suffix = prefix_segment(table, ints(*lens), 2, P), suffix_rows(view, [1, 1, 2, 0], seed=24)
+    plan = AttentionPlan((prefix, suffix))
+    backend = TritonBackend(64)
+    prepared = backend.prepare(plan)
+    for layer, seed in ((view, 25), (other, 26), (view, 27)):
+        q_THD = rand(4, H, D, seed=seed)
+        check(backend.attend(q_THD, layer, prepared), q_THD, layer, plan)
+    assert len(prepared._scratch) == 1
+
+
+def test_no_queries_no_launch() -> None:
+    table, view = scattered([5], seed=28)
+    segment = Segment(table, ints(5), ints(0, 0), 0, causal=True, page_size=P)
+    assert attend(rand(0, H, D, seed=0), view, segment).shape == (0, H, D)
+    TritonBackend().store(view, rand(0, 2, K, D, seed=0), torch.zeros(0, dtype=torch.int64, device=DEVICE))
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    """Keeps out: batch 1 on eight of 264 places, a full batch split for nothing, splits shorter than a block."""
+    assert splits_for(8, 32_768, 64, 264) in (32, 33)
+    assert splits_for(8, 1_024, 64, 264) == 16
+    assert splits_for(256, 32_768, 64, 264) == 1 and splits_for(2000, 32_768, 64, 264) == 1
+    assert splits_for(8, 0, 64, 264) == 1 and splits_for(8, 10, 64, 264) == 1
+    for programs_per_split in range(1, 300):
+        splits = splits_for(programs_per_split, 32_768, 64, 264)
+        waves = programs_per_split * splits / 264
+        assert 1 <= splits <= 128 and (splits in (1, 128) or waves / -(-waves // 1) > 0.75)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("packed", [1, 4, 24, 128, 240, 4096])
+def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int) -> None:
+    """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
+    tiles = tiles_for(packed, head_dim, itemsize)
+    row = triton_backend.padded(head_dim) * itemsize
+    assert tiles.block_m * row + 2 * tiles.stages * tiles.block_n * row <= 227 * 1024
+    assert tiles.block_m >= 16 and tiles.block_n >= 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("with_suffix", [False, True])
+def test_a_captured_graph_follows_the_lengths(with_suffix: bool) -> None:
+    """Keeps out: a length, a split's range or a scratch address frozen at capture."""
+    table, view = scattered([2000, 1000], seed=29, spare=1)
+    lens, q_THD = ints(1, 1), rand(4, H, D, seed=30)
+    prefix = prefix_segment(table, lens, 2, P)
+    segments = (prefix, suffix_rows(view, [2, 1, 1, 2], seed=31)) if with_suffix else (prefix,)
+    plan, backend = AttentionPlan(segments), TritonBackend()
+
+    def layers() -> list[Tensor]:
+        prepared = backend.prepare(plan)
+        return [backend.attend(q_THD, view, prepared) for _ in range(3)]
+
+    layers()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = layers()
+    for new in ((2000, 1000), (5, 0), (64, 999)):
+        lens.copy_(ints(*new))
+        for out in outs:
+            out.fill_(NAN)
+        graph.replay()
+        for out in outs:
+            check(out, q_THD, view, plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("make", [causal_segment, prefix_segment], ids=["causal", "prefix"])
+def test_one_compilation_serves_every_batch(make: Callable[..., Segment]) -> None:
+    """Keeps out: seconds of compiling in the middle of serving because a batch of 1 or 16 is special to Triton."""
+    kernel = triton_backend.paged_attention_kernel
+    counts = []
+    for lens in ([40], [700, 16], [16] * 16, [1]):
+        table, view = scattered(lens, seed=32)
+        q_THD = rand(2 * len(lens), H, D, seed=33)
+        attend(q_THD, view, make(table, ints(*lens), 2, P), programs=264)
+        counts.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
+    assert len(set(counts)) == 1, counts
