@@ -1,0 +1,45 @@
+"""What every test shares: one thread, the gpu marker, the shared folder, and tiny random models saved once a session."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # `toolkit`: what tests build their worlds from
+
+from toolkit.models import TARGETS, Zoo  # noqa: E402
+
+logging.disable_progress_bar()
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Models, prompts and texts that lie beside the repository."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is absent")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Random targets of every family, heads for them, and their greedy text by transformers; made when first asked for."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session", params=TARGETS)
+def any_target(request: pytest.FixtureRequest) -> str:
+    """The name of every target in the zoo, one after the other."""
+    return request.param

@@ -1,0 +1,96 @@
+"""The whole runtime on a GPU: graphs, padding and the Triton kernels may change nothing that the reader sees."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
+from specdec.generation import Stats
+from specdec.near_tie import explain_divergence
+from specdec.shipped import draft_folder, prompts_file, target_folder
+
+pytestmark = pytest.mark.gpu
+
+SPECS = [SpecConfig(5, 4, 16), SpecConfig(5, 1, 6), SpecConfig(3, 8, 32)]
+GREEDY = SamplingParams(max_tokens=64)
+
+
+def prompts(count: int) -> list[str]:
+    return [json.loads(line)["prompt"] for line in prompts_file().read_text().splitlines()[:count]]
+
+
+def load(**settings: object) -> SpecDecoder:
+    merged = {"spec": SPECS[0], "dtype": "float32", "max_seq_len": 256, **settings}
+    return SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cuda", **merged)  # type: ignore[arg-type]
+
+
+def ids(outputs: list[Generation]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Greedy ids by the torch backend on the CPU, without speculation."""
+    decoder = SpecDecoder.from_pretrained(target_folder(), device="cpu", max_seq_len=256)
+    return ids(decoder.generate(prompts(11), GREEDY))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_float32_ids_equal_the_cpu_s(spec: SpecConfig, attention: str, cuda_graphs: bool, expected: list[list[int]]) -> None:
+    """Keeps out: a graph that reads stale buffers, a kernel that reads beyond its row.  11 prompts on 8 places: rows leave
+    and enter, so every bucket from 8 down to 1 is captured, replayed and shrunk."""
+    decoder = load(spec=spec, attention=attention, cuda_graphs=cuda_graphs)
+    for _ in range(2):  # the second run replays graphs dirtied by the first
+        assert ids(decoder.generate(prompts(11), GREEDY)) == expected
+    assert ids(decoder.generate(prompts(11), GREEDY, speculate=False)) == expected
+    assert (len(decoder.engine.graphs) > 0) == cuda_graphs
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+def test_page_sizes_change_nothing(page_size: int, expected: list[list[int]]) -> None:
+    """Keeps out: tree slots that run over a page's end."""
+    decoder = load(page_size=page_size, max_batch_size=3)
+    assert ids(decoder.generate(prompts(11), GREEDY)) == expected
+    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+
+
+def test_padded_rows_are_never_read(expected: list[list[int]]) -> None:
+    """Keeps out: a padded row of a graph's batch that leaks into a real one.  Its page holds NaN, its state junk."""
+    decoder = load(max_batch_size=8)
+    decoder.generate(prompts(3), SamplingParams(max_tokens=8))  # captures the bucket of 4 that 3 prompts run in
+    engine = decoder.engine
+    page = decoder.settings.page_size
+    for cache in (engine.verifier.cache, engine.drafter.cache):  # type: ignore[union-attr]
+        cache.kv[:, :page] = torch.nan
+    with torch.inference_mode():
+        engine.state.bonus_B.random_(0, decoder.model.config.vocab_size)
+        engine.state.level1_hidden_BH.fill_(torch.nan)
+    assert ids(decoder.generate(prompts(3), GREEDY)) == expected[:3]
+
+
+def test_sampled_ids_do_not_depend_on_speculation_or_graphs() -> None:
+    """Keeps out: noise that depends on the row, the bucket or the draft instead of (seed, position)."""
+    sampling = [SamplingParams(max_tokens=48, temperature=0.8, top_p=0.95, top_k=50, seed=i) for i in range(5)]
+    graphs, eager = load(), load(cuda_graphs=False)
+    sampled = ids(graphs.generate(prompts(5), sampling))
+    assert sampled == ids(graphs.generate(prompts(5), sampling, speculate=False))
+    assert sampled == ids(eager.generate(prompts(5), sampling))
+    assert sampled[2] == ids(eager.generate(prompts(5)[2], sampling[2]))[0]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_bfloat16_differs_only_at_near_ties(batch: int) -> None:
+    """Keeps out: a logic error passed off as rounding.  Every divergence must be a tie of the target's two best tokens."""
+    decoder = load(dtype="bfloat16", max_batch_size=batch)
+    texts = prompts(16)
+    plain, fast = (decoder.generate(texts, GREEDY, speculate=speculate) for speculate in (False, True))
+    for number, (a, b) in enumerate(zip(plain, fast)):
+        found = explain_divergence(decoder, number, a.prompt_token_ids, a.token_ids, b.token_ids, GREEDY)
+        assert found is None or found.verdict == "near-tie", found
+    stats = Stats.total([output.stats for output in fast])
+    assert stats.accept_length > 2, "the pair speculates in bfloat16 too"

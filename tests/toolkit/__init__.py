@@ -1,0 +1,1 @@
+"""What tests build their worlds from: random models, dense references, substitute drafters, tokenizers, statistics."""

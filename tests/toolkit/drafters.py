@@ -1,0 +1,99 @@
+"""Drafters that need no head: one that knows the text, one that is always wrong, one that guesses.  Chains and trees.
+
+They stand at the engine's `Drafter` protocol: `engine.drafter = ...`.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec import SpecConfig
+from specdec.batch import BatchState
+from specdec.engine import Drafter, Engine
+from specdec.tree import DraftTree
+
+
+class Substitute:
+    """Draws trees of random shape.  texts: prompt -> the tokens that will follow, further than any draft looks.
+
+    kind: "oracle" puts the text on one path of the tree, "wrong" avoids it everywhere, "random" knows nothing.
+    inner: a real drafter whose KV is to be kept in step.
+    """
+
+    def __init__(
+        self, engine: Engine, spec: SpecConfig, kind: str, vocab_size: int,
+        texts: dict[tuple[int, ...], list[int]] | None = None, inner: Drafter | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.spec, self.kind, self.vocab_size = engine, spec, kind, vocab_size
+        self.texts, self.inner = texts or {}, inner
+        self.random = random.Random(0)
+
+    def draft(self, state: BatchState) -> DraftTree:
+        S, nd = self.spec.num_steps, self.spec.num_draft_tokens
+        rows = [self._row(row, int(state.lens_B[row]), int(state.bonus_B[row])) for row in range(state.rows)]
+        tokens_BN = torch.tensor([tokens for tokens, _ in rows])
+        if self.spec.topk == 1:
+            return DraftTree.chain(tokens_BN)
+        return DraftTree.from_parents(tokens_BN, torch.tensor([parents for _, parents in rows]), min(S, nd - 1))
+
+    def extend(self, *args: Tensor | BatchState) -> None:
+        if self.inner:
+            self.inner.extend(*args)
+
+    def prefill(self, *args: Any) -> None:
+        if self.inner:
+            self.inner.prefill(*args)
+
+    def _row(self, row: int, length: int, bonus: int) -> tuple[list[int], list[int]]:
+        """One sequence's tokens and parents."""
+        S, nd = self.spec.num_steps, self.spec.num_draft_tokens
+        known = self._known(row, length)
+        parents, main = random_shape(nd, S, self.random) if self.spec.topk > 1 else chain_shape(nd)
+        tokens = [bonus]
+        for node in range(1, nd):
+            siblings = {tokens[n] for n in range(1, node) if parents[n] == parents[node]}
+            depth = path_depth(parents, node)
+            if self.kind == "oracle" and node in main:
+                tokens.append(known[depth - 1])
+                continue
+            avoid = siblings | ({known[depth - 1]} if self.kind != "random" else set())
+            tokens.append(self.random.choice([t for t in range(self.vocab_size) if t not in avoid]))
+        return tokens, parents
+
+    def _known(self, row: int, length: int) -> Sequence[int]:
+        """What follows the bonus token, which stands at position `length`."""
+        if self.kind == "random" or row >= len(self.engine.running):  # a padded row
+            return [0] * self.spec.num_steps
+        prompt = self.engine.running[row].prompt_ids
+        text = prompt + self.texts[tuple(prompt)]
+        known = text[length + 1 : length + 1 + self.spec.num_steps]
+        assert len(known) == self.spec.num_steps, "the known text is too short"
+        return known
+
+
+def path_depth(parents: list[int], node: int) -> int:
+    depth = 0
+    while node:
+        node, depth = parents[node], depth + 1
+    return depth
+
+
+def chain_shape(nd: int) -> tuple[list[int], set[int]]:
+    return [0, *range(nd - 1)], set(range(1, nd))
+
+
+def random_shape(nd: int, steps: int, rng: random.Random) -> tuple[list[int], set[int]]:
+    """Parents of a random tree of at most `steps` levels, and the nodes of one path as deep as it can be."""
+    main = sorted(rng.sample(range(1, nd), min(steps, nd - 1)))
+    parents, depths, above = [0], [0], 0
+    for node in range(1, nd):
+        if node in main:
+            parent, above = above, node
+        else:
+            parent = rng.choice([n for n in range(node) if depths[n] < min(steps, nd - 1)])
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return parents, set(main)

@@ -1,0 +1,36 @@
+"""Tiny tokenizers: one whose tokens are whole ASCII words, one of bytes, where characters span tokens."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CHARACTERS = "é日本🙂ß€"  # two to four bytes each
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Token i is a word like xYx, whose first two and last two letters are its own; no spaces: stops can cross tokens."""
+    words = [f"{LETTERS[i % 26]}{LETTERS[i // 26].upper()}{LETTERS[i % 26]}" for i in range(vocab_size)]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Every byte is a token, and so is the first part of every character of CHARACTERS; the rest are pairs of letters."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {symbol: i for i, symbol in enumerate(sorted(alphabet))}
+    merges = []
+    pairs = [byte_symbols(c)[:2] for c in CHARACTERS] + [f"{a}{b}" for a in "abcdefghijkl" for b in "mnopqrstuvwx"]
+    for pair in pairs:
+        if len(vocab) < vocab_size and pair not in vocab:
+            vocab[pair] = len(vocab)
+            merges.append((pair[0], pair[1]))
+    inner = Tokenizer(models.BPE(vocab, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def byte_symbols(text: str) -> str:
+    """The text as the byte-level alphabet writes it: one symbol a byte."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
