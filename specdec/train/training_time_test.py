@@ -9,6 +9,8 @@ Shapes: B rows, T pairs per row, H hidden, V draft vocabulary, Q and K heads, D 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +68,21 @@ def target_pass(model: CausalLM, ids_BT: Tensor, aux_layers: tuple[int, ...]) ->
     return model(ids_BT.flatten(), positions, DenseCausal(B), aux_layers)
 
 
+def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num_steps: int) -> Iterator[Tensor]:
+    """The head's outputs [B, P, H] of every step.  Rows i < j of step j have no such past; what they hold is junk.
+
+    features_BPF: true target features of pairs 0 .. P - 1.  next_ids_BP: each pair's token, one behind its feature's.
+    """
+    B, P = next_ids_BP.shape
+    positions = torch.arange(P, device=next_ids_BP.device).repeat(B)
+    attn = DraftSteps(B)
+    hidden = head.fuse(features_BPF.flatten(0, 1))
+    for _ in range(num_steps):
+        hidden_BPH = head(next_ids_BP.flatten(), hidden, positions, attn).view(B, P, -1)
+        yield hidden_BPH
+        hidden = F.pad(hidden_BPH[:, :-1], (0, 0, 1, 0)).flatten(0, 1)
+
+
 def head_loss(
     model: CausalLM, head: Eagle3Head, rows_BT: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
@@ -85,18 +102,12 @@ def head_loss(
     goal_BP = rows_BT[:, 2:]
     place_BP = torch.searchsorted(draft_ids_V, goal_BP.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
     known_BP = draft_ids_V[place_BP] == goal_BP
-    hidden = head.fuse(out.aux_TA.view(B, T, -1)[:, :P].flatten(0, 1))
-    next_ids = ids_BT[:, 1 : P + 1].flatten()
-    positions = torch.arange(P, device=ids_BT.device).repeat(B)
-    attn = DraftSteps(B)
-    loss, correct = hidden.new_zeros(()), []
-    for step in range(num_steps):
-        hidden = head(next_ids, hidden, positions, attn)
-        logits_BPV = head.logits(hidden).float().view(B, P, -1)
+    loss, correct = out.hidden_TH.new_zeros(()), []
+    for step, hidden_BPH in enumerate(draft_steps(head, out.aux_TA.view(B, T, -1)[:, :P], ids_BT[:, 1 : P + 1], num_steps)):
+        logits_BPV = head.logits(hidden_BPH).float()
         counted_BP = known_BP & (torch.arange(P, device=ids_BT.device) >= step)
         entropy_BP = -(teacher_BPV * logits_BPV.log_softmax(-1)).sum(-1)
         total = counted_BP.sum().clamp(min=1)
         loss = loss + decay**step * (entropy_BP * counted_BP).sum() / total
         correct.append(((logits_BPV.argmax(-1) == place_BP) & counted_BP).sum() / total)
-        hidden = F.pad(hidden.view(B, P, -1)[:, :-1], (0, 0, 1, 0)).flatten(0, 1)
     return loss, torch.stack(correct)

@@ -1,0 +1,105 @@
+"""Training: what the head learns on must be what it will meet, and what is written must be what the runtime loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit.dense import DenseHead, PathDrafter
+from transformers import AutoModelForCausalLM
+
+from specdec import SpecConfig, SpecDecoder
+from specdec.draft.eagle import Eagle3Head
+from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.train.head import HeadRun, save_head, train_head
+from specdec.train.selftext import frequent_ids
+from specdec.train.target import TargetRun, train_target
+from specdec.train.training_time_test import draft_steps, target_pass
+
+ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
+
+
+@pytest.fixture(scope="module")
+def pair() -> SpecDecoder:
+    return SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", max_seq_len=64)
+
+
+def test_each_step_sees_what_drafting_sees(pair: SpecDecoder) -> None:
+    """Keeps out: a mask or a shift that is off by one, which trains a head for a runtime that does not exist.
+
+    Step j at pair i must equal the head run alone: true features up to pair i - j, then its own j outputs.
+    """
+    head = pair.head
+    assert isinstance(head, Eagle3Head)
+    ids = torch.tensor([ROW])
+    features = target_pass(pair.model, ids, head.config.aux_layers).aux_TA
+    assert features is not None
+    P, num_steps = len(ROW) - 1, 4
+    steps = list(draft_steps(head, features[None, :P], ids[:, 1:], num_steps))
+    oracle = AutoModelForCausalLM.from_pretrained(target_folder(), dtype=torch.float64)
+    dense = DenseHead(draft_folder(), oracle)
+    for step in range(num_steps):
+        for i in range(step, P):
+            alone = PathDrafter(dense, oracle, ROW[: i - step + 2]).hidden(tuple(ROW[i - step + 2 : i + 2]))
+            torch.testing.assert_close(steps[step][0, i].double(), alone, rtol=2e-4, atol=2e-4)
+
+
+def test_a_saved_head_is_the_head(pair: SpecDecoder, tmp_path: Path) -> None:
+    """Keeps out: names or fused rows mixed up on the way to disk.  bfloat16 weights survive a save and load unchanged."""
+    assert isinstance(pair.head, Eagle3Head)
+    save_head(pair.head, tmp_path)
+    again = SpecDecoder.from_pretrained(target_folder(), tmp_path, device="cpu", max_seq_len=64).head
+    assert again is not None
+    for (name, a), b in zip(pair.head.state_dict().items(), again.state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+def test_frequent_ids_are_the_most_frequent_ascending() -> None:
+    rows = torch.tensor([[5, 5, 2, -1], [2, 5, 9, 0]])
+    assert frequent_ids(rows, 2, 16).tolist() == [2, 5]
+    assert frequent_ids(rows, 4, 16).tolist() == [0, 2, 5, 9]
+    with pytest.raises(ValueError, match="draft_vocab_size"):
+        frequent_ids(rows, 17, 16)
+
+
+def story_file(folder: Path) -> Path:
+    """A few hundred words in documents, made of the shipped prompts."""
+    prompts = [json.loads(line)["prompt"] for line in prompts_file().read_text().splitlines()]
+    path = folder / "stories.txt"
+    path.write_text("<|endoftext|>".join(f"{a}. {b}." for a in prompts[:12] for b in prompts[:4]))
+    return path
+
+
+def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a script that trains but writes what the runtime can't load; a resume that starts from nothing."""
+    run = HeadRun(texts=6, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=2, draft_vocab_size=300)
+    out = tmp_path / "head"
+    first = train_head(run, target_folder(), [story_file(tmp_path)], out, device="cpu")
+    assert first.step == 2 and len(first.history) == 2
+    more = HeadRun(**{**vars(run), "steps": 3})
+    assert train_head(more, target_folder(), [story_file(tmp_path)], out, resume=True, device="cpu").step == 3
+    assert "held-out accept length" in capsys.readouterr().out
+    head = SpecDecoder.from_pretrained(target_folder(), out, SpecConfig(3, 2, 5), device="cpu")
+    (output,) = head.generate("Once upon a time")
+    plain = head.generate("Once upon a time", speculate=False)
+    assert output.token_ids == plain[0].token_ids
+
+
+@pytest.mark.parametrize("field, value", [("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", 0)])
+def test_head_runs_that_cannot_work_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        HeadRun(**{field: value})  # type: ignore[arg-type]
+
+
+def test_train_target_end_to_end(tmp_path: Path) -> None:
+    """Keeps out: a target that our own loader refuses."""
+    run = TargetRun(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        vocab_size=300, context=32, steps=2, batch=2, warmup=1, eval_every=1,
+    )  # fmt: skip
+    train_target(run, [str(story_file(tmp_path))], str(tmp_path / "target"), device="cpu")
+    decoder = SpecDecoder.from_pretrained(tmp_path / "target", device="cpu")
+    (output,) = decoder.generate("Once upon")
+    assert 1 <= len(output.token_ids) <= 128
