@@ -97,11 +97,14 @@ class SpecDecoder:
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
         try:
-            while not request.is_done:
-                self.engine.step()
-                chunk = request.next_chunk()
+            while True:
+                chunk = request.next_chunk()  # first of all: another call's rounds may have served this request too
                 if chunk.token_ids or chunk.text:
                     yield chunk
+                elif request.is_done:
+                    break
+                else:
+                    self.engine.step()
             request.result()
         finally:
             self.engine.cancel(request)

@@ -5,6 +5,7 @@ Everything that can be wrong with a combination of settings is said here, before
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from specdec.pages import PagePool
 from specdec.verify.verifier import TargetVerifier
 
 POOL_SHARE = 0.85  # of the GPU memory that is free behind the weights: the rest is for activations and graphs
+HOST_POOL_SHARE = 0.4  # of the host's memory: weights and everything else live there too
 
 
 @dataclass(frozen=True)
@@ -155,15 +157,19 @@ def kv_bytes_per_page(model: CausalLM, head: DraftHead | None, settings: EngineS
 
 
 def _pool_pages(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> int:
-    """Pages for a full batch of longest sequences, or what fits the GPU's free memory; requests then wait for pages."""
+    """Pages for a full batch of longest sequences, or what memory holds; requests then wait for pages."""
     wanted = settings.max_batch_size * settings.pages_per_sequence + 1
-    if settings.device.type != "cuda":
-        return wanted
-    free, _ = torch.cuda.mem_get_info(settings.device)
-    fits = int(free * POOL_SHARE) // kv_bytes_per_page(model, head, settings)
+    fits = int(_pool_bytes(settings.device) // kv_bytes_per_page(model, head, settings))
     if fits < 2:
-        raise ValueError(f"no GPU memory is left for KV pages behind the weights: {free / 2**30:.1f} GiB free")
+        raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
     return min(wanted, fits)
+
+
+def _pool_bytes(device: torch.device) -> float:
+    """Memory that KV may take: a share of what the GPU has free, or of all the host has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * POOL_SHARE
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE
 
 
 def _cache(config: ModelConfig, pool: PagePool, settings: EngineSettings) -> MHACache:

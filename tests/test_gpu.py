@@ -73,6 +73,26 @@ def test_padded_rows_are_never_read(expected: list[list[int]]) -> None:
     assert ids(decoder.generate(prompts(3), GREEDY)) == expected[:3]
 
 
+def test_no_phase_waits_for_the_device() -> None:
+    """Keeps out: a host read inside a round (.item(), .tolist(), boolean indexing), which stalls it and can't be captured."""
+    decoder = load(cuda_graphs=False)
+    engine = decoder.engine
+    stream = decoder.stream(prompts(1)[0], SamplingParams(max_tokens=64))
+    next(stream)
+    state = engine.state.narrow(1)
+    assert engine.drafter is not None
+    with torch.inference_mode():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tree = engine.drafter.draft(state)
+            result = engine.verifier.verify(state, tree, "greedy")
+            assert result.features_BEF is not None
+            engine.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    stream.close()  # type: ignore[attr-defined]
+
+
 def test_sampled_ids_do_not_depend_on_speculation_or_graphs() -> None:
     """Keeps out: noise that depends on the row, the bucket or the draft instead of (seed, position)."""
     sampling = [SamplingParams(max_tokens=48, temperature=0.8, top_p=0.95, top_k=50, seed=i) for i in range(5)]
