@@ -139,13 +139,14 @@ def launch_suffix_merge(
     table, lens = (suffix.page_table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     pdl = has_pdl(q_THD.device)
     options = {"launch_pdl": True} if pdl else {}
+    # One warp: its few numbers need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, K)](
         q_THD, kv, table, lens, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH,
         D**-0.5, *q_THD.stride()[:2], *kv.stride()[:3], table.stride(0), splits,
         KV_HEADS=K, GROUP=H // K, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D),
         BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), HAS_SUFFIX=suffix is not None, PDL=pdl,
         num_warps=1, num_stages=1, **options,
-    )  # fmt: skip  # one warp: its few numbers need no barrier, and many programs fit an SM
+    )  # fmt: skip
 
 
 def is_suffix(segment: Segment, T: int) -> bool:
@@ -171,8 +172,9 @@ def padded(D: int) -> int:
 def tiles_for(packed_queries: int, D: int, itemsize: int) -> Tiles:
     """Measured on an H100 with heads of 128; other dims keep a stage's 16 KiB of keys and of values.
 
-    float32 has no tensor cores to fill, and spills registers beyond these.  Trees of at most 128 packed queries are
-    faster in tiles of 64 until far beyond 8k keys: twice as many programs, each with half as many splits to merge.
+    float32 has no tensor cores to fill, and spills registers beyond these.  Up to 128 packed queries (32 nodes in groups
+    of 4), tiles of 64 win at 1k keys, since they leave half as many splits to merge; at 32k tiles of 128 would (73 us
+    against 81), but the host does not know the lengths.
     """
     block_n = max(16, min(64, 16384 // (padded(D) * itemsize)))
     wanted = max(16, triton.next_power_of_2(packed_queries))

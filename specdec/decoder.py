@@ -92,10 +92,12 @@ class SpecDecoder:
             raise TypeError("prompt must be one string, one list of token ids or one list of chat messages")
         (params,) = _per_prompt(sampling, 1)
         request = self._request(prompt, params, "prompt", streaming=True)
-        self._start([request], speculate)
-        return self._chunks(request)
+        self.engine.check(request)
+        return self._chunks(request, speculate)
 
-    def _chunks(self, request: Request) -> Iterator[Chunk]:
+    def _chunks(self, request: Request, speculate: bool) -> Iterator[Chunk]:
+        """Starts with the first `next`: an iterator that is made and dropped has nothing to free."""
+        self._start([request], speculate)
         try:
             while True:
                 chunk = request.next_chunk()  # first of all: another call's rounds may have served this request too

@@ -1,11 +1,16 @@
 """What every test shares: one thread, the gpu marker, the shared folder, and tiny random models saved once a session."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers.utils import logging
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: transformers does
+
+from transformers.utils import logging  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # `toolkit`: what tests build their worlds from

@@ -102,8 +102,7 @@ class TestBuilders:
             assert torch.equal(suffix.cache_seqlens, mask_BNN.sum(-1).flatten().int())
             plan = AttentionPlan((prefix_segment(w.table, w.lens, N, page_size), suffix))
             masks = [
-                torch.cat((torch.ones(N, n, dtype=torch.bool), mask), 1)
-                for n, mask in zip(w.lens_list, mask_BNN, strict=True)
+                torch.cat((torch.ones(N, n, dtype=torch.bool), mask), 1) for n, mask in zip(w.lens_list, mask_BNN, strict=True)
             ]
             assert_plan(w, plan, w.randn(len(w.lens_list) * N, H, D), masks, backend)
 

@@ -1,0 +1,144 @@
+"""Each tree node's draft output equals running the head alone along that node's own path (float64, no cache: dense.py).
+
+Keeps out: a branch that reads another branch's keys.  Verified by mutation: without the re-gathering by parent (the slots
+of a branch's number at every step, SGLang's scheme) scores are off by more than 0.1, and the last test holds that.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from toolkit.dense import DenseHead, PathDrafter
+from toolkit.models import Zoo, ragged_prompts
+from torch import Tensor
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.draft import worker
+from specdec.draft.expand import Candidates
+from specdec.request import Request
+
+TOLERANCE = 1e-4  # scores are float32; wrong ancestors are off by 0.1
+
+
+class Drawn(NamedTuple):
+    """All that one draft of the batch computed: candidates, and each step's branches and hidden states [B, K, H]."""
+
+    candidates: Candidates
+    branches_BK: list[Tensor]
+    hidden_BKH: list[Tensor]
+
+
+def running_decoder(
+    zoo: Zoo, target: str, kind: str, spec: SpecConfig, page_size: int, batch: int
+) -> tuple[SpecDecoder, list[Request]]:
+    """A decoder in the middle of ragged requests, some rounds in."""
+    decoder = zoo.decoder(target, kind, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
+    requests = [
+        Request.new(prompt, SamplingParams(max_tokens=60), 0, frozenset(), decoder.tokenizer.decode, False)
+        for prompt in ragged_prompts(40, batch + 2, seed=3)[2:]
+    ]
+    for request in requests:
+        decoder.engine.add(request)
+    for _ in range(4):
+        decoder.engine.step()
+    return decoder, requests
+
+
+def draw(decoder: SpecDecoder, batch: int, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """One draft of the running batch, watched."""
+    grown: list[Candidates] = []
+    branches: list[Tensor] = []
+    hiddens: list[Tensor] = []
+    next_level, step = worker.next_level, worker.DraftWorker._step
+
+    def watched_next_level(candidates: Candidates, beam: Any, *rest: Tensor) -> Any:
+        out = next_level(candidates, beam, *rest)
+        branches.append(beam.indices_BK)
+        grown.append(out[0])
+        return out
+
+    def watched_step(*args: Any) -> Tensor:
+        hidden = step(*args)
+        hiddens.append(hidden.view(batch, -1, hidden.shape[-1]).clone())
+        return hidden
+
+    monkeypatch.setattr(worker, "next_level", watched_next_level)
+    monkeypatch.setattr(worker.DraftWorker, "_step", watched_step)
+    with torch.inference_mode():
+        decoder.engine.drafter.draft(decoder.engine.state.narrow(batch))
+    return Drawn(grown[-1], branches, hiddens)
+
+
+def paths_of(candidates: Candidates, row: int) -> list[tuple[int, ...]]:
+    """Each candidate's tokens from the root's child to itself."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(candidates.tokens_BC[row].tolist(), candidates.parents_BC[row].tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def row_errors(drawn: Drawn, row: int, alone: PathDrafter) -> Iterator[float]:
+    """How far every score and every hidden state of the tree is from the head alone on that path, relative to its size."""
+    paths = paths_of(drawn.candidates, row)
+    for path, score in zip(paths, drawn.candidates.scores_BC[row].tolist(), strict=True):
+        want = sum(alone.log_probs(path[:i]).get(token, -1e9) for i, token in enumerate(path))
+        yield abs(score - want) / max(1, abs(want))
+    for branches_BK, hidden_BKH in zip(drawn.branches_BK, drawn.hidden_BKH, strict=True):
+        for branch, hidden_H in zip(branches_BK[row].tolist(), hidden_BKH[row], strict=True):
+            want_H = alone.hidden(paths[branch])
+            yield float((hidden_H.double() - want_H).abs().max() / want_H.abs().max().clamp(min=1))
+
+
+def alone_of(zoo: Zoo, target: str, kind: str, request: Request) -> PathDrafter:
+    hf = copy.deepcopy(zoo.hf(target)).double()
+    return PathDrafter(DenseHead(zoo.head(target, kind), hf), hf, request.prompt_ids + request.output.token_ids)
+
+
+CASES = [
+    ("llama", "eagle3", (4, 4, 16), 1, 3),
+    ("llama", "eagle3", (4, 4, 16), 16, 1),
+    ("llama", "eagle1", (4, 3, 12), 16, 3),
+    ("llama3-tied-dim8", "eagle3-full", (5, 2, 10), 16, 3),
+    ("llama-linear-8-layers", "eagle3", (3, 8, 30), 1, 1),
+    ("mistral", "eagle1-two-layers", (4, 4, 16), 1, 3),
+    ("qwen3", "eagle3", (5, 1, 6), 16, 3),
+    ("qwen2", "eagle1", (4, 1, 5), 1, 1),
+]
+
+
+@pytest.mark.parametrize(("target", "kind", "shape", "page_size", "batch"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_every_node_equals_its_own_path(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, kind: str, shape: tuple[int, int, int], page_size: int, batch: int
+) -> None:
+    """Also holds features, positions, d2t, the recurrence and the draft's committed KV: each would move every score."""
+    decoder, requests = running_decoder(zoo, target, kind, SpecConfig(*shape), page_size, batch)
+    drawn = draw(decoder, batch, monkeypatch)
+    for row, request in enumerate(requests):
+        alone = alone_of(zoo, target, kind, request)
+        assert max(row_errors(drawn, row, alone)) < TOLERANCE
+        paths, K = paths_of(drawn.candidates, row), shape[1]
+        children: dict[tuple[int, ...], list[int]] = {}
+        for path in paths:
+            children.setdefault(path[:-1], []).append(path[-1])
+        for path, tokens in children.items():
+            logp = alone.log_probs(path)
+            assert tokens == sorted(logp, key=lambda token: -logp[token])[:K]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_static_ancestry_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The test above would be blind if these heads did not read the tree's own keys."""
+    decoder, requests = running_decoder(zoo, "llama", kind, SpecConfig(4, 4, 16), 16, 3)
+    fill, own_slots = worker.fill_draft_suffix, []
+
+    def fill_without_gathering(out: Any, ancestors_BKS: Tensor, step: int) -> None:
+        own_slots.append(ancestors_BKS[..., step])
+        fill(out, torch.stack(own_slots, dim=-1), step)
+
+    monkeypatch.setattr(worker, "fill_draft_suffix", fill_without_gathering)
+    drawn = draw(decoder, 3, monkeypatch)
+    alone = [alone_of(zoo, "llama", kind, request) for request in requests]
+    worst = [max(row_errors(drawn, row, alone_in_row)) for row, alone_in_row in enumerate(alone)]
+    assert max(worst) > 100 * TOLERANCE

@@ -1,0 +1,135 @@
+"""Heads load whole or not at all, and hang on their target as their config says.
+
+Keeps out: features of the wrong layers, absolute ids taken for offsets, config keys that other runtimes obey and we don't.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toolkit.models import HEADS, Zoo, kept_ids, save_eagle1, save_eagle3
+from torch import Tensor
+
+from specdec.draft.eagle import DraftHead
+from specdec.draft.load import default_aux_layers, load_head
+from specdec.models.loader import load_target, read_target_config
+
+Tensors = dict[str, Tensor]
+AUX = "eagle_aux_hidden_state_layer_ids"
+CPU = torch.device("cpu")
+
+
+def load(zoo: Zoo, folder: Path, target: str = "llama") -> DraftHead:
+    where = zoo.target(target)
+    model = load_target(where, read_target_config(where), 64, CPU, torch.float32)
+    return load_head(folder, model, 64, CPU, torch.float32)
+
+
+def changed(folder: Path, change: Callable[[Tensors], Any] | None = None, **config: Any) -> Path:
+    """The folder with other tensors or config keys; "absent" takes one out."""
+    raw = {**json.loads((folder / "config.json").read_text()), **config}
+    (folder / "config.json").write_text(json.dumps({key: v for key, v in raw.items() if v != "absent"}))
+    if change:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def absolute_ids(t: Tensors) -> None:
+    t["d2t"] += torch.arange(len(t["d2t"]))
+
+
+def unmarked(t: Tensors) -> None:
+    t["t2d"] = t["t2d"].logical_not()
+
+
+EAGLE3_ERRORS: list[tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] = [
+    (None, dict(mystery=1), "unknown config keys mystery"),
+    (None, dict(eagle_config={AUX: [0, 1, 2], "fc_norm": True}), "unknown key eagle_config.fc_norm"),
+    (None, dict(eagle_config={AUX: [0, 1, 2], "norm_output": True}), "eagle_config.norm_output must be False"),
+    (None, dict(eagle_config={AUX: [0, 1, 4]}), r"must lie in \[0, 3\], got \[0, 1, 4\]"),
+    (None, dict(eagle_config={AUX: [-1, 1, 2]}), r"must lie in \[0, 3\]"),
+    (None, dict(eagle_config={AUX: [1, 1, 2]}), "must be a list of distinct layer numbers"),
+    (None, dict(eagle_config={}), "a target of 4 layers has no default aux layers"),
+    (None, dict(eagle_config={AUX: [0, 1]}), r"'fc.weight' must have shape \(32, 64\), got \(32, 96\)"),
+    (None, dict(speculators_model_type="eagle3"), "a `speculators` checkpoint"),
+    (None, dict(vocab_size=41), "vocab_size must be the target's 40, got 41"),
+    (None, dict(target_hidden_size=64), "target_hidden_size must be the target's 32, got 64"),
+    (None, dict(num_hidden_layers=2), "an EAGLE-3 head must have num_hidden_layers 1, got 2"),
+    (None, dict(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    (None, dict(draft_vocab_size=25), r"'lm_head.weight' must have shape \(25, 32\), got \(26, 32\)"),
+    (lambda t: t.pop("d2t"), {}, "needs a d2t tensor"),
+    (absolute_ids, {}, r"d2t must hold offsets .*absolute ids\?"),
+    (unmarked, {}, "t2d does not mark"),
+    (lambda t: t.pop("lm_head.weight"), {}, "needs an lm_head.weight of 26 rows"),
+    (lambda t: t.pop("norm.weight"), {}, "'norm.weight' is missing"),
+    (lambda t: t.pop("midlayer.input_layernorm.weight"), {}, "'midlayer.input_layernorm.weight' is missing"),
+    (lambda t: t.update({"fc.bias": torch.ones(32)}), {}, "not part of this architecture: fc.bias"),
+    (lambda t: t.update({"fc_norm.0.weight": torch.ones(32)}), {}, "not part of this architecture: fc_norm.0.weight"),
+]
+
+
+@pytest.mark.parametrize(("change", "config", "match"), EAGLE3_ERRORS)
+def test_eagle3(zoo: Zoo, tmp_path: Path, change: Callable[[Tensors], Any] | None, config: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        load(zoo, changed(save_eagle3(tmp_path, zoo.target("llama")), change, **config))
+
+
+EAGLE1_ERRORS: list[tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] = [
+    (lambda t: t.pop("fc.bias"), {}, "'fc.bias' is missing"),
+    (None, dict(bias=False), "not part of this architecture: fc.bias"),
+    (None, dict(num_hidden_layers=2), "layers.1.* is missing"),
+    (lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(32)}), {}, "not part .* layers.0.input_layernorm"),
+    (None, dict(rope_scaling={"type": "yarn", "factor": 2.0}), "rope type must be"),
+]
+
+
+@pytest.mark.parametrize(("change", "config", "match"), EAGLE1_ERRORS)
+def test_eagle1(zoo: Zoo, tmp_path: Path, change: Callable[[Tensors], Any] | None, config: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        load(zoo, changed(save_eagle1(tmp_path, zoo.target("llama")), change, **config))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("target", ["llama", "qwen3", "llama3-tied-dim8"])
+def test_what_is_shared_and_what_is_owned(zoo: Zoo, target: str, kind: str) -> None:
+    where = zoo.target(target)
+    model = load_target(where, read_target_config(where), 64, CPU, torch.float32)
+    head = load_head(zoo.head(target, kind), model, 64, CPU, torch.float32)
+    assert (head.embed_tokens.weight is model.embed_tokens.weight) == (kind != "eagle3-full")
+    assert (head.lm_head.weight is model.lm_head.weight) == kind.startswith("eagle1")
+    assert head.config.model.rope == model.config.rope  # the head's config is silent
+    assert head.config.aux_layers == ((0, 1, 3) if kind.startswith("eagle3") else ())  # sorted; the file is not
+
+
+def test_draft_ids_are_mapped_once(zoo: Zoo) -> None:
+    """Keeps out: d2t added twice, or added to a vocabulary that is not pruned."""
+    head = load(zoo, zoo.head("llama", "eagle3"))
+    assert torch.equal(head.target_ids(torch.arange(26)), kept_ids(40, 26))
+    assert torch.equal(load(zoo, zoo.head("llama", "eagle3-full")).target_ids(torch.arange(40)), torch.arange(40))
+
+
+def test_default_aux_layers(zoo: Zoo) -> None:
+    """Outputs of layers 1, N // 2 - 1 and N - 4, 0-based: what enters layers 2, N // 2 and N - 3."""
+    assert [default_aux_layers(n) for n in (8, 32, 36)] == [(1, 3, 4), (1, 15, 28), (1, 17, 32)]
+    head = load(zoo, zoo.head("llama-linear-8-layers", "eagle3"), "llama-linear-8-layers")
+    assert head.config.aux_layers == (1, 3, 4)
+
+
+@pytest.mark.parametrize("prefix", ["midlayer.0", "layers.0"])
+def test_other_names_of_the_layer(zoo: Zoo, tmp_path: Path, prefix: str) -> None:
+    """SpecForge and ModelOpt call the one layer otherwise."""
+    plain = load(zoo, save_eagle3(tmp_path / "a", zoo.target("llama")))
+
+    def rename(t: Tensors) -> None:
+        for name in [name for name in t if name.startswith("midlayer.")]:
+            t[name.replace("midlayer", prefix)] = t.pop(name)
+
+    renamed = load(zoo, changed(save_eagle3(tmp_path / "b", zoo.target("llama")), rename))
+    for (name, a), (_, b) in zip(plain.named_parameters(), renamed.named_parameters(), strict=True):
+        assert torch.equal(a, b), name

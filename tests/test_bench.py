@@ -1,0 +1,316 @@
+"""The benchmark's honesty: same work on both sides, numbers that follow from counters, and no speed-up for wrong text."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from specdec.bench import BenchOptions
+from specdec.bench_cell import PhaseClock, measure_cell
+from specdec.config import SamplingParams, SpecConfig
+from specdec.generation import Generation, Stats
+from specdec.measurement import Divergence, Measurement, repeat_ratio
+from specdec.near_tie import explain_divergence, first_divergence
+from specdec.prompt_file import read_prompts
+from specdec.report import print_report
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+GREEDY = SamplingParams(max_tokens=9)
+
+
+class StubModel(torch.nn.Module):
+    """A target whose next-token logits are the same everywhere."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.row = torch.nn.Parameter(torch.tensor(logits))
+        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4)
+
+    def forward(self, ids_T, positions_T, attn):
+        assert positions_T.tolist() == list(range(len(ids_T)))
+        return SimpleNamespace(hidden_TH=torch.ones(len(ids_T), 1))
+
+    def logits(self, hidden):
+        return self.row.expand(hidden.shape[0], -1)
+
+
+class StubDecoder:
+    """Counts what is asked of it; speculates five times as fast, or writes `wrong` while it does.
+
+    outputs: ids of a prompt, the same for every one.
+    """
+
+    def __init__(self, wrong: list[int] | None = None, logits: list[float] = (0.0,) * 9, dtype=torch.float32) -> None:
+        self.model, self.head = StubModel(list(logits)), None
+        self.settings = SimpleNamespace(
+            spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4
+        )
+        self.engine = SimpleNamespace(phase_seconds=defaultdict(float), time_phases=False, pool=SimpleNamespace(num_pages=3))
+        self.right, self.wrong = [5, 6, 7, 8, 5, 6], wrong
+        self.calls: list[tuple[bool, bool]] = []
+
+    def generate(self, prompts, params, *, speculate):
+        self.calls.append((speculate, self.engine.time_phases))
+        self.asked = prompts, params
+        if self.engine.time_phases:
+            for name in ("prefill", *(["draft", "verify", "extend"] if speculate else ["decode"] * 5)):
+                self.engine.phase_seconds[name] += 0.001
+        ids = self.wrong if speculate and self.wrong else self.right
+        return [self._output(prompt, ids, speculate) for prompt in prompts]
+
+    def _output(self, prompt, ids, speculate):
+        stats = Stats(prefill_tokens=1)
+        for _ in range(2 if speculate else 5):
+            stats.count_round(3 if speculate else 0, 2 if speculate else 0, 2 if speculate else 0)
+        stats.truncated = stats.emitted + 1 - len(ids)
+        return Generation(prompt, ids, "", "length", stats)
+
+
+def bench(decoder: StubDecoder, sampling: SamplingParams = GREEDY, repeats: int = 3):
+    return measure_cell(decoder, PROMPTS, sampling, repeats)
+
+
+def measured(*cells) -> Measurement:
+    sampling = {name: getattr(GREEDY, name) for name in GREEDY.__dataclass_fields__}
+    settings = {
+        "target": "/a/long/folder/of/a/target/model", "draft": "/a/long/folder/of/its/draft/head", "device": "cpu",
+        "dtype": "float32", "attention": "torch", "attention_reason": "there is no GPU " * 5, "cuda_graphs": False,
+        "page_size": 16, "max_seq_len": 64, "repeats": 3, "sampling": sampling,
+    }  # fmt: skip
+    tokens = {"min": 2, "max": 3, "sum": 5}
+    prompts = {"source": "p.jsonl", "count": 2, "tokens": tokens, "sha256": "0" * 64, "chat_template": False}
+    machine = {"runs_on": "a CPU (2 threads)", "gpus": [], "driver": None, "load_average": 3.0, "cpus_usable": 2}
+    return Measurement(machine, {"specdec": "0", "torch": "2"}, settings, prompts, list(cells))
+
+
+def shown(measurement: Measurement, width: int = 80) -> str:
+    out = io.StringIO()
+    print_report(measurement, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def with_times(cell, baseline: float, speculative: float):
+    sides = {"baseline": [baseline] * 3, "speculative": [speculative] * 3}
+    return replace(cell, **{name: replace(getattr(cell, name), seconds=seconds) for name, seconds in sides.items()})
+
+
+def test_both_sides_do_the_same_work_in_alternating_order():
+    """Keeps out: a warm-up on one side only, drift that hits one side, and waiting for phases while speed is timed."""
+    decoder = StubDecoder()
+    cell = bench(decoder)
+    plain, fast = (False, False), (True, False)
+    assert decoder.calls == [plain, fast, plain, fast, fast, plain, plain, fast, (False, True), (True, True)]
+    assert decoder.asked == (PROMPTS, [GREEDY, GREEDY])
+    assert len(cell.baseline.seconds) == len(cell.speculative.seconds) == 3
+    assert decoder.engine.time_phases is False
+    assert cell.outputs.passes == 5
+
+
+def test_phases_are_switched_off_when_a_pass_fails():
+    """Keeps out: an engine that stays slow because its benchmark was interrupted."""
+    decoder = StubDecoder()
+    good = decoder.generate
+
+    def generate(*args, **kwargs):
+        if decoder.engine.time_phases:
+            raise KeyboardInterrupt
+        return good(*args, **kwargs)
+
+    decoder.generate = generate
+    with pytest.raises(KeyboardInterrupt):
+        bench(decoder)
+    assert decoder.engine.time_phases is False
+
+
+def test_every_prompt_has_its_seed_and_keeps_it():
+    """Keeps out: two sides that sample different texts, and prompts that all draw the same noise."""
+    decoder = StubDecoder()
+    bench(decoder, SamplingParams(max_tokens=9, temperature=1.0, seed=7))
+    assert [params.seed for params in decoder.asked[1]] == [7, 8]
+
+
+def test_derived_numbers_follow_from_the_counters():
+    """Keeps out: accept lengths without the bonus, speed-ups of seconds at unequal tokens, phases divided by row-rounds."""
+    cell = with_times(bench(StubDecoder()), 2.0, 0.5)
+    assert cell.speculative.counters.accept_length == 3
+    assert cell.speculative.counters.rounds == 2 * 2 * 3  # rounds x prompts x repeats
+    assert cell.baseline.output_tokens == [12, 12, 12]
+    assert cell.speed_up == pytest.approx(4)
+    assert cell.speculative.phases.rounds == 1 and cell.baseline.phases.rounds == 5
+    assert cell.speculative.phases.ms("draft") == pytest.approx(1)
+    phases = cell.speculative.phases
+    assert sum(phases.ms(name) for name in ("draft", "verify", "extend", "rest")) == pytest.approx(phases.ms_per_round)
+    expected = 3 * cell.baseline.phases.ms_per_round / phases.ms_per_round
+    assert cell.predicted_speed_up == pytest.approx(expected)
+
+
+def test_the_clock_counts_what_it_adds():
+    """Keeps out: rounds of the batch guessed from rounds of the rows."""
+    clock = PhaseClock()
+    for seconds in (1.0, 2.0):
+        clock["verify"] += seconds
+    assert (clock["verify"], clock.calls["verify"], clock["draft"]) == (3.0, 2, 0.0)
+    assert clock.calls.keys() == {"verify"}
+
+
+def test_a_slower_run_says_so():
+    """Keeps out: a loss that has to be worked out from two columns."""
+    text = shown(measured(with_times(bench(StubDecoder()), 1.0, 2.0)))
+    assert "SLOWER THAN BASELINE (0.50x)" in text
+    assert "load 3.0 on 2 CPUs" in text
+    assert "SLOWER" not in shown(measured(with_times(bench(StubDecoder()), 2.0, 1.0)))
+
+
+def test_different_outputs_have_no_speed_up():
+    """Keeps out: a speed-up of wrong text."""
+    cell = bench(StubDecoder(wrong=[5, 6, 1, 8, 5, 6]))
+    assert (cell.outputs.verdict, cell.outputs.num_equal, cell.speed_up) == ("DIVERGED", 0, None)
+    assert len(cell.outputs.differing) == 2  # one a prompt, though all five passes differ
+    measurement = measured(cell)
+    text = shown(measurement)
+    assert "speed-up not shown: outputs differ (0 of 2 equal)" in text
+    assert measurement.diverged
+    derived = measurement.as_json()["cells"][0]["derived"]
+    assert derived["speed_up"] is None and derived["speed_up_of_each_repeat"] is None
+
+
+@pytest.mark.parametrize(
+    ("logits", "dtype", "verdict"),
+    [
+        ([0, 16.0, 0, 16.125], torch.bfloat16, "near-tie"),  # one ulp of bf16 at 16 is 0.125
+        ([0, 16.0, 0, 16.375], torch.bfloat16, "DIVERGED"),  # three ulps
+        ([0, 16.0, 16.1, 16.125], torch.bfloat16, "DIVERGED"),  # token 1 is third
+        ([0, 16.0, 16.125, 16.125], torch.bfloat16, "DIVERGED"),  # third behind a tie
+        ([0, 16.0, 0, 16.0], torch.float32, "DIVERGED"),  # float32 has no excuse
+        ([0, 16.0, 0, 16.125], torch.float16, "DIVERGED"),  # its ulp is an eighth of bf16's
+    ],
+)
+def test_a_near_tie_is_two_top_tokens_within_two_ulps(logits, dtype, verdict):
+    """Keeps out: any difference in half precision waved through as rounding."""
+    part = explain_divergence(StubDecoder(logits=logits, dtype=dtype), 0, [1, 2], [9, 3, 3], [9, 1, 3], GREEDY)
+    assert (part.verdict, part.index, part.token_baseline, part.token_speculative) == (verdict, 1, 3, 1)
+    assert part.margin == pytest.approx(logits[3] - logits[1])
+
+
+def test_a_near_tie_of_sampled_text_is_one_of_perturbed_scores():
+    """Keeps out: sampled text judged by its logits, where the second best token may win by far."""
+    from specdec.sampling import gumbel_noise
+
+    sampling = SamplingParams(temperature=0.5, seed=3)
+    noise_V = gumbel_noise(torch.tensor([3]), torch.tensor([3]), 8)[0]  # the token behind [1, 2] and [9] has position 3
+    target_V = torch.tensor([0.0, 4.0, 0, 4.01, 0, 0, 0, 0])
+    decoder = StubDecoder(logits=((target_V - noise_V) * 0.5).tolist(), dtype=torch.bfloat16)
+    part = explain_divergence(decoder, 0, [1, 2], [9, 3], [9, 1], sampling)
+    assert (part.verdict, part.rank_baseline, part.rank_speculative) == ("near-tie", 1, 2)
+    assert part.margin == pytest.approx(0.01, abs=1e-4)
+
+
+def test_an_output_that_ends_early_has_diverged():
+    """Keeps out: a lost tail that compares equal because zip stops."""
+    assert first_divergence([1, 2], [1, 2, 3]) == 2
+    assert first_divergence([1, 2], [1, 2]) is None
+    part = explain_divergence(StubDecoder(), 0, [1], [1, 2], [1, 2, 3], GREEDY)
+    assert part == Divergence(0, 2, None, 3)
+
+
+def test_looping_text_is_flagged():
+    """Keeps out: an accept length won on a loop."""
+    assert repeat_ratio([[1, 2] * 20, list(range(40)), [1]]) == pytest.approx((1 - 2 / 35) / 3)
+    cell = bench(StubDecoder())
+    assert "repetitive" not in shown(measured(cell))
+    assert "repetitive outputs (50%" in shown(measured(replace(cell, repeat_ratio=0.5)))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_width(width):
+    """Keeps out: tables that wrap their numbers into garbage at 80 columns."""
+    spec = (64, 64, 1024)
+    bad = replace(bench(StubDecoder(wrong=[5, 1])), spec=spec, batch_size=64)
+    text = shown(measured(bad, bench(StubDecoder())), width)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "64,64,1024" in text and " DIVERGED\n" in text and " not shown " in text and "…" not in text
+
+
+def test_the_json_holds_raw_counters_and_definitions():
+    """Keeps out: results nobody can recompute."""
+    data = json.loads(json.dumps(measured(bench(StubDecoder())).as_json()))
+    cell = data["cells"][0]
+    for side in ("baseline", "speculative"):
+        counters = cell[side]["counters"]
+        emitted = counters["prefill_tokens"] + counters["emitted"] - counters["truncated"]
+        assert emitted == sum(cell[side]["output_tokens"])
+    assert {"accept_length", "speed_up", "acceptance_by_depth"} <= data["definitions"].keys()
+    assert cell["derived"]["acceptance_by_depth"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        ('{"token_ids": [1, 2], "prompt": "x"}', [1, 2]),
+        ('{"task_id": "HumanEval/0", "prompt": "def f():\\n"}', "def f():\n"),
+        ('{"text": "a"}', "a"),
+        ('{"question": "q", "answer": "a"}', "q"),
+        ('{"task": "t"}', "t"),
+        ('{"turns": ["first", "second"]}', "first"),
+    ],
+)
+def test_prompts_of_the_usual_layouts(tmp_path, line, prompt):
+    """Keeps out: a loader that knows one data set."""
+    file = tmp_path / "p.jsonl"
+    file.write_text(f"{line}\n\n{line}\n")
+    assert read_prompts(file) == [prompt, prompt]
+    assert read_prompts(file, 1) == [prompt]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n{"promt": "b"}', "p.jsonl:2 must have one of the keys .* got promt"),
+        ("p.jsonl", "once upon", "p.jsonl:1 is not JSON"),
+        ("p.jsonl", '["a"]', "must be a JSON object, got list"),
+        ("p.jsonl", '{"token_ids": [1, true]}', "list of ints"),
+        ("p.jsonl", '{"turns": []}', "'turns' must be a list"),
+        ("p.jsonl", '{"prompt": ""}', "not empty"),
+        ("p.txt", "\n \n", "holds no prompt"),
+        ("p.txt", "a\nb", "holds 2 prompts, 5 were asked for"),
+    ],
+)
+def test_a_wrong_prompts_file_names_the_line(tmp_path, name, text, message):
+    """Keeps out: prompts skipped in silence, which change what was measured."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / name, 5)
+
+
+def test_a_text_file_holds_one_prompt_a_line(tmp_path):
+    """Keeps out: text that is read as one long prompt."""
+    (tmp_path / "p.txt").write_text("one\n\ntwo \n")
+    assert read_prompts(tmp_path / "p.txt") == ["one", "two "]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_sizes": (1, 8)}, "a batch of 8 needs at least 8 prompts"),
+        ({"batch_sizes": (1, 1)}, "batch_sizes must name each value once"),
+        ({"specs": ()}, "spec must name each value once, and at least one"),
+        ({"repeats": 0}, "repeats must be >= 1"),
+        ({"sampling": SamplingParams(temperature=1.0)}, "sampling needs a seed"),
+    ],
+)
+def test_options_that_measure_nothing_are_refused(change, message):
+    """Keeps out: a batch size of 8 that was never more than 2 full, and runs that compare different draws."""
+    options = {
+        "target": "t", "draft": "d", "prompts": ["a", "b"], "prompts_source": "p", "specs": (SpecConfig(),),
+        "batch_sizes": (1,), "sampling": GREEDY,
+    }  # fmt: skip
+    BenchOptions(**options)
+    with pytest.raises(ValueError, match=message):
+        BenchOptions(**options | change)

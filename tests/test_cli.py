@@ -1,0 +1,209 @@
+"""The command line: what it prints where, its exit codes, and that a wrong word costs one line and no time."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec import SamplingParams, cli, shipped
+
+needs_pair = pytest.mark.skipif(not shipped.is_complete(), reason="the shipped pair is not complete")
+TINY = "--num-prompts 2 --batch-sizes 1,2 --spec 2,2,4 --max-tokens 6 --repeats 1 --device cpu".split()
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    try:
+        code = cli.main(argv)
+    except SystemExit as error:
+        code = error.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_help_is_quick(tmp_path):
+    """Keeps out: seconds of torch before a line of help."""
+    code = "import sys; from specdec import cli; print(cli.build_parser().format_help(), {'torch', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(" set()\n") and "generate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["brench"], "invalid choice: 'brench'"),
+        (["bench", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["bench", "--spec", "5,4"], "expected three numbers S,k,nd such as 5,4,16, got '5,4'"),
+        (["bench", "--spec", "5,1,16"], "nearest settings that work: num_draft_tokens=6"),
+        (["bench", "--batch-sizes", "1;8"], "expected numbers such as 1,8"),
+        (["bench", "--target", "somewhere"], "--target needs --draft"),
+        (["bench", "--top-p", "0.5"], "--top-p would do nothing at --temperature 0"),
+        (["bench", "--json", "/no/such/folder/out.json"], "can't be written"),
+        (["bench", "--prompts", "/no/such/file.jsonl"], "no prompts file '/no/such/file.jsonl'"),
+        (["bench", "--plot", "out.nonsense"], "--plot must end in one of"),
+        (["generate", "--max-tokens", "0", "hi"], "max_tokens must be >= 1"),
+        (["generate", "--seed", "1", "hi"], "--seed would do nothing at --temperature 0"),
+        (["generate", "--no-speculate", "--spec", "5,4,16", "hi"], "would do nothing with --no-speculate"),
+        (["generate", "--target", "a", "--spec", "5,4,16", "hi"], "--spec would do nothing without --draft"),
+        (["generate", "--target", "/no/such/model", "hi"], "expected an existing model folder or a hub id"),
+        (["generate", "--target", "a", ""], "PROMPT is empty"),
+    ],
+)
+def test_a_wrong_word_is_one_line(capsys, argv, said):
+    """Keeps out: tracebacks for typing mistakes, pages of usage, and flags that are silently ignored."""
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("specdec: error: ") and err.count("\n") == 1, err
+    assert said in err
+
+
+def test_an_absent_pair_says_what_to_give_instead(capsys, monkeypatch, tmp_path):
+    """Keeps out: a file error from deep inside the loader when an installation lacks the pair."""
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    for argv, flag in ((["bench"], "--prompts FILE"), (["generate", "hi"], "--target DIR")):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and "is not in this installation" in err and flag in err
+    assert not shipped.is_complete()
+
+
+def test_a_plot_without_matplotlib_fails_before_the_run(capsys, monkeypatch):
+    """Keeps out: minutes of measuring that end in an import error."""
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    code, _, err = run(capsys, "bench", "--plot", "out.png")
+    assert code == 2 and "pip install 'specdec[plots]'" in err
+
+
+def test_interrupting_is_no_traceback(capsys, monkeypatch):
+    """Keeps out: forty lines of stack for Ctrl-C."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_doctor", interrupted)
+    assert run(capsys, "doctor")[0] == 130
+
+
+def test_debugging_shows_where(monkeypatch):
+    """Keeps out: a bug of ours that looks like a user's mistake and can't be found."""
+    monkeypatch.setenv("SPECDEC_DEBUG", "1")
+    with pytest.raises(ValueError, match="--target needs --draft"):
+        cli.main(["bench", "--target", "a"])
+
+
+@pytest.mark.parametrize("has_pair", [True, False])
+def test_doctor_says_what_runs_here(capsys, monkeypatch, tmp_path, has_pair):
+    """Keeps out: a doctor that needs the thing it is asked about."""
+    if not has_pair:
+        monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (0, "")
+    for word in ("Machine", "torch", "triton", "fa3", "why not", "attention", "Shipped pair"):
+        assert word in out
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    assert has_pair or "incomplete" in out
+
+
+def test_doctor_runs_in_a_bare_process(tmp_path):
+    """Keeps out: a doctor that dies without triton, flash-attn or matplotlib."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'flash_attn']));"
+        "from specdec.cli import main; sys.exit(main(['doctor']))"
+    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_pair
+def test_generate_streams_the_text_and_nothing_else(capsys):
+    """Keeps out: banners on stdout, a stream that differs from generate, stats where the text goes."""
+    from specdec import SpecDecoder
+
+    argv = ["generate", "Once upon a time", "--max-tokens", "24", "--device", "cpu"]
+    code, out, err = run(capsys, *argv, "--stats")
+    decoder = SpecDecoder.from_pretrained(shipped.target_folder(), device="cpu", max_batch_size=1)
+    (plain,) = decoder.generate("Once upon a time", SamplingParams(max_tokens=24))
+    assert (code, out) == (0, plain.text + "\n")
+    assert "accept length" in err and "tok/s" in err
+    _, same, err = run(capsys, *argv, "--no-speculate", "--stats")
+    assert same == out and err.rstrip().endswith("plain decoding")
+
+
+@needs_pair
+def test_generate_reads_stdin_and_stops(capsys, monkeypatch):
+    """Keeps out: flags that parse and don't arrive."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
+    code, out, _ = run(capsys, "generate", "--max-tokens", "40", "--stop", " ", "--device", "cpu")
+    assert code == 0 and " " not in out.rstrip("\n")
+    assert run(capsys, "generate", "hi", "--chat", "--device", "cpu")[0] == 2  # the pair has no chat template
+    sampled = [
+        run(capsys, "generate", "The", "--temperature", "1", "--seed", seed, "--max-tokens", "20", "--device", "cpu")[1]
+        for seed in ("1", "1", "2")
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+@needs_pair
+def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
+    """Keeps out: a report that needs a terminal, a JSON nobody can recompute, a plot that is no picture."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(capsys, "bench", *TINY, "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png"))
+    assert (code, err) == (0, "")
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    data = json.loads((tmp_path / "o.json").read_text())
+    assert [cell["batch_size"] for cell in data["cells"]] == [1, 2]
+    for cell in data["cells"]:
+        assert cell["outputs"] == {"prompts": 2, "passes": 3, "differing": []}
+        assert cell["baseline"]["output_tokens"] == cell["speculative"]["output_tokens"]
+        assert cell["derived"]["speed_up"] > 0 and cell["derived"]["ms_per_round_by_phase"]["verify"] > 0
+    assert len(data["prompts"]["sha256"]) == 64 and data["versions"]["torch"] and data["machine"]["cpu"]
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_pair
+def test_bench_with_the_users_own_files(capsys, tmp_path):
+    """Keeps out: defaults that come through where a flag was given."""
+    prompts, out = tmp_path / "p.txt", tmp_path / "o.json"
+    prompts.write_text("Once there was a dog\nA cat sat down\n")
+    argv = ["--prompts", str(prompts), "--target", str(shipped.target_folder()), "--draft", str(shipped.draft_folder())]
+    more = ["--temperature", "0.8", "--top-k", "20", "--page-size", "4", "--max-seq-len", "99", "--ignore-eos"]
+    assert run(capsys, "bench", *TINY, *argv, *more, "--json", str(out))[0] == 0
+    settings = json.loads(out.read_text())["settings"]
+    assert (settings["page_size"], settings["max_seq_len"], settings["dtype"]) == (4, 99, "float32")
+    assert settings["sampling"] == {
+        "max_tokens": 6, "temperature": 0.8, "top_p": 1.0, "top_k": 20, "seed": 0, "stop": None, "stop_token_ids": None,
+        "ignore_eos": True,
+    }  # fmt: skip
+    assert run(capsys, "bench", *TINY, *argv, "--max-seq-len", "8")[0] == 2
+
+
+@needs_pair
+def test_bench_fails_when_the_text_is_wrong(capsys, monkeypatch):
+    """Keeps out: exit code 0, and a speed-up, for a verifier that lies."""
+    from specdec.decoder import SpecDecoder
+
+    honest = SpecDecoder.generate
+
+    def lying(self, prompts, sampling=None, *, speculate=True):
+        outputs = honest(self, prompts, sampling, speculate=speculate)
+        if speculate:
+            outputs[0].token_ids[3] ^= 1
+        return outputs
+
+    monkeypatch.setattr(SpecDecoder, "generate", lying)
+    code, out, _ = run(capsys, "bench", *TINY)
+    assert code == 1
+    assert "speed-up not shown: outputs differ (1 of 2 equal)" in out and "DIVERGED at output token 3" in out
+
+
+def test_the_shipped_paths_are_inside_the_package():
+    """Keeps out: paths that hold in a checkout and not in a wheel."""
+    assert shipped.FOLDER == Path(cli.__file__).parent / "pair"

@@ -1,0 +1,207 @@
+"""What is wrong is said at the door: the name, what was expected, what came, and the nearest setting that works.
+
+Keeps out: settings ignored in silence, and errors from deep inside that name no setting.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.models import Zoo
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.attention.attend import choose_backend
+from specdec.loading import resolve_device, resolve_dtype, resolve_max_seq_len
+from specdec.models.checkpoint import resolve_folder
+from specdec.models.loader import read_target_config
+
+SPEC_ERRORS = [
+    (dict(num_steps=0), ValueError, "num_steps must be in \\[1, 64\\], got 0; nearest .* num_steps=1"),
+    (dict(num_steps=65), ValueError, "num_steps .* got 65; nearest .* num_steps=64"),
+    (dict(num_steps=True), TypeError, "num_steps must be an int, got True of type bool"),
+    (dict(topk="4"), TypeError, "topk must be an int, got '4' of type str"),
+    (dict(topk=0), ValueError, "topk must be in \\[1, 64\\], got 0; nearest .* topk=1"),
+    (dict(num_draft_tokens=1), ValueError, "num_draft_tokens .* got 1; nearest .* num_draft_tokens=2"),
+    (dict(num_draft_tokens=2.0), TypeError, "num_draft_tokens must be an int, got 2.0"),
+    (dict(num_steps=5, topk=1, num_draft_tokens=16), ValueError, "= 6 when topk=1 .* got 16; .*=6, or num_steps=15"),
+    (dict(num_steps=2, topk=2, num_draft_tokens=8), ValueError, "at most .* = 6, .* got num_draft_tokens=8; .*=7"),
+]
+SAMPLING_ERRORS = [
+    (dict(max_tokens=0), ValueError, "max_tokens must be >= 1, got 0; nearest .* max_tokens=1"),
+    (dict(max_tokens=1.0), TypeError, "max_tokens must be an int, got 1.0"),
+    (dict(temperature=-1), ValueError, "temperature must be in \\[0.0, 100.0\\], got -1; nearest .* temperature=0.0"),
+    (dict(temperature=1e-9), ValueError, "temperature must be 0 .* got 1e-09; nearest: 0"),
+    (dict(temperature=float("nan")), ValueError, "temperature must be in .* got nan"),
+    (dict(temperature="hot"), TypeError, "temperature must be a number, got 'hot'"),
+    (dict(top_p=0), ValueError, "top_p must be in \\(0.0, 1.0\\], got 0"),
+    (dict(top_p=1.5), ValueError, "top_p .* got 1.5; nearest .* top_p=1.0"),
+    (dict(top_k=-1), ValueError, "top_k must be >= 0, got -1; nearest .* top_k=0"),
+    (dict(seed=2**63), ValueError, "seed must be in .* got 9223372036854775808"),
+    (dict(seed=1.5), TypeError, "seed must be an int, got 1.5"),
+    (dict(stop=3), TypeError, "stop must be .* got 3"),
+    (dict(stop=["a", 3]), TypeError, "stop must be a string or a list of strings, got 3"),
+    (dict(stop=""), ValueError, "stop must not hold an empty string"),
+    (dict(stop_token_ids=[-1]), ValueError, "stop_token_ids must be >= 0, got -1"),
+    (dict(stop_token_ids=5), TypeError, "stop_token_ids must be .* got 5"),
+    (dict(stop_token_ids=["a"]), TypeError, "stop_token_ids must be an int, got 'a'"),
+    (dict(ignore_eos=1), TypeError, "ignore_eos must be a bool, got 1"),
+    (dict(repetition_penalty=1.1), TypeError, "repetition_penalty"),
+    (dict(min_p=0.1), TypeError, "min_p"),
+]
+
+
+@pytest.mark.parametrize(("values", "error", "match"), SPEC_ERRORS, ids=str)
+def test_spec_config(values: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        SpecConfig(**values)
+
+
+@pytest.mark.parametrize(("values", "error", "match"), SAMPLING_ERRORS, ids=str)
+def test_sampling_params(values: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        SamplingParams(**values)
+
+
+def test_the_nearest_settings_work() -> None:
+    """Keeps out: a hint that runs into the next error; and the limits themselves are inside."""
+    for S, k, nd in [(5, 1, 6), (15, 1, 16), (2, 2, 7), (1, 64, 65), (1, 1, 2), (64, 4, 1013)]:
+        spec = SpecConfig(S, k, nd)
+        assert spec.lookahead >= max(nd, S + 1, k * (S - 1))
+    for values in (dict(top_p=1.0), dict(temperature=1e-4), dict(temperature=100), dict(seed=-(2**63)), dict(stop=[])):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 16), (5, 1, 100), (2, 2, 8), (64, 4, 1024), (1, 8, 64)], ids=str)
+def test_every_hint_works(shape: tuple[int, int, int]) -> None:
+    """Keeps out: a nearest setting that is itself refused."""
+    names = ("num_steps", "topk", "num_draft_tokens")
+    with pytest.raises(ValueError) as info:
+        SpecConfig(*shape)
+    hints = re.findall(r"(\w+)=(\d+)", str(info.value).partition("nearest")[2])
+    assert hints
+    for name, value in hints:
+        SpecConfig(**{**dict(zip(names, shape, strict=True)), name: int(value)})
+
+
+def test_every_sampling_field_is_one_that_works() -> None:
+    """Keeps out: a field that is accepted and ignored.  A new one needs a test of its effect, then a place in this list."""
+    assert [field.name for field in dataclasses.fields(SamplingParams)] == [
+        "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decoder(zoo: Zoo) -> SpecDecoder:
+    return zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), max_seq_len=64)
+
+
+SHORT = SamplingParams(max_tokens=4)
+HELLO = [{"role": "user", "content": "hello"}]
+GENERATE_ERRORS: list[tuple[Callable[[SpecDecoder], Any], type[Exception], str]] = [
+    (lambda d: d.generate([[]]), ValueError, r"prompts\[0\] is empty: expected at least one token"),
+    (lambda d: d.generate([[1], [40]], SHORT), ValueError, r"prompts\[1\] holds the token id 40; expected ids in \[0, 39\]"),
+    (lambda d: d.generate([-1]), ValueError, r"prompt holds the token id -1"),
+    (lambda d: d.generate(7), TypeError, "prompts must be a string, a list of token ids.* got int"),
+    (lambda d: d.generate([[1], None], SHORT), TypeError, r"prompts\[1\] must be a string.* got None"),
+    (lambda d: d.generate([1, "a"]), TypeError, r"prompts\[0\] must be a string.* got 1"),
+    (lambda d: d.generate([[True]]), TypeError, r"prompts\[0\] must be"),
+    (lambda d: d.generate("text"), ValueError, "a text prompt needs a tokenizer, but .* holds none"),
+    (lambda d: d.generate(HELLO), ValueError, "chat messages needs a tokenizer"),
+    (lambda d: d.generate([1] * 64), ValueError, "has 64 tokens; expected at most max_seq_len - 1 = 63"),
+    (
+        lambda d: d.generate([1] * 60, SamplingParams(max_tokens=5)),
+        ValueError,
+        "must be at most max_seq_len = 64, got 60 \\+ 5; nearest .* max_tokens=4",
+    ),
+    (lambda d: d.generate([[1], [2]], [SamplingParams()]), ValueError, r"one per prompt \(2\), got 1"),
+    (lambda d: d.generate([1], 5), TypeError, "sampling must"),
+    (lambda d: d.generate([1], [{"max_tokens": 3}]), TypeError, "must hold SamplingParams, got .* of type dict"),
+    (lambda d: d.generate([1], SamplingParams(max_tokens=9), speculate=1), TypeError, "speculate must be a bool, got 1"),
+    (lambda d: d.generate([1], SamplingParams(stop_token_ids=[40], max_tokens=9)), ValueError, "stop_token_ids holds 40"),
+    (lambda d: d.generate([1], SamplingParams(stop="a", max_tokens=9)), ValueError, "stop needs a tokenizer"),
+    (lambda d: d.stream([[1], [2]]), TypeError, "prompt must be one string"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "match"), GENERATE_ERRORS)
+def test_generate(decoder: SpecDecoder, call: Callable[[SpecDecoder], Any], error: type[Exception], match: str) -> None:
+    """And a refused call leaves nothing behind, not even its good prompts."""
+    with pytest.raises(error, match=match):
+        call(decoder)
+    assert decoder.engine.is_idle and decoder.engine.pool.num_free == decoder.engine.pool.capacity
+
+
+def test_no_prompts_give_no_outputs(decoder: SpecDecoder) -> None:
+    assert decoder.generate([]) == []
+
+
+def test_the_nearest_length_works(decoder: SpecDecoder) -> None:
+    (out,) = decoder.generate([1] * 60, SamplingParams(max_tokens=4))
+    assert len(out.token_ids) == 4
+
+
+LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(max_batch_size=0), ValueError, "max_batch_size must be in \\[1, 4096\\], got 0; nearest .* max_batch_size=1"),
+    (dict(page_size=0), ValueError, "page_size must be .* got 0; nearest .* page_size=1"),
+    (dict(page_size=16.0), TypeError, "page_size must be an int"),
+    (dict(max_seq_len=1), ValueError, "max_seq_len must be >= 2, got 1; nearest .* max_seq_len=2"),
+    (dict(max_seq_len=257), ValueError, "max_seq_len must be at most 256, its max_position_embeddings; got 257; .* 256"),
+    (dict(device="gpu"), ValueError, "device must be 'auto' or a torch device, got 'gpu'"),
+    (dict(device="meta"), ValueError, "device must be a CPU or a CUDA device, got 'meta'"),
+    (dict(dtype="int8"), ValueError, "dtype must be 'auto' or one of float32.* got 'int8'"),
+    (dict(dtype=torch.int8), ValueError, "dtype must be one of .* got torch.int8"),
+    (dict(attention="flash"), ValueError, "attention must be one of auto, torch, triton, fa2, fa3, fa4; got 'flash'"),
+    (dict(cuda_graphs="yes"), TypeError, "cuda_graphs must be a bool, got 'yes'"),
+    (dict(spec=(5, 4, 16)), TypeError, "spec must be a SpecConfig, got \\(5, 4, 16\\) of type tuple"),
+    (dict(spec=SpecConfig(1, 30, 31)), ValueError, "topk must be at most the draft vocabulary 26, got 30"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "match"), LOAD_ERRORS, ids=str)
+def test_from_pretrained(zoo: Zoo, settings: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        zoo.decoder("llama", "eagle3", **settings)
+
+
+@pytest.mark.parametrize("name", ["triton", "fa2", "fa3", "fa4"])
+def test_a_backend_that_cannot_run_here_is_refused(name: str) -> None:
+    """Keeps out: a silent fall back to another backend."""
+    with pytest.raises(ValueError, match=f"attention='{name}' .*nearest"):
+        choose_backend(name, torch.device("cpu"), torch.float32)
+    choice = choose_backend("auto", torch.device("cpu"), torch.float32)
+    assert choice.name == "torch" and choice.reason
+
+
+def test_folders(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    for name, match in [
+        (file, "got the file .* nearest: "),
+        ("./nowhere", "existing model folder or a hub id"),
+        ("a/b/c", "hub id"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            resolve_folder(name)
+    assert resolve_folder(str(tmp_path)) == tmp_path
+
+
+def test_auto_means_what_it_says(zoo: Zoo) -> None:
+    config = read_target_config(zoo.target("llama"))
+    assert resolve_dtype("auto", config, torch.device("cpu")) == torch.float32
+    assert resolve_device("cpu").type == "cpu" and resolve_max_seq_len(None, config) == 256
+    if not torch.cuda.is_available():
+        assert resolve_device("auto").type == "cpu"
+        with pytest.raises(ValueError, match="device='cuda' asks for a GPU, but torch sees none; nearest: device='cpu'"):
+            resolve_device("cuda")
+
+
+def test_a_sliding_window_limits_the_context(zoo: Zoo) -> None:
+    """Keeps out: full attention past the window of a model that has one."""
+    config = dataclasses.replace(read_target_config(zoo.target("mistral")), sliding_window=64)
+    assert resolve_max_seq_len(None, config) == resolve_max_seq_len(64, config) == 64
+    with pytest.raises(ValueError, match="max_seq_len must be at most 64, its sliding window; got 65"):
+        resolve_max_seq_len(65, config)

@@ -1,0 +1,222 @@
+"""Requests that end, are cancelled or fail leave the others alone and the page pool as it was.
+
+Keeps out: pages lost or freed twice, rows mixed up when one leaves, an engine that is dead after one error.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from toolkit.drafters import Substitute
+from toolkit.models import Zoo, ragged_prompts
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.request import Request
+
+SPEC = SpecConfig(3, 4, 12)
+
+
+class Boom(Exception):
+    """What tests make fail fails with this."""
+
+
+@pytest.fixture()
+def decoder(zoo: Zoo) -> Iterator[SpecDecoder]:
+    """A decoder whose pool must be whole again when the test is over."""
+    decoder = zoo.decoder("llama", "eagle3", SPEC, page_size=4, max_batch_size=4, max_seq_len=96)
+    yield decoder
+    assert_idle(decoder)
+
+
+def assert_idle(decoder: SpecDecoder) -> None:
+    engine = decoder.engine
+    assert engine.is_idle and not engine.waiting and not engine.running
+    assert engine.pool.num_free == engine.pool.num_unpromised == engine.pool.capacity
+    assert sorted(engine.pool._free) == list(range(1, engine.pool.num_pages))  # each page once, the dummy never
+    assert not engine.state.active_B.any() and not engine.state.page_table_BW.any()
+
+
+def request_of(prompt: list[int], max_tokens: int, decode: Callable[[Any], str] = lambda ids: "", **more: Any) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, **more)
+    return Request.new(prompt, sampling, sampling.seed or 0, frozenset(), decode, streaming=True)
+
+
+def failing_decode(at: int) -> Callable[[Any], str]:
+    calls = iter(range(10_000))
+
+    def decode(ids: Any) -> str:
+        if next(calls) >= at:
+            raise Boom("decode")
+        return ""
+
+    return decode
+
+
+def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Every request that is left alone writes what it writes alone; the pool ends as it began."""
+    rng = random.Random(4)
+    engine = decoder.engine
+    prompts = ragged_prompts(40, 12, seed=1)
+    requests, cancelled, failing = [], set(), set()
+    for index in range(200):
+        fails = rng.random() < 0.15
+        decode = failing_decode(rng.randrange(8)) if fails else lambda ids: ""
+        requests.append(request_of(rng.choice(prompts), rng.choice([1, 2, 5, 9, 14, 20]), decode))
+        failing |= {index} if fails else set()
+    arrivals = iter(requests)
+    while not all(request.is_done for request in requests):
+        for _, request in zip(range(rng.randrange(4)), arrivals, strict=False):
+            engine.add(request)
+        if rng.random() < 0.1 and not engine.is_idle:
+            victim = rng.choice([*engine.running, *engine.waiting])
+            engine.cancel(victim)
+            cancelled.add(requests.index(victim))
+        engine.step()
+        owned = sum(len(pages) for pages in engine.pool._owned.values())
+        assert owned + engine.pool.num_free == engine.pool.capacity
+    for index, request in enumerate(requests):
+        if index in cancelled:
+            assert request.cancelled and request.error is None
+        elif index not in failing or request.error is None:
+            want = zoo.greedy("llama", request.prompt_ids, 24)[: request.sampling.max_tokens]
+            assert request.result().token_ids == want
+        else:
+            with pytest.raises(RuntimeError, match="the request failed while it ran: decode"):
+                request.result()
+    assert len(cancelled) > 10 and sum(request.error is not None for request in requests) > 10
+
+
+def test_cancelling_twice_or_too_late_changes_nothing(decoder: SpecDecoder) -> None:
+    waiting = [request_of([index], 6) for index in range(6)]
+    for request in waiting:
+        decoder.engine.add(request)
+    decoder.engine.cancel(waiting[5])  # before it ran
+    decoder.engine.step()
+    decoder.engine.cancel(waiting[1])
+    decoder.engine.cancel(waiting[1])
+    while not decoder.engine.is_idle:
+        decoder.engine.step()
+    decoder.engine.cancel(waiting[0])
+    assert [request.cancelled for request in waiting] == [False, True, False, False, False, True]
+    assert waiting[0].result().finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("owner", "phase"),
+    [("verifier", "prefill"), ("drafter", "prefill"), ("drafter", "draft"), ("verifier", "verify"), ("drafter", "extend")],
+)
+def test_a_phase_that_raises_leaks_nothing(
+    zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, owner: str, phase: str
+) -> None:
+    """Those that ran are marked with the error; the engine works on, and what waited is served."""
+    engine = decoder.engine
+    victim = getattr(engine, owner)
+    original, calls = getattr(victim, phase), iter(range(10_000))
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 1:
+            raise Boom(phase)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(victim, phase, raising)
+    prompts = ragged_prompts(40, 6, seed=3)
+    requests = [request_of(prompt, 4 + 3 * index) for index, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.add(request)
+    errors = 0
+    while not engine.is_idle:
+        try:
+            engine.step()
+        except Boom:
+            errors += 1
+    failed = [request for request in requests if request.error is not None]
+    assert errors == 1 and 0 < len(failed) <= 4
+    for request in requests:
+        if request in failed:
+            with pytest.raises(RuntimeError, match=phase) as info:
+                request.result()
+            assert isinstance(info.value.__cause__, Boom)
+        else:
+            want = zoo.greedy("llama", request.prompt_ids, 24)[: request.sampling.max_tokens]
+            assert request.result().token_ids == want
+
+
+def test_generate_cleans_up_after_an_error(zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: requests of a failed call that sit in the queue and run in the next one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.engine.verifier, "verify", lambda *args: (_ for _ in ()).throw(Boom("verify")))
+        with pytest.raises(Boom):
+            decoder.generate(ragged_prompts(40, 7), SamplingParams(max_tokens=5))
+    assert_idle(decoder)
+    prompts = ragged_prompts(40, 7)
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=5))
+    assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:5] for prompt in prompts]
+
+
+def test_streams_and_generate_interleave(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Two open streams and a call of generate share rounds; each gets its own tokens, all of them, in order."""
+    prompts = ragged_prompts(40, 4, seed=6)
+    streams = [decoder.stream(prompt, SamplingParams(max_tokens=20)) for prompt in prompts[:2]]
+    got: list[list[int]] = [list(next(stream).token_ids) for stream in streams]
+    outputs = decoder.generate(prompts[2:], SamplingParams(max_tokens=6))
+    for ids, stream in zip(got, streams, strict=True):
+        ids += [token for chunk in stream for token in chunk.token_ids]
+    want = [zoo.greedy("llama", prompt, 24) for prompt in prompts]
+    assert got == [ids[:20] for ids in want[:2]] and [out.token_ids for out in outputs] == [ids[:6] for ids in want[2:]]
+
+
+def test_closing_a_stream_frees_its_place(decoder: SpecDecoder) -> None:
+    streams = [decoder.stream([index], SamplingParams(max_tokens=60)) for index in range(4)]
+    for stream in streams:
+        next(stream)
+    assert len(decoder.engine.running) == 4
+    streams[1].close()
+    assert len(decoder.engine.running) == 3
+    assert len(decoder.generate([[9], [8]], SamplingParams(max_tokens=4))) == 2
+    for stream in streams:
+        stream.close()
+
+
+def test_a_stream_that_is_never_read_is_freed(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Keeps out: a generator that was made and dropped, whose request waits in the queue for ever."""
+    stream = decoder.stream([3], SamplingParams(max_tokens=60))
+    stream.close()
+    (plain,) = decoder.generate([3, 4], SamplingParams(max_tokens=6), speculate=False)
+    assert plain.token_ids == zoo.greedy("llama", [3, 4], 24)[:6]
+
+
+def test_speculation_cannot_change_while_a_stream_is_open(zoo: Zoo, decoder: SpecDecoder) -> None:
+    stream = decoder.stream([3, 4], SamplingParams(max_tokens=12))
+    ids = list(next(stream).token_ids)
+    with pytest.raises(RuntimeError, match="speculate=False can't start while requests run with speculate=True"):
+        decoder.generate([5], SamplingParams(max_tokens=3), speculate=False)
+    ids += [token for chunk in stream for token in chunk.token_ids]
+    assert ids == zoo.greedy("llama", [3, 4], 24)[:12]
+    (plain,) = decoder.generate([3, 4], SamplingParams(max_tokens=12), speculate=False)
+    assert plain.token_ids == ids and plain.stats.drafted == 0
+
+
+def test_requests_wait_for_pages_too(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Keeps out: an admission that counts rows only, and runs out of pages in the middle of a round."""
+    engine = decoder.engine
+    held = engine.pool.capacity * engine.pool.page_size - 2 * (30 + 20 + engine.lookahead)
+    engine.pool.admit("ballast", held)
+    engine.pool.reserve("ballast", held)
+    prompts = [prompt for prompt in ragged_prompts(40, 12, seed=1) if len(prompt) <= 30][:7]
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=20))
+    assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:20] for prompt in prompts]
+    engine.pool.release("ballast")
+
+
+def test_wrong_drafts_reserve_no_page_twice(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """The pool's pages grow with the text, not with what was drafted in vain."""
+    decoder.engine.drafter = Substitute(decoder.engine, SPEC, "random", 40)
+    request = request_of([1, 2, 3], 40)
+    decoder.engine.add(request)
+    while not request.is_done:
+        decoder.engine.step()
+        if decoder.engine.running:
+            used = decoder.engine.pool.capacity - decoder.engine.pool.num_free
+            length = int(decoder.engine.state.lens_B[0])
+            assert decoder.engine.pool.pages_for(length) <= used <= decoder.engine.pool.pages_for(length + SPEC.lookahead)

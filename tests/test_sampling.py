@@ -1,0 +1,135 @@
+"""Sampled text follows the target's distribution whatever drafts, and depends on nothing but the seed.
+
+Keeps out: a rule that favours or fears drafted tokens, noise used twice, top-k and top-p applied to another distribution.
+"""
+
+import secrets
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from toolkit.drafters import Substitute
+from toolkit.models import Zoo, ragged_prompts
+from toolkit.statistics import filtered, p_value, pair_counts, token_distributions
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specdec import SamplingParams, SpecConfig
+from specdec.sampling import RowSampling, filter_logits, gumbel_noise, sample_rows
+
+V, SAMPLES, LIMIT = 12, 2400, 1e-4
+PROMPT = [3, 7, 1]
+FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 0.9)]
+DRAFTERS = {
+    "random-chain": SpecConfig(2, 1, 3),
+    "random-tree": SpecConfig(2, 3, 10),
+    "head-chain": SpecConfig(3, 1, 4),
+    "head-tree": SpecConfig(2, 4, 12),
+    "fixed-tree": SpecConfig(2, 3, 12),  # proposes one and the same text for ever
+}
+CASES = [  # each drafter under two or more filters, each filter with chains and trees
+    (drafter, *FILTERS[(index + step) % len(FILTERS)]) for index, drafter in enumerate(DRAFTERS) for step in (0, 2)
+] + [("random-tree", *setting) for setting in FILTERS if setting not in (FILTERS[1], FILTERS[3])]
+
+
+@pytest.mark.parametrize(("drafter", "temperature", "top_k", "top_p"), CASES)
+def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, top_k: int, top_p: float) -> None:
+    """Pairs of the first three tokens: one from prefill, two from rounds, accepted or not."""
+    spec, kind = DRAFTERS[drafter], drafter.split("-")[0]
+    decoder = zoo.decoder("tiny-vocab", "eagle3", spec, max_batch_size=64, max_seq_len=32)
+    if kind != "head":
+        texts = {tuple(PROMPT): [0, 1, 2] * 6}
+        as_kind = "oracle" if kind == "fixed" else "random"
+        decoder.engine.drafter = Substitute(decoder.engine, spec, as_kind, V, texts)
+    seeds = range(list(DRAFTERS).index(drafter) * SAMPLES, (list(DRAFTERS).index(drafter) + 1) * SAMPLES)
+    shared = dict(max_tokens=3, temperature=temperature, top_k=top_k, top_p=top_p)
+    outputs = decoder.generate([PROMPT] * SAMPLES, [SamplingParams(seed=seed, **shared) for seed in seeds])
+    assert kind != "random" or sum(out.stats.accepted for out in outputs) > SAMPLES / 40
+    ids = [out.token_ids for out in outputs]
+    want = token_distributions(zoo.hf("tiny-vocab"), PROMPT, lambda x: filtered(x, temperature, top_k, top_p))
+    counts = [pair_counts(ids, at, V) for at in (0, 1)]
+    assert p_value(counts[0].sum(1), want[0].sum(1)) > LIMIT
+    assert p_value(counts[0], want[0]) > LIMIT and p_value(counts[1], want[1]) > LIMIT
+    hotter = token_distributions(zoo.hf("tiny-vocab"), PROMPT, lambda x: filtered(x, temperature * 1.3, top_k, top_p))
+    assert p_value(counts[1], hotter[1]) < LIMIT  # the test can tell
+
+
+def test_text_depends_on_the_seed_alone(zoo: Zoo) -> None:
+    """The same at batch 1 and in a batch, in any order, with and without speculation, tree or chain."""
+    prompts = ragged_prompts(40, 8, seed=7)
+    params = [SamplingParams(max_tokens=16, temperature=0.9, seed=i // 2, top_p=[1.0, 0.9][i % 2]) for i in range(8)]
+    params[3] = SamplingParams(max_tokens=16)  # greedy among the sampled
+    tree = zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 14), max_batch_size=8)
+    want = [out.token_ids for out in tree.generate(prompts, params)]
+    assert want[3] == zoo.greedy("llama", prompts[3], 24)[:16]
+    assert [tree.generate(p, s)[0].token_ids for p, s in zip(prompts, params, strict=True)] == want
+    assert [out.token_ids for out in tree.generate(prompts[::-1], params[::-1])] == want[::-1]
+    assert [out.token_ids for out in tree.generate(prompts, params, speculate=False)] == want
+    chain = zoo.decoder("llama", "eagle1", SpecConfig(4, 1, 5), max_batch_size=3, page_size=1)
+    assert [out.token_ids for out in chain.generate(prompts, params)] == want
+
+
+def test_seeds_differ_and_so_do_requests_without_one(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a default seed, and a batch whose rows share their noise."""
+    decoder = zoo.decoder("words", max_batch_size=8)
+    hot = SamplingParams(max_tokens=12, temperature=1.5)
+    assert len({tuple(out.token_ids) for out in decoder.generate([[1, 2]] * 8, hot)}) == 8
+    seeded = [SamplingParams(max_tokens=12, temperature=1.5, seed=seed) for seed in (0, 1, -1, 2**63 - 1, -(2**63))]
+    assert len({tuple(out.token_ids) for out in decoder.generate([[1, 2]] * 5, seeded)}) == 5
+    monkeypatch.setattr(secrets, "randbits", lambda bits: 1)
+    assert decoder.generate([1, 2], hot)[0].token_ids == decoder.generate([1, 2], seeded[1])[0].token_ids
+
+
+def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSampling:
+    return RowSampling(
+        torch.full((count,), temperature), torch.full((count,), top_k), torch.full((count,), top_p), torch.arange(count)
+    )
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
+def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    """Keeps out: top-p before top-k, a set that stops short of top_p, the best token filtered away."""
+    logits = 3 * torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
+    want = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        want = TopKLogitsWarper(min(top_k, 40))(None, want)
+    if top_p < 1:
+        want = TopPLogitsWarper(top_p)(None, want)
+    got = filter_logits(logits / temperature, rows_of(64, temperature, top_k, top_p))
+    assert torch.equal(got == -torch.inf, want == -torch.inf)
+    torch.testing.assert_close(got, want)
+
+
+def test_filters_break_ties_by_id() -> None:
+    """Keeps out: all of a tie kept or dropped together, so that top_k=2 keeps four."""
+    got = filter_logits(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]), rows_of(1, 1.0, 2, 1.0))
+    assert (got[0] > -torch.inf).tolist() == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.7)])
+def test_sample_rows_follows_its_distribution(top_k: int, top_p: float) -> None:
+    """Over seeds at one position, and over positions at one seed."""
+    logits, count = torch.linspace(-2, 2, V).float(), 20_000
+    want = filtered(logits.double().numpy(), 0.8, top_k, top_p)
+    sampling = rows_of(count, 0.8, top_k, top_p)
+    by_seed = sample_rows(logits.expand(count, V), sampling, torch.full((count,), 5), filtered=True)
+    one_seed = sampling._replace(seed_R=torch.full((count,), -3))
+    by_position = sample_rows(logits.expand(count, V), one_seed, torch.arange(count), filtered=True)
+    for tokens in (by_seed, by_position):
+        assert p_value(np.bincount(tokens.numpy(), minlength=V), want) > LIMIT
+
+
+def test_noise_is_gumbel_and_independent() -> None:
+    """Between neighbours in seed, position and token: a weak hash would show in the correlation."""
+    count, seeds = 400, torch.arange(400)
+    noise = gumbel_noise(seeds, torch.full((count,), 9), 100)
+    assert noise.dtype == torch.float32 and bool(noise.isfinite().all())
+    assert stats.kstest(noise.flatten().numpy(), stats.gumbel_r.cdf).pvalue > LIMIT
+    neighbours = [
+        (noise[:-1], noise[1:]),
+        (noise[:, :-1], noise[:, 1:]),
+        (noise, gumbel_noise(seeds, torch.full((count,), 10), 100)),
+        (noise, gumbel_noise(seeds + 1, torch.full((count,), 8), 100)),
+    ]
+    for a, b in neighbours:
+        assert stats.pearsonr(a.flatten().numpy(), b.flatten().numpy()).pvalue > LIMIT

@@ -1,0 +1,68 @@
+"""Trained pairs: the text is the target's own, and heads are accepted as often as an independent reference measured.
+
+Keeps out: bugs in the draft path, which never show in the text, only in the accept length.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toolkit.models import hf_greedy
+from transformers import AutoModelForCausalLM
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.generation import Stats
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIR = ROOT / "specdec" / "pair"
+HEADS = ["stories260K-eagle3", "stories260K-eagle2"]
+SHAPES = [(3, 1, 4), (5, 1, 6), (3, 4, 8), (5, 4, 16), (5, 8, 32)]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def expected_rows(folder: Path) -> dict[tuple[int, int, int], dict[str, Any]]:
+    rows = json.loads((folder / "expected.json").read_text())["rows"]
+    return {(row["num_steps"], row["topk"], row["num_draft_tokens"]): row for row in rows}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_measured_setting_is_tested(shared: Path, head: str) -> None:
+    """Keeps out: a row of expected.json that nobody compares."""
+    assert set(expected_rows(shared / "models" / head)) == set(SHAPES)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("head", HEADS)
+def test_stories_equal_the_reference_round_by_round(shared: Path, head: str, shape: tuple[int, int, int]) -> None:
+    """Keeps out: wrong features, aux layers, positions, scores, tie order, tree or extend rows of a head."""
+    folder = shared / "models" / head
+    row = expected_rows(folder)[shape]
+    prompts = read_lines(folder / "prompts.jsonl")[: row["prompts"]]
+    decoder = SpecDecoder.from_pretrained(
+        shared / "models" / "stories260K", folder, SpecConfig(*shape), device="cpu", dtype="float32", max_batch_size=16
+    )
+    sampling = SamplingParams(max_tokens=128, stop_token_ids=[1, 2])
+    outputs = decoder.generate([p["token_ids"] for p in prompts], sampling)
+    assert [out.token_ids for out in outputs] == [p["greedy_ids"] for p in prompts]
+    assert Stats.total([out.stats for out in outputs]).accept_length == pytest.approx(row["tau"], rel=0.01)
+    rounds = [(out.stats.accepted_per_round, want) for out, want in zip(outputs, row["accepted_per_round"], strict=True)]
+    equal = sum(a == b for got, want in rounds for a, b in zip(got, want))
+    assert equal >= 0.99 * max(sum(len(want) for _, want in rounds), sum(len(got) for got, _ in rounds))
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 16), (4, 1, 5)], ids=str)
+def test_the_shipped_pair_equals_transformers(shape: tuple[int, int, int]) -> None:
+    """Keeps out: a pair in the box that does not load, does not speculate, or whose text is not its target's."""
+    prompts = [line["prompt"] for line in read_lines(PAIR / "prompts.jsonl")[:4]]
+    decoder = SpecDecoder.from_pretrained(
+        PAIR / "target", PAIR / "draft", SpecConfig(*shape), device="cpu", dtype="float32", max_batch_size=4
+    )
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=48, ignore_eos=True))
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32").eval()
+    model.generation_config.eos_token_id = None
+    assert [out.token_ids for out in outputs] == [hf_greedy(model, out.prompt_token_ids, 48) for out in outputs]
+    assert Stats.total([out.stats for out in outputs]).accept_length > 1.5

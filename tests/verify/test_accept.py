@@ -1,0 +1,85 @@
+"""The acceptance rule against a walk from node to node, on random trees and random target tokens.
+
+Keeps out: a path that jumps a miss, two children taken at once, padding columns that look like accepted tokens.
+"""
+
+import random
+
+import pytest
+import torch
+from toolkit.drafters import chain_shape, random_shape
+
+from specdec.tree import DraftTree
+from specdec.verify.accept import accept_path
+
+
+def walk(parents: list[int], tokens: list[int], target: list[int]) -> tuple[list[int], list[int]]:
+    """(path from the root, emitted tokens), a step at a time."""
+    path = [0]
+    while True:
+        node = path[-1]
+        children = [n for n in range(1, len(parents)) if parents[n] == node and tokens[n] == target[node]]
+        assert len(children) <= 1
+        if not children:
+            return path, [tokens[n] for n in path[1:]] + [target[node]]
+        path += children
+
+
+def random_tree(nd: int, steps: int, vocab: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Parents and tokens; siblings hold distinct tokens, and nothing else is distinct."""
+    parents, _ = random_shape(nd, steps, rng)
+    tokens = [rng.randrange(vocab)]
+    for node in range(1, nd):
+        siblings = {tokens[n] for n in range(1, node) if parents[n] == parents[node]}
+        tokens.append(rng.choice([t for t in range(vocab) if t not in siblings]))
+    return parents, tokens
+
+
+def likely_target(parents: list[int], tokens: list[int], vocab: int, rng: random.Random) -> list[int]:
+    """A target token for each node: mostly one of its children's."""
+    children = {n: [tokens[m] for m in range(1, len(parents)) if parents[m] == n] for n in range(len(parents))}
+    return [rng.choice(c) if c and rng.random() < 0.8 else rng.randrange(vocab) for c in children.values()]
+
+
+@pytest.mark.parametrize(("nd", "steps"), [(2, 1), (6, 5), (16, 5), (16, 2), (33, 6), (60, 8)])
+def test_equals_a_walk(nd: int, steps: int) -> None:
+    """Many more nodes than tokens: the same token stands in many branches."""
+    rng = random.Random(nd)
+    vocab = nd if steps == 1 else 20
+    rows = [random_tree(nd, steps, max(vocab, nd), rng) for _ in range(40)]
+    targets = [likely_target(parents, tokens, max(vocab, nd), rng) for parents, tokens in rows]
+    tree = DraftTree.from_parents(
+        torch.tensor([t for _, t in rows]), torch.tensor([p for p, _ in rows]), max_depth=min(steps, nd - 1)
+    )
+    got = accept_path(tree, torch.tensor(targets))
+    lengths = set()
+    for row, ((parents, tokens), target) in enumerate(zip(rows, targets, strict=True)):
+        path, emitted = walk(parents, tokens, target)
+        a = int(got.accepted_B[row])
+        assert a == len(path) - 1 <= steps
+        assert got.path_BE[row, : a + 1].tolist() == path == sorted(path)
+        assert got.tokens_BE[row, : a + 1].tolist() == emitted
+        assert got.path_BE[row, a + 1 :].tolist() == list(range(a + 1, tree.max_depth + 1))  # moved onto themselves
+        lengths.add(a)
+    assert len(lengths) > min(steps, 3)
+
+
+def test_chain_and_its_tree_are_one() -> None:
+    """Keeps out: a chain that is accepted by another rule than the same tree."""
+    rng = random.Random(1)
+    for nd in (2, 5, 8):
+        tokens = torch.randint(3, (64, nd), generator=torch.Generator().manual_seed(nd))
+        target = torch.randint(3, (64, nd), generator=torch.Generator().manual_seed(nd + 1))
+        parents = torch.tensor([chain_shape(nd)[0]] * 64)
+        chain = accept_path(DraftTree.chain(tokens), target)
+        tree = accept_path(DraftTree.from_parents(tokens, parents, nd - 1), target)
+        for a, b in zip(chain, tree, strict=True):
+            assert torch.equal(a, b)
+        row = rng.randrange(64)
+        assert int(chain.accepted_B[row]) == len(walk(parents[row].tolist(), tokens[row].tolist(), target[row].tolist())[0]) - 1
+
+
+def test_the_root_alone_is_plain_decoding() -> None:
+    """Keeps out: a baseline that needs a draft's columns."""
+    got = accept_path(DraftTree.chain(torch.tensor([[7], [9]])), torch.tensor([[3], [4]]))
+    assert got.accepted_B.tolist() == [0, 0] and got.tokens_BE.tolist() == [[3], [4]]
