@@ -58,7 +58,9 @@ def random_pair(max_positions: int, device: torch.device) -> tuple[CausalLM, Dra
     return model, head
 
 
-def make_decoder(model: CausalLM, head: DraftHead, spec: SpecConfig, batch: int, context: int, device: torch.device) -> SpecDecoder:
+def make_decoder(
+    model: CausalLM, head: DraftHead, spec: SpecConfig, batch: int, context: int, device: torch.device
+) -> SpecDecoder:
     choice = choose_backend("auto", device, torch.bfloat16)
     settings = EngineSettings(spec, batch, context + 512, 16, choice, True, device, torch.bfloat16)
     return SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))

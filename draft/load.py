@@ -18,12 +18,8 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig, parse_config, parse_rope, read_json
 from specdec.models.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
 
-_KNOWN_KEYS = frozenset(
-    "_name_or_path architectures attention_bias attention_dropout bias bos_token_id draft_vocab_size dtype eagle_config "
-    "eagle_aux_hidden_state_layer_ids eos_token_id head_dim hidden_act hidden_size initializer_range intermediate_size "
-    "max_position_embeddings mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads pad_token_id "
-    "pretraining_tp rms_norm_eps rope_parameters rope_scaling rope_theta target_hidden_size tie_word_embeddings torch_dtype "
-    "transformers_version use_cache vocab_size target_model_type".split()
+_HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's
+    "bias draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config target_hidden_size target_model_type".split()
 )
 _EAGLE_KEYS: Mapping[str, Sequence[Any]] = {  # key: the values that mean what we compute; empty: any
     "eagle_aux_hidden_state_layer_ids": (),
@@ -74,8 +70,9 @@ def load_head(folder: Path, target: CausalLM, max_positions: int, device: torch.
 
 def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: ModelConfig, where: str) -> HeadConfig:
     """A head's config held against its own tensors and its target's config."""
-    _refuse_unknown(raw, where)
-    model = parse_config({"rms_norm_eps": target.rms_norm_eps, **raw, "model_type": "llama"}, where)
+    _refuse_unread(raw, where)
+    llama = {key: value for key, value in raw.items() if key not in _HEAD_KEYS}
+    model = parse_config({"rms_norm_eps": target.rms_norm_eps, **llama, "model_type": "llama"}, where)
     model = replace(model, rope=parse_rope(raw, default=target.rope), tie_embeddings=False)
     if model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")
@@ -101,14 +98,15 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
     )
 
 
-def _refuse_unknown(raw: dict[str, Any], where: str) -> None:
+def _refuse_unread(raw: dict[str, Any], where: str) -> None:
     if "speculators_model_type" in raw:
         raise ValueError(
             f"{where}: a `speculators` checkpoint; expected the SafeAILab layout (its layer ids count differently)"
         )
-    unknown = sorted(set(raw) - _KNOWN_KEYS)
-    if unknown:
-        raise ValueError(f"{where}: unknown config keys {', '.join(unknown)}; they may change what the head computes")
+    if raw.get("sliding_window") is not None:
+        raise ValueError(
+            f"{where}: sliding_window must be absent, got {raw['sliding_window']}: heads with one can't run here yet"
+        )
     for key, value in (raw.get("eagle_config") or {}).items():
         if key not in _EAGLE_KEYS:
             raise ValueError(f"{where}: unknown key eagle_config.{key}; it may change what the head computes")

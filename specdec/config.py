@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_STEPS = 64  # levels of a draft tree
+
 
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
     """The value, if it is an int within [low, high].  bool is no int here."""
@@ -48,13 +50,14 @@ class SpecConfig:
     num_draft_tokens: int = 16
 
     def __post_init__(self) -> None:
-        S = require_int("num_steps", self.num_steps, 1, 64)
+        S = require_int("num_steps", self.num_steps, 1, MAX_STEPS)
         k = require_int("topk", self.topk, 1, 64)
         nd = require_int("num_draft_tokens", self.num_draft_tokens, 2, 1024)
         if k == 1 and nd != S + 1:
+            other = f", or num_steps={nd - 1}" if nd - 1 <= MAX_STEPS else ""
             raise ValueError(
                 f"num_draft_tokens must be num_steps + 1 = {S + 1} when topk=1 (a chain, and its root), got {nd}; "
-                f"nearest settings that work: num_draft_tokens={S + 1}, or num_steps={nd - 1}"
+                f"nearest setting that works: num_draft_tokens={S + 1}{other}"
             )
         most = k + k * k * (S - 1)
         if nd - 1 > most:
@@ -100,6 +103,10 @@ class SamplingParams:
             require_int("seed", self.seed, -(2**63), 2**63 - 1)
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
+        if self.stop is not None and not isinstance(self.stop, str | Sequence):
+            raise TypeError(f"stop must be a string or a list of strings, got {self.stop!r} of type {type(self.stop).__name__}")
+        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, Sequence):
+            raise TypeError(f"stop_token_ids must be a list of ints, got {self.stop_token_ids!r}")
         for text in self.stop_strings:
             if not isinstance(text, str):
                 raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")

@@ -139,6 +139,10 @@ def _per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, coun
         sampling = SamplingParams()
     if isinstance(sampling, SamplingParams):
         return [sampling] * count
+    if not isinstance(sampling, Sequence):
+        raise TypeError(
+            f"sampling must be a SamplingParams or a list of them, got {sampling!r} of type {type(sampling).__name__}"
+        )
     params = list(sampling)
     for item in params:
         if not isinstance(item, SamplingParams):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
@@ -11,31 +12,36 @@ class Detokenizer:
     """Incremental decoding of one sequence.
 
     A token's text can depend on its neighbours (spaces, bytes of one character), so a new piece is the difference between
-    decoding with and without the new tokens, behind enough old ones; and bytes are held back until a character is whole.
+    decoding a window with and without the new tokens; and bytes are held back until their character is whole.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._context = 0  # decoding starts here: tokens before it can't change the text behind `_done`
-        self._done = 0  # tokens whose text has been given out
+        self._start = 0  # the window's first token: what comes before can't change the text behind `_given`
+        self._next_start = 0
+        self._given = ""  # the window's text that has been given out
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that becomes certain with these tokens."""
         self._ids.extend(token_ids)
-        old = self._decode(self._ids[self._context : self._done])
-        new = self._decode(self._ids[self._context :])
-        if new.endswith(_INCOMPLETE) or not new.startswith(old):
+        text = self._decode(self._ids[self._start :])
+        certain = text.rstrip(_INCOMPLETE)
+        if not certain.startswith(self._given):
             return ""
-        self._context, self._done = self._done, len(self._ids)
-        return new[len(old) :]
+        piece = certain[len(self._given) :]
+        self._given = certain
+        if piece and certain == text:  # tokens without text (special ones) stay in the window: they are no context
+            self._start, self._next_start = self._next_start, len(self._ids)
+            self._given = self._decode(self._ids[self._start :])
+        return piece
 
     def flush(self) -> str:
         """The rest, incomplete characters included."""
-        old = self._decode(self._ids[self._context : self._done])
-        new = self._decode(self._ids[self._context :])
-        self._context = self._done = len(self._ids)
-        return new[len(old) :] if new.startswith(old) else new
+        text = self._decode(self._ids[self._start :])
+        common = os.path.commonprefix([text, self._given])
+        self._given = text
+        return text[len(common) :]
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:

@@ -98,9 +98,9 @@ class Engine:
         if pages > self.pool.capacity:
             most = self.pool.capacity * self.pool.page_size - self.lookahead - len(request.prompt_ids)
             raise ValueError(
-                f"prompt ({len(request.prompt_ids)} tokens) + max_tokens + look-ahead must fit the KV pool of "
-                f"{self.pool.capacity * self.pool.page_size} tokens, got max_tokens={request.sampling.max_tokens}; "
-                f"nearest setting that works: max_tokens={most}"
+                f"prompt ({len(request.prompt_ids)} tokens) + max_tokens + look-ahead ({self.lookahead}) must fit the KV pool "
+                f"of {self.pool.capacity * self.pool.page_size} tokens, got max_tokens={request.sampling.max_tokens}; nearest "
+                + (f"setting that works: max_tokens={most}" if most > 0 else "thing that works: a shorter prompt")
             )
 
     def add(self, request: Request) -> None:
@@ -119,10 +119,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admits what fits, then runs one round.  If a phase fails, the requests that ran are marked with the error."""
+        """Prefills what fits, so that first tokens wait for nothing; if nothing waits to enter, runs one round.
+
+        If a phase fails, the requests that ran are marked with its error, and it is raised.
+        """
         try:
-            self._admit()
-            if self.running:
+            if not self._admit() and self.running:
                 self._round()
         except Exception as error:
             for request in list(self.running):
@@ -132,8 +134,8 @@ class Engine:
 
     # ---- admission ----
 
-    def _admit(self) -> None:
-        """Fills free rows in the order of arrival."""
+    def _admit(self) -> bool:
+        """Fills free rows in the order of arrival.  Whether any request entered."""
         batch: list[Request] = []
         tokens = 0
         while self.waiting and len(self.running) < self.state.rows:
@@ -150,6 +152,7 @@ class Engine:
         if batch:
             with self._phase("prefill"):
                 self._prefill(batch)
+        return bool(batch)
 
     def _enter(self, request: Request) -> None:
         row = len(self.running)

@@ -124,4 +124,4 @@ def test_a_streams_chunks_joined_are_the_final_text(zoo: Zoo, target: str, stop:
         assert "".join(chunk.text for chunk in chunks) == whole.text
         assert not stop or stop not in whole.text
         if stop is None:
-            assert whole.text == decoder.tokenizer.decode(whole.token_ids) and len(chunks) == whole.stats.rounds
+            assert whole.text == decoder.tokenizer.decode(whole.token_ids) and len(chunks) == whole.stats.rounds + 1

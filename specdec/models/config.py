@@ -22,7 +22,7 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    original_max_position: float = 8192
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+_ROPE_KEYS = {  # what each type needs: the config's key, our name
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_position",
+    },
+}
+_ROPE_KNOWN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_KEYS["llama3"]}
+
+
 def parse_rope(raw: dict[str, Any], default: RopeConfig | None = None) -> RopeConfig:
     """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them.
 
@@ -75,22 +88,18 @@ def parse_rope(raw: dict[str, Any], default: RopeConfig | None = None) -> RopeCo
     merged = {**scaling, **parameters}
     theta = merged.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = merged.get("rope_type", merged.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in _ROPE_KEYS:
         raise ValueError(f"rope type must be default, linear or llama3, got {kind!r}: this model can't run here yet")
+    if unknown := sorted(set(merged) - _ROPE_KNOWN):
+        raise ValueError(f"unknown rope keys {', '.join(unknown)}; they may change what the model computes")
     if merged.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ValueError("partial_rotary_factor must be absent or 1: partial rotary embeddings are not computed here yet")
-    if kind == "default":
-        return RopeConfig(theta=float(theta))
-    if kind == "linear":
-        return RopeConfig(theta=float(theta), kind=kind, factor=float(merged["factor"]))
-    return RopeConfig(
-        theta=float(theta),
-        kind=kind,
-        factor=float(merged["factor"]),
-        low_freq_factor=float(merged["low_freq_factor"]),
-        high_freq_factor=float(merged["high_freq_factor"]),
-        original_max_position=int(merged["original_max_position_embeddings"]),
-    )
+    wanted = _ROPE_KEYS[kind]
+    missing = [key for key in wanted if merged.get(key) is None]
+    if missing:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
+    numbers = {name: float(merged[key]) for key, name in wanted.items()}
+    return RopeConfig(theta=float(theta), kind=kind, **numbers)
 
 
 def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
@@ -102,6 +111,11 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
+    refuse_unknown(raw, _KNOWN, where)
+    if set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{where}: layer_types must be full_attention or sliding_attention, got {sorted(set(raw['layer_types']))}"
+        )
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
@@ -136,6 +150,22 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     )
 
 
+def refuse_unknown(raw: dict[str, Any], known: frozenset[str], where: str) -> None:
+    """ValueError if the config holds a key nobody here has read about."""
+    if unknown := sorted(key for key in raw if key not in known and not key.startswith("_")):
+        raise ValueError(f"{where}: unknown config keys {', '.join(unknown)}; they may change what the model computes")
+
+
+# Read above, or known not to change what a forward pass computes.
+_KNOWN = frozenset(
+    "architectures attention_bias attention_dropout auto_map bos_token_id do_sample dtype eos_token_id head_dim hidden_act "
+    "hidden_size initializer_range intermediate_size layer_types max_length max_position_embeddings max_sequence_length "
+    "max_window_layers mlp_bias model_max_length model_type num_attention_heads num_hidden_layers num_key_value_heads "
+    "output_attentions output_hidden_states pad_token_id partial_rotary_factor pretraining_tp quantization_config return_dict "
+    "rms_norm_eps rope_parameters rope_scaling rope_theta sep_token_id sliding_window temperature tie_word_embeddings "
+    "tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id unsloth_fixed unsloth_version "
+    "use_bfloat16 use_cache use_sliding_window vocab_size".split()
+)
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 

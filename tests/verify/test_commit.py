@@ -53,7 +53,7 @@ def test_kv_equals_a_fresh_prefill(zoo: Zoo, kind: str, shape: tuple[int, int, i
     requests = [new_request(prompt, 40) for prompt in prompts]
     for request in requests:
         engine.add(request)
-    for _ in range(4):
+    for _ in range(1 + 4):  # a prefill, then four rounds
         engine.step()
         for row, request in enumerate(requests):
             text = request.prompt_ids + request.output.token_ids[:-1]
