@@ -86,7 +86,7 @@ def measured(*cells) -> Measurement:
     }  # fmt: skip
     tokens = {"min": 2, "max": 3, "sum": 5}
     prompts = {"source": "p.jsonl", "count": 2, "tokens": tokens, "sha256": "0" * 64, "chat_template": False}
-    machine = {"runs_on": "a CPU (2 threads)", "gpus": [], "driver": None, "load_average": 3.0, "cpus_usable": 2}
+    machine = {"runs_on": "a CPU", "gpus": [], "driver": None, "load_average": 3.0, "cpus_usable": 2, "cpu_steal": 0.5}
     return Measurement(machine, {"specdec": "0", "torch": "2"}, settings, prompts, list(cells))
 
 
@@ -164,7 +164,7 @@ def test_a_slower_run_says_so():
     """Keeps out: a loss that has to be worked out from two columns."""
     text = shown(measured(with_times(bench(StubDecoder()), 1.0, 2.0)))
     assert "SLOWER THAN BASELINE (0.50x)" in text
-    assert "load 3.0 on 2 CPUs" in text
+    assert "load 3.0 on 2 CPUs" in text and "50% of the CPU time" in text
     assert "SLOWER" not in shown(measured(with_times(bench(StubDecoder()), 2.0, 1.0)))
 
 

@@ -1,0 +1,157 @@
+"""Measures one cell: a decoder with one batch size and one tree shape, against itself without the draft.
+
+Speed is timed as users get it; phases are timed in a pass of their own, because waiting for each of them would slow the
+numbers that matter.  Knows no files and prints nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.generation import Generation, Stats
+from specdec.loading import kv_bytes_per_page
+from specdec.measurement import Cell, Divergence, Memory, Outputs, Phases, Side, repeat_ratio
+from specdec.near_tie import explain_divergence, first_divergence
+
+
+def measure_cell(
+    decoder: SpecDecoder,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    repeats: int,
+    on_pass: Callable[[str, int], None] = lambda *_: None,
+) -> Cell:
+    """Both sides on one decoder: a warm-up pass each, the timed repeats, and a pass that times the phases."""
+    params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
+    sides = {speculate: _SideRun(decoder, list(prompts), params, speculate) for speculate in (False, True)}
+    done = 0
+
+    def both(what: str, order: tuple[bool, bool], run: Callable[[_SideRun], None]) -> None:
+        nonlocal done
+        for speculate in order:
+            on_pass(what + (" (speculative)" if speculate else " (baseline)"), done)
+            run(sides[speculate])
+            done += 1
+
+    both("warm-up", (False, True), _SideRun.warm_up)
+    for repeat in range(repeats):  # alternating, so that a machine that slows down hits both
+        both(f"repeat {repeat + 1} of {repeats}", (False, True) if repeat % 2 == 0 else (True, False), _SideRun.time)
+    both("phases", (False, True), _SideRun.time_phases)
+    baseline, speculative = sides[False], sides[True]
+    spec = decoder.settings.spec
+    assert spec is not None
+    return Cell(
+        decoder.settings.max_batch_size,
+        (spec.num_steps, spec.topk, spec.num_draft_tokens),
+        baseline.side(),
+        speculative.side(),
+        _compare(decoder, prompts, params, baseline.passes, speculative.passes),
+        repeat_ratio([output.token_ids for output in baseline.passes[0]]),
+        _memory(decoder),
+    )
+
+
+class PhaseClock(defaultdict[str, float]):
+    """Seconds by phase, as the engine adds them up, and how often each phase ended."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+        self.calls: Counter[str] = Counter()
+
+    def __missing__(self, name: str) -> float:
+        return 0.0  # not stored, as defaultdict does: that would count as a call
+
+    def __setitem__(self, name: str, seconds: float) -> None:
+        self.calls[name] += 1
+        super().__setitem__(name, seconds)
+
+
+class _SideRun:
+    """One side's passes.  Each pass keeps its outputs, to be compared later."""
+
+    def __init__(
+        self, decoder: SpecDecoder, prompts: list[list[int]], params: list[SamplingParams], speculate: bool
+    ) -> None:
+        self.decoder, self.prompts, self.params, self.speculate = decoder, prompts, params, speculate
+        self.passes: list[list[Generation]] = []
+        self.seconds: list[float] = []
+        self.timed: list[list[Generation]] = []
+        self.phases: Phases | None = None
+
+    def warm_up(self) -> None:
+        self._run()
+
+    def time(self) -> None:
+        self.seconds.append(self._run())
+        self.timed.append(self.passes[-1])
+
+    def time_phases(self) -> None:
+        engine = self.decoder.engine
+        clock = engine.phase_seconds = PhaseClock()
+        engine.time_phases = True
+        try:
+            wall = self._run()
+        finally:
+            engine.time_phases = False
+        self.phases = Phases(wall, dict(clock), dict(clock.calls))
+
+    def side(self) -> Side:
+        assert self.phases is not None
+        stats = Stats.total([output.stats for outputs in self.timed for output in outputs])
+        tokens = [sum(len(output.token_ids) for output in outputs) for outputs in self.timed]
+        return Side(self.seconds, tokens, stats, self.phases)
+
+    def _run(self) -> float:
+        """All prompts once; wall seconds of it."""
+        device = self.decoder.settings.device
+        _wait(device)
+        start = time.perf_counter()
+        outputs = self.decoder.generate(self.prompts, self.params, speculate=self.speculate)
+        _wait(device)
+        seconds = time.perf_counter() - start
+        self.passes.append(outputs)
+        return seconds
+
+
+def _compare(
+    decoder: SpecDecoder,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    baseline: list[list[Generation]],
+    speculative: list[list[Generation]],
+) -> Outputs:
+    """Every pass of one side against the same pass of the other; a difference seen in several passes is listed once."""
+    found: dict[tuple[int, int, int | None, int | None], Divergence] = {}
+    for plain, fast in zip(baseline, speculative, strict=True):
+        for i, (a, b) in enumerate(zip(plain, fast, strict=True)):
+            if first_divergence(a.token_ids, b.token_ids) is not None:
+                part = explain_divergence(decoder, i, prompts[i], a.token_ids, b.token_ids, params[i])
+                assert part is not None
+                found.setdefault((i, part.index, part.token_baseline, part.token_speculative), part)
+    return Outputs(len(prompts), len(baseline), list(found.values()))
+
+
+def _memory(decoder: SpecDecoder) -> Memory:
+    modules = [decoder.model] + ([decoder.head] if decoder.head is not None else [])
+    tensors = {t.data_ptr(): t for module in modules for t in module.parameters()}  # shared ones once
+    weights = sum(t.numel() * t.element_size() for t in tensors.values())
+    pool = decoder.engine.pool.num_pages * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
+    if decoder.settings.device.type == "cuda":
+        return Memory(weights, pool, torch.cuda.max_memory_allocated(decoder.settings.device), "GPU allocator, this row")
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Memory(weights, pool, peak, "whole process so far")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,293 @@
+"""The command line: flags, then a call into bench, doctor or the decoder.  Heavy imports happen inside the commands.
+
+What a user got wrong is one line on stderr and exit code 2.  Exit code 1: `bench` found outputs that differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specdec import __version__
+from specdec.config import SamplingParams, SpecConfig
+
+DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("auto", "torch", "triton", "fa2", "fa3", "fa4")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong flag is one line too."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(message + f"; see {self.prog} --help")
+        raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("specdec: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `specdec generate | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if os.environ.get("SPECDEC_DEBUG"):
+            raise
+        _complain(f"{error.strerror}: {error.filename}" if error.filename and error.strerror else str(error))
+    except (ValueError, TypeError) as error:
+        if os.environ.get("SPECDEC_DEBUG"):
+            raise
+        _complain(str(error))
+    return 2
+
+
+def _complain(message: str) -> None:
+    print("specdec: error: " + " ".join(message.split()), file=sys.stderr)
+
+
+# ---- flags ----
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="specdec",
+        description="Speculative decoding with EAGLE heads.",
+        epilog="SPECDEC_DEBUG=1 in the environment shows the traceback of an error.",
+    )
+    parser.add_argument("--version", action="version", version=f"specdec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench = commands.add_parser("bench", help="measure a pair against its own autoregressive decoding")
+    _bench_flags(bench)
+    bench.set_defaults(run=_bench)
+    generate = commands.add_parser("generate", help="stream a text")
+    _generate_flags(generate)
+    generate.set_defaults(run=_generate)
+    doctor = commands.add_parser("doctor", help="what this machine is, and what can run on it")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _bench_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    shapes = " and ".join(f"{s.num_steps},{s.topk},{s.num_draft_tokens}" for s in DEFAULT_SPECS)
+    add("--prompts", metavar="FILE", help="text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)")
+    add("--num-prompts", type=int, metavar="N", help="the file's first N; default: the first 8, or all if there are fewer")
+    add("--spec", type=_spec, action="append", metavar="S,k,nd", help=f"tree shape, repeatable; default: {shapes}")
+    add("--batch-sizes", type=_ints, default=(1, 8), metavar="N,N", help="default: 1,8")
+    add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
+    add("--repeats", type=int, default=3, metavar="N", help="timed passes a side; default: %(default)s")
+    add("--chat", action="store_true", help="apply the target's chat template to the prompts")
+    add("--json", metavar="FILE", help="write raw counters, all times, settings and definitions")
+    add("--plot", metavar="FILE.png", help="write a figure (needs specdec[plots])")
+    _sampling_flags(parser)
+    _engine_flags(parser)
+
+
+def _generate_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="default: read from stdin")
+    add("--spec", type=_spec, metavar="S,k,nd", help="tree shape; default: 5,4,16")
+    add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
+    add("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
+    add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")
+    add("--stats", action="store_true", help="print accept length and tok/s to stderr")
+    _sampling_flags(parser)
+    _engine_flags(parser)
+
+
+def _sampling_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-p", type=float, metavar="P")
+    add("--top-k", type=int, metavar="N")
+    add("--seed", type=int, metavar="N", help="bench samples with 0 unless told otherwise, generate with a random one")
+    add("--ignore-eos", action="store_true", help="go on behind the end of text")
+
+
+def _engine_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("models and engine").add_argument
+    add("--target", metavar="DIR", help="folder or hub id of the model; default: the pair that ships with specdec")
+    add("--draft", metavar="DIR", help="folder or hub id of its EAGLE head")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1; default: %(default)s")
+    add("--dtype", default="auto", choices=DTYPES, help="default: %(default)s")
+    add("--attention", default="auto", choices=BACKENDS, help="default: %(default)s")
+    add("--page-size", type=int, default=16, metavar="N", help="tokens of a KV page; default: %(default)s")
+    add("--max-seq-len", type=int, metavar="N", help="prompt and output; default: bench as needed, generate the model's")
+    add("--no-cuda-graphs", action="store_true")
+
+
+def _spec(text: str) -> SpecConfig:
+    try:
+        steps, topk, nodes = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected three numbers S,k,nd such as 5,4,16, got {text!r}") from None
+    try:
+        return SpecConfig(steps, topk, nodes)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,8, got {text!r}") from None
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    """Flags that greedy decoding would not look at are errors: nothing is ignored."""
+    given = {name: getattr(args, name) for name in ("top_p", "top_k", "seed") if getattr(args, name) is not None}
+    if args.temperature == 0 and given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags} would do nothing at --temperature 0 (greedy); give a temperature, or leave it out")
+    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos, **given)
+
+
+def _engine(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("device", "dtype", "attention", "page_size")
+    return {name: getattr(args, name) for name in names} | {"cuda_graphs": not args.no_cuda_graphs}
+
+
+# ---- commands ----
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from specdec import plots, shipped
+    from specdec.prompt_file import read_prompts
+
+    for path in filter(None, (args.json, args.plot)):  # asked before the long run, not behind it
+        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path} can't be written: expected a file in a folder that exists")
+    if args.plot:
+        plots.require(Path(args.plot))
+    if args.target and not args.draft:
+        raise ValueError("--target needs --draft: the shipped head fits the shipped target only")
+    sampling = _sampling(args)
+    if sampling.temperature > 0 and sampling.seed is None:
+        sampling = replace(sampling, seed=0)
+    source = Path(args.prompts) if args.prompts else shipped.prompts_file()
+    prompts = read_prompts(source, args.num_prompts)
+    from specdec.bench import BenchOptions
+    from specdec.report import print_report
+
+    options = BenchOptions(
+        target=args.target or shipped.target_folder(),
+        draft=args.draft or shipped.draft_folder(),
+        prompts=prompts if args.num_prompts else prompts[:8],
+        prompts_source=str(source),
+        specs=tuple(args.spec or DEFAULT_SPECS),
+        batch_sizes=args.batch_sizes,
+        sampling=sampling,
+        repeats=args.repeats,
+        chat=args.chat,
+        engine=_engine(args),
+        max_seq_len=args.max_seq_len,
+    )
+    measurement = _with_progress(options)
+    if args.json:
+        Path(args.json).write_text(json.dumps(measurement.as_json(), indent=1) + "\n")
+    if args.plot:
+        plots.write_plot(measurement, Path(args.plot))
+    from rich.console import Console
+
+    print_report(measurement, Console())
+    return 1 if measurement.diverged else 0
+
+
+def _with_progress(options: Any) -> Any:
+    """Runs the benchmark under a bar on stderr, which is silent where nobody watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from specdec.bench import run_bench
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading")
+        return run_bench(options, lambda what, done, of: bar.update(task, description=what, completed=done, total=of))
+
+
+def _generate(args: argparse.Namespace) -> int:
+    sampling = replace(_sampling(args), stop=args.stop, stop_token_ids=args.stop_token_id)
+    target, draft = _generate_pair(args)
+    prompt = _read_prompt(args.prompt)
+    from specdec.decoder import SpecDecoder
+
+    decoder = SpecDecoder.from_pretrained(
+        target, draft, args.spec or SpecConfig(), max_batch_size=1, max_seq_len=args.max_seq_len, **_engine(args)
+    )
+    if not decoder.tokenizer.is_present:
+        raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
+    stats = _stream(decoder, [{"role": "user", "content": prompt}] if args.chat else prompt, sampling)
+    if args.stats:
+        print(stats, file=sys.stderr)
+    return 0
+
+
+def _stream(decoder: Any, prompt: Any, sampling: SamplingParams) -> str:
+    """Writes the text to stdout as it comes; returns a line about it."""
+    start = time.perf_counter()
+    requests: list[Any] = []  # a stream's chunks carry no counters: keep the request, which does
+    add = decoder.engine.add
+    decoder.engine.add = lambda request: (requests.append(request), add(request))
+    tokens = 0
+    for chunk in decoder.stream(prompt, sampling):
+        tokens += len(chunk.token_ids)
+        print(chunk.text, end="", flush=True)
+    print(flush=True)
+    seconds, stats = time.perf_counter() - start, requests[0].stats
+    line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
+    if decoder.head is None:
+        return line + "; plain decoding"
+    return f"{line}; accept length {stats.accept_length:.2f} over {stats.rounds} rounds"
+
+
+def _generate_pair(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Target and draft; the draft is None for plain decoding, and then flags about it are errors."""
+    from specdec import shipped
+
+    if args.no_speculate and (args.draft or args.spec):
+        raise ValueError("--draft and --spec would do nothing with --no-speculate; leave one or the other out")
+    if args.spec and args.target and not args.draft:
+        raise ValueError("--spec would do nothing without --draft: the shipped head fits the shipped target only")
+    target = args.target or shipped.target_folder()
+    if args.no_speculate or (args.target and not args.draft):
+        return target, None
+    return target, args.draft or shipped.draft_folder()
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is None and sys.stdin.isatty():
+        raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
+    prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
+    if not prompt:
+        raise ValueError("PROMPT is empty: expected text")
+    return prompt
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from specdec.doctor import run_doctor
+
+    run_doctor(Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""What this machine is and what of specdec can run on it.  Works without a GPU, without triton and without any model.
+
+Prints nothing that is not asked of the machine itself; `bench` takes its facts from here too.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specdec import shipped
+from specdec.attention.attend import BACKENDS, choose_backend, why_not
+from specdec.loading import resolve_device, resolve_dtype
+from specdec.models.loader import read_target_config
+
+PACKAGES = (
+    "specdec", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
+    "flash-attn", "flash-attn-3", "flash-attn-4",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Python, CUDA as torch was built for it, and the packages that matter; those that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__  # says which build it is, which the package's version may not
+    if torch.version.cuda:
+        found["cuda (of torch)"] = torch.version.cuda
+    return found
+
+
+def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
+    """CPU, memory and GPUs; with a device, `runs_on` names it."""
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    facts: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpus_usable": _usable_cpus(),
+        "torch_threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "memory_bytes": _memory_bytes(),
+        "gpus": gpus,
+        "driver": _driver(),
+    }
+    if device is not None:
+        on_gpu = device.type == "cuda"
+        facts["runs_on"] = gpus[device.index or 0]["name"] if on_gpu else f"{facts['cpu']} ({facts['torch_threads']} threads)"
+    return facts
+
+
+def run_doctor(console: Console) -> None:
+    """Prints everything."""
+    facts = machine_facts()
+    rows = [
+        ("system", facts["system"]),
+        ("CPU", f"{facts['cpu']}, {facts['cpus_usable']} usable, torch uses {facts['torch_threads']} threads"),
+        ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
+        *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
+        *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
+        ("driver", facts["driver"] or "no NVIDIA driver found"),
+    ]
+    _print_pairs(console, "Machine", rows)
+    found = versions()
+    absent = [name for name in PACKAGES if name not in found]
+    _print_pairs(console, "Versions", [*found.items(), ("not installed", ", ".join(absent) or "nothing")])
+    console.print(_backend_table())
+    console.print()
+    _print_pairs(console, "What auto takes", _auto_rows())
+    pair = "complete" if shipped.is_complete() else "incomplete: bench and generate need --target and --draft"
+    _print_pairs(console, "Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)])
+
+
+def _auto_rows() -> list[tuple[str, str]]:
+    device = resolve_device("auto")
+    if (shipped.FOLDER / "target" / "config.json").is_file():
+        dtype = resolve_dtype("auto", read_target_config(shipped.target_folder()), device)
+    else:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    choice = choose_backend("auto", device, dtype)
+    graphs = "on" if device.type == "cuda" else "off: they need a GPU"
+    return [
+        ("device", str(device)),
+        ("dtype", str(dtype).removeprefix("torch.") + (", as the checkpoint" if device.type == "cuda" else "")),
+        ("attention", f"{choice.name}: {choice.reason}"),
+        ("CUDA graphs", graphs),
+    ]
+
+
+def _backend_table() -> Table:
+    device = resolve_device("auto")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    table = Table(title=f"Attention backends on {device}", title_justify="left", title_style="bold", box=None, padding=(0, 2))
+    for column in ("name", "runs", "why not"):
+        table.add_column(column, overflow="fold", justify="left")
+    for name in BACKENDS:
+        reason = why_not(name, device, dtype)
+        table.add_row(name, Text("no", "yellow") if reason else Text("yes", "green"), reason)
+    return table
+
+
+def _print_pairs(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2), show_header=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(table)
+    console.print()
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    memory = gpu["memory_bytes"] / 2**30
+    return f"{gpu['name']}, capability {gpu['capability']}, {memory:.1f} GiB, {gpu['multiprocessors']} multiprocessors"
+
+
+def _why_no_gpu(driver: str | None) -> str:
+    if not driver:
+        return "none"
+    if torch.version.cuda is None:
+        return f"a driver is there, but this torch ({torch.__version__}) is built without CUDA"
+    return f"a driver is there, but torch (CUDA {torch.version.cuda}) sees no GPU"
+
+
+def _driver() -> str | None:
+    """The driver's version, from nvidia-smi: torch doesn't tell it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (done.stdout.splitlines() or [""])[0].strip() or None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def steal_and_total() -> tuple[int, int]:
+    """CPU time since the start that the hypervisor gave to others, and all of it; zeros where the system doesn't say."""
+    stat = Path("/proc/stat")
+    times = [int(number) for number in stat.read_text().splitlines()[0].split()[1:9]] if stat.is_file() else [0] * 8
+    return times[7], sum(times)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,214 @@
+"""A finished measurement: raw counters and times, and every number that is derived from them, each defined once (DESIGN 8).
+
+Knows no model and does no measuring; `bench` fills it, `report` and `plots` show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from specdec.generation import Stats
+
+REPEAT_N = 6  # tokens of an n-gram, about four or five words
+REPEAT_FLAG = 0.3
+
+DEFINITIONS = {
+    "accept_length": "tau = emitted / rounds of the timed repeats' requests: tokens per verify pass of one sequence, bonus "
+    "included, before trimming",
+    "acceptance_by_depth": "conditional: rounds accepted at depth i / rounds that reached depth i (all shallower ones "
+    "accepted)",
+    "tokens_per_second": "median over the timed repeats of output tokens (trimmed) / wall seconds of generate(), prefill "
+    "included, for all prompts together",
+    "speed_up": "tokens_per_second of speculative / tokens_per_second of specdec's own autoregressive decoding: same process, "
+    "engine, prompts and max_tokens, warmed alike, in alternating order; null if outputs differed beyond near-ties",
+    "ms_per_round, ms_per_step": "from a pass of its own that waits for every phase: (wall - prefill) / rounds (steps) of the "
+    "batch; 'rest' is what no named phase took: host work",
+    "predicted_speed_up": "accept_length * ms_per_step / ms_per_round; leaves prefill and half-empty batches out",
+    "outputs": "each prompt's ids of each pass (warm-up, repeats, phases), speculative against baseline. near-tie: both "
+    "tokens are the top two of a plain forward and their margin is within the bound; never accepted in float32",
+    "repeat_ratio": f"mean over baseline outputs of the share of {REPEAT_N}-grams of tokens that occurred before in the same "
+    f"output; above {REPEAT_FLAG} the text loops, which inflates acceptance",
+    "counters": "rounds: verify passes of one sequence. drafted, accepted: draft tokens. emitted: accepted + bonus. truncated: "
+    "cut behind the end. prefill_tokens + emitted - truncated = output tokens, asserted per request",
+}
+
+
+@dataclass(frozen=True)
+class Phases:
+    """One pass in which every phase was waited for.  calls: how often a phase ran for the whole batch."""
+
+    wall_seconds: float
+    seconds: dict[str, float]
+    calls: dict[str, int]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the batch, or steps of plain decoding."""
+        return self.calls.get("verify", 0) + self.calls.get("decode", 0)
+
+    @property
+    def ms_per_round(self) -> float:
+        """Everything but prefill."""
+        return 1e3 * (self.wall_seconds - self.seconds.get("prefill", 0.0)) / self.rounds if self.rounds else 0.0
+
+    @property
+    def prefill_ms(self) -> float:
+        """Of all prompts of the pass."""
+        return 1e3 * self.seconds.get("prefill", 0.0)
+
+    def ms(self, name: str) -> float:
+        """One phase's share of a round; `rest` is what the named ones leave."""
+        if name != "rest":
+            return 1e3 * self.seconds.get(name, 0.0) / self.rounds if self.rounds else 0.0
+        return self.ms_per_round - sum(self.ms(other) for other in ("draft", "verify", "extend", "decode"))
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side, baseline or speculative, took.  One entry a timed repeat; counters are summed over them."""
+
+    seconds: list[float]
+    output_tokens: list[int]
+    counters: Stats
+    phases: Phases
+
+    @property
+    def tokens_per_second(self) -> float:
+        return median(tokens / seconds for tokens, seconds in zip(self.output_tokens, self.seconds, strict=True))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two outputs of one prompt part.  Ranks (1 is best) and margin are of a fresh plain forward over the common part.
+
+    margin, bound: in logits, or when sampling in logits / temperature + noise; None where nothing could be compared.
+    """
+
+    prompt: int
+    index: int
+    token_baseline: int | None
+    token_speculative: int | None
+    rank_baseline: int | None = None
+    rank_speculative: int | None = None
+    margin: float | None = None
+    bound: float | None = None
+    verdict: Literal["near-tie", "DIVERGED"] = "DIVERGED"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Whether both sides wrote the same."""
+
+    prompts: int
+    passes: int
+    differing: list[Divergence]
+
+    @property
+    def num_equal(self) -> int:
+        return self.prompts - len({d.prompt for d in self.differing})
+
+    @property
+    def verdict(self) -> Literal["equal", "near-tie", "DIVERGED"]:
+        if any(d.verdict == "DIVERGED" for d in self.differing):
+            return "DIVERGED"
+        return "near-tie" if self.differing else "equal"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes.  peak: of the GPU's allocator over this cell, or of the whole process so far on a CPU (`peak_of` says which)."""
+
+    weights: int
+    kv_pool: int
+    peak: int
+    peak_of: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch size with one tree shape (S, k, nd)."""
+
+    batch_size: int
+    spec: tuple[int, int, int]
+    baseline: Side
+    speculative: Side
+    outputs: Outputs
+    repeat_ratio: float
+    memory: Memory
+
+    @property
+    def name(self) -> str:
+        return ",".join(map(str, self.spec))
+
+    @property
+    def speed_up(self) -> float | None:
+        """None where the outputs differ: a faster wrong answer is no speed-up."""
+        if self.outputs.verdict == "DIVERGED":
+            return None
+        return self.speculative.tokens_per_second / self.baseline.tokens_per_second
+
+    @property
+    def speed_ups(self) -> list[float]:
+        """Of each timed repeat alone; how far they lie apart says how quiet the machine was."""
+        sides = [[n / s for n, s in zip(side.output_tokens, side.seconds)] for side in (self.speculative, self.baseline)]
+        return [fast / plain for fast, plain in zip(*sides)]
+
+    @property
+    def predicted_speed_up(self) -> float | None:
+        step, round_ = self.baseline.phases.ms_per_round, self.speculative.phases.ms_per_round
+        if not step or not round_ or self.speed_up is None:
+            return None
+        return self.speculative.counters.accept_length * step / round_
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All cells, and what is needed to repeat them."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    prompts: dict[str, Any]
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def diverged(self) -> bool:
+        return any(cell.outputs.verdict == "DIVERGED" for cell in self.cells)
+
+    def as_json(self) -> dict[str, Any]:
+        """Raw fields, and beside each cell's the numbers derived from them."""
+        data = asdict(self)
+        for cell, raw in zip(self.cells, data["cells"], strict=True):
+            raw["derived"] = _derived(cell)
+        return {"format": "specdec bench 1", "definitions": DEFINITIONS, **data}
+
+
+def _derived(cell: Cell) -> dict[str, Any]:
+    fast, plain = cell.speculative, cell.baseline
+    return {
+        "accept_length": fast.counters.accept_length,
+        "acceptance_by_depth": fast.counters.acceptance_by_depth,
+        "tokens_per_second": {"baseline": plain.tokens_per_second, "speculative": fast.tokens_per_second},
+        "speed_up": cell.speed_up,
+        "speed_up_of_each_repeat": cell.speed_ups if cell.speed_up is not None else None,
+        "predicted_speed_up": cell.predicted_speed_up,
+        "slower_than_baseline": cell.speed_up is not None and cell.speed_up < 1,
+        "ms_per_step": plain.phases.ms_per_round,
+        "ms_per_round": fast.phases.ms_per_round,
+        "ms_per_round_by_phase": {name: fast.phases.ms(name) for name in ("draft", "verify", "extend", "rest")},
+        "prefill_ms": {"baseline": plain.phases.prefill_ms, "speculative": fast.phases.prefill_ms},
+        "outputs": cell.outputs.verdict,
+        "outputs_equal": cell.outputs.num_equal,
+    }
+
+
+def repeat_ratio(outputs: Sequence[Sequence[int]], n: int = REPEAT_N) -> float:
+    """Mean share of n-grams that occurred before in the same output; outputs shorter than n have none."""
+    shares = []
+    for ids in outputs:
+        grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+        shares.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
+    return sum(shares) / len(shares) if shares else 0.0

@@ -1,0 +1,100 @@
+"""Whether two outputs part at a near-tie: a place where the target itself has two best tokens within rounding error.
+
+Asks the target directly, in one plain forward with dense attention: no page, tree, cache or kernel of ours takes part, so
+that a fault in one of them can't excuse itself.
+
+Shapes: T tokens, Q query heads, K kv heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import takewhile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.measurement import Divergence
+from specdec.sampling import RowSampling, filter_logits, gumbel_noise
+
+NEAR_TIE_ULPS = 2  # of the top logit, in the dtype the model computes in
+
+
+def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:
+    """Index of the first place where the two differ; None if they are equal."""
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids_a, ids_b)))
+    return None if common == len(ids_a) == len(ids_b) else common
+
+
+def explain_divergence(
+    decoder: SpecDecoder,
+    prompt: int,
+    prompt_ids: Sequence[int],
+    ids_a: Sequence[int],
+    ids_b: Sequence[int],
+    sampling: SamplingParams,
+) -> Divergence | None:
+    """Where baseline ids_a and speculative ids_b part, and whether both went on with one of two equally good tokens.
+
+    A near-tie: both tokens are the top two, and their margin is at most NEAR_TIE_ULPS ulps.  float32 allows none.  prompt:
+    the prompt's number.  sampling: as it ran; needs a seed when it samples.  None if the outputs are equal.
+    """
+    index = first_divergence(ids_a, ids_b)
+    if index is None:
+        return None
+    if index >= min(len(ids_a), len(ids_b)):  # one goes on where the other ends: no two tokens to compare
+        return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
+    logits_V = _last_logits(decoder, [*prompt_ids, *ids_a[:index]])
+    bound = NEAR_TIE_ULPS * _ulp(logits_V.max().item(), decoder.settings.dtype)
+    scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
+    if sampling.temperature > 0:
+        bound /= sampling.temperature
+    a, b = ids_a[index], ids_b[index]
+    rank_a, rank_b = (int((scores_V > scores_V[token]).sum()) + 1 for token in (a, b))
+    margin = abs((scores_V[a] - scores_V[b]).item())  # infinite or NaN where top-k or top-p left one of them out
+    is_tie = decoder.settings.dtype != torch.float32 and max(rank_a, rank_b) <= 2 and margin <= bound
+    shown = margin if math.isfinite(margin) else None
+    return Divergence(prompt, index, a, b, rank_a, rank_b, shown, bound, "near-tie" if is_tie else "DIVERGED")
+
+
+@torch.inference_mode()
+def _last_logits(decoder: SpecDecoder, ids: list[int]) -> Tensor:
+    """[V] float32 logits behind the ids, computed in the model's own dtype."""
+    model, device = decoder.model, decoder.settings.device
+    ids_T = torch.tensor(ids, device=device)
+    out = model(ids_T, torch.arange(len(ids), device=device), _dense_attention)
+    return model.logits(out.hidden_TH[-1:])[0].float()
+
+
+def _dense_attention(layer: int, q_TQD: Tensor, kv_T2KD: Tensor) -> Tensor:
+    q_1QTD = q_TQD.transpose(0, 1)[None]
+    k_1KTD, v_1KTD = (kv_T2KD[:, i].transpose(0, 1)[None] for i in (0, 1))
+    out = F.scaled_dot_product_attention(q_1QTD, k_1KTD, v_1KTD, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor:
+    """What the chosen token maximises: the logits, or when sampling the filtered, scaled and perturbed ones."""
+    if sampling.temperature == 0:
+        return logits_V
+    assert sampling.seed is not None
+    device = logits_V.device
+    row = RowSampling(
+        torch.tensor([sampling.temperature], device=device),
+        torch.tensor([sampling.top_k], device=device),
+        torch.tensor([sampling.top_p], device=device),
+        torch.tensor([sampling.seed], device=device),
+    )
+    scaled_1V = filter_logits(logits_V[None] / sampling.temperature, row)
+    return (scaled_1V + gumbel_noise(row.seed_R, torch.tensor([position], device=device), len(logits_V)))[0]
+
+
+def _ulp(value: float, dtype: torch.dtype) -> float:
+    """Distance of neighbouring floats of that dtype around the value."""
+    if value == 0 or not math.isfinite(value):
+        return torch.finfo(dtype).tiny
+    return 2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps

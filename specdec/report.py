@@ -1,0 +1,195 @@
+"""Shows a finished measurement: tables for people, legible at 80 columns.  Knows no model and measures nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specdec.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement
+
+DEPTHS_SHOWN = 10
+NOISY = 1.15  # a speed-up whose repeats lie further apart is said to be noisy
+STEAL = 0.03  # share of CPU time
+SHOWN_DIVERGENCES = 3  # a cell; the JSON holds all
+
+
+def print_report(measurement: Measurement, console: Console) -> None:
+    """Everything but the JSON."""
+    console.print(_facts(measurement))
+    cells = measurement.cells
+    _print(console, "Speed", _speed_table(cells))
+    for line in _warnings(cells):
+        console.print(line)
+    _print(console, "Milliseconds by phase, from a separate pass that waits for each", _phase_table(cells))
+    depths = _depths(cells)
+    more = f"; the first {DEPTHS_SHOWN} of {depths}, all in --json" if depths > DEPTHS_SHOWN else ""
+    _print(console, f"Acceptance by depth (accepted / reached{more})", _depth_table(cells, min(depths, DEPTHS_SHOWN)))
+    _print(console, f"Memory (peak: {cells[0].memory.peak_of}), and text that repeats itself", _memory_table(cells))
+    console.print(_definitions(measurement), style="dim")
+
+
+def _print(console: Console, title: str, table: Table) -> None:
+    console.print(Text("\n" + title, "bold"))
+    console.print(table)
+
+
+def _facts(m: Measurement) -> Table:
+    s, prompts, tokens = m.settings, m.prompts, m.prompts["tokens"]
+    torch_version = m.versions["torch"] + (f", driver {m.machine['driver']}" if m.machine["gpus"] else "")
+    graphs = "on" if s["cuda_graphs"] else "off" + ("" if s["device"].startswith("cuda") else " (no GPU)")
+    sampling = s["sampling"]
+    how = "greedy" if sampling["temperature"] == 0 else _sampled(sampling)
+    rows = [
+        ("machine", m.machine["runs_on"]),
+        ("versions", f"specdec {m.versions['specdec']}, torch {torch_version}"),
+        ("target", s["target"]),
+        ("draft", s["draft"]),
+        ("runs in", f"{s['dtype']}, CUDA graphs {graphs}, page size {s['page_size']}, max_seq_len {s['max_seq_len']}"),
+        ("attention", f"{s['attention']} ({s['attention_reason']})"),
+        ("prompts", f"{prompts['count']} of {tokens['min']} to {tokens['max']} tokens from {prompts['source']}"),
+        ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
+        ("output", f"at most {sampling['max_tokens']} tokens, {how}" + (", EOS ignored" if sampling["ignore_eos"] else "")),
+    ]
+    if busy := _busy(m.machine):
+        rows.append(("BUSY", f"{busy}: these timings suffer from it"))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value, "bold yellow" if name == "BUSY" else ""))
+    return table
+
+
+def _busy(machine: dict[str, Any]) -> str:
+    """What else the machine did: another program shows as load, another virtual machine as stolen CPU time."""
+    said = []
+    if (machine["load_average"] or 0) > machine["cpus_usable"]:
+        said.append(f"load {machine['load_average']:.1f} on {machine['cpus_usable']} CPUs before the start")
+    if machine["cpu_steal"] > STEAL:
+        said.append(f"{machine['cpu_steal']:.0%} of the CPU time went to other virtual machines")
+    return ", ".join(said)
+
+
+def _sampled(sampling: dict[str, object]) -> str:
+    parts = [f"{name} {sampling[name]}" for name in ("temperature", "top_p", "top_k", "seed")]
+    return "sampled with " + ", ".join(parts) + " (+ prompt number)"
+
+
+def _table(*columns: str) -> Table:
+    """A table whose first two columns name the cell."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="cyan")
+    for column in ("batch", "S,k,nd", *columns):
+        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
+    return table
+
+
+def _speed_table(cells: list[Cell]) -> Table:
+    table = _table("accept\nlength", "baseline\ntok/s", "specdec\ntok/s", "speed-up", "predicted", "outputs")
+    for cell in cells:
+        table.add_row(
+            str(cell.batch_size),
+            cell.name,
+            f"{cell.speculative.counters.accept_length:.2f}",
+            _number(cell.baseline.tokens_per_second),
+            _number(cell.speculative.tokens_per_second),
+            _speed_up(cell.speed_up),
+            "-" if cell.predicted_speed_up is None else f"{cell.predicted_speed_up:.2f}x",
+            _outputs(cell),
+        )
+    return table
+
+
+def _speed_up(value: float | None) -> Text:
+    if value is None:
+        return Text("not shown", "bold red")
+    return Text(f"{value:.2f}x", "bold red" if value < 1 else "bold green")
+
+
+def _outputs(cell: Cell) -> Text:
+    verdict = cell.outputs.verdict
+    return Text(verdict, {"equal": "green", "near-tie": "yellow", "DIVERGED": "bold red"}[verdict])
+
+
+def _warnings(cells: list[Cell]) -> list[Text]:
+    """What must not be overlooked."""
+    lines = []
+    for cell in cells:
+        name = f"batch {cell.batch_size}, {cell.name}: "
+        if cell.speed_up is not None and cell.speed_up < 1:
+            lines.append(Text(f"{name}SLOWER THAN BASELINE ({cell.speed_up:.2f}x)", "bold red"))
+        equal = f"{cell.outputs.num_equal} of {cell.outputs.prompts} equal"
+        if cell.outputs.verdict == "DIVERGED":
+            lines.append(Text(f"{name}speed-up not shown: outputs differ ({equal})", "bold red"))
+        if cell.outputs.verdict == "near-tie":
+            lines.append(Text(f"{name}outputs part at near-ties only ({equal})", "yellow"))
+        shown = cell.outputs.differing[:SHOWN_DIVERGENCES]
+        lines += [Text("  " + _divergence(part), "red" if part.verdict == "DIVERGED" else "yellow") for part in shown]
+        if more := len(cell.outputs.differing) - len(shown):
+            lines.append(Text(f"  and {more} more, see --json", "yellow"))
+        if cell.speed_up is not None and max(cell.speed_ups) > NOISY * min(cell.speed_ups):
+            low, high = min(cell.speed_ups), max(cell.speed_ups)
+            lines.append(Text(f"{name}noisy machine: single repeats gave {low:.2f}x to {high:.2f}x", "yellow"))
+        if cell.repeat_ratio > REPEAT_FLAG:
+            share = f"{cell.repeat_ratio:.0%} of {REPEAT_N}-grams occurred before"
+            lines.append(Text(f"{name}repetitive outputs ({share}), which inflates acceptance", "bold yellow"))
+    return lines
+
+
+def _divergence(part: Divergence) -> str:
+    where = f"prompt {part.prompt + 1}: {part.verdict} at output token {part.index}"
+    if part.token_baseline is None or part.token_speculative is None:
+        return where + ", where one output ends and the other goes on"
+    tokens = f"{part.token_baseline} (rank {part.rank_baseline}) or {part.token_speculative} (rank {part.rank_speculative})"
+    margin = "not comparable" if part.margin is None else f"{part.margin:.3g}"
+    return f"{where}: {tokens}, margin {margin}, bound {part.bound:.3g}"
+
+
+def _phase_table(cells: list[Cell]) -> Table:
+    table = _table("baseline\nstep", "specdec\nround", "draft", "verify", "extend", "rest", "all\nprefills")
+    for cell in cells:
+        phases = cell.speculative.phases
+        parts = [phases.ms(name) for name in ("draft", "verify", "extend", "rest")]
+        numbers = [cell.baseline.phases.ms_per_round, phases.ms_per_round, *parts, phases.prefill_ms]
+        table.add_row(str(cell.batch_size), cell.name, *(f"{number:.2f}" for number in numbers))
+    return table
+
+
+def _depths(cells: list[Cell]) -> int:
+    return max(len(cell.speculative.counters.acceptance_by_depth) for cell in cells)
+
+
+def _depth_table(cells: list[Cell], depths: int) -> Table:
+    table = _table(*(str(i + 1) for i in range(depths)))
+    for cell in cells:
+        values = cell.speculative.counters.acceptance_by_depth
+        table.add_row(str(cell.batch_size), cell.name, *(f"{values[i]:.2f}" if i < len(values) else "" for i in range(depths)))
+    return table
+
+
+def _memory_table(cells: list[Cell]) -> Table:
+    table = _table("weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams")
+    for cell in cells:
+        memory = cell.memory
+        sizes = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)]
+        table.add_row(str(cell.batch_size), cell.name, *sizes, f"{cell.repeat_ratio:.2f}")
+    return table
+
+
+def _definitions(measurement: Measurement) -> str:
+    repeats = measurement.settings["repeats"]
+    return (
+        "\nBaseline: specdec's own autoregressive decoding, same process and engine, same warm-up. tok/s: median of "
+        f"{repeats} alternating repeats, output tokens / wall seconds, prefill included. Accept length: tokens per verify, "
+        "bonus included. Predicted: accept length x baseline step / round. All definitions and raw counters: --json FILE."
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
