@@ -166,8 +166,9 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from specdec import plots, shipped
-    from specdec.prompt_file import read_prompts
+    from specdec import shipped
+    from specdec.bench import plots
+    from specdec.bench.prompt_file import read_prompts
 
     for path in filter(None, (args.json, args.plot)):  # asked before the long run, not behind it
         if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
@@ -181,8 +182,8 @@ def _bench(args: argparse.Namespace) -> int:
         sampling = replace(sampling, seed=0)
     source = Path(args.prompts) if args.prompts else shipped.prompts_file()
     prompts = read_prompts(source, args.num_prompts)
-    from specdec.bench import BenchOptions
-    from specdec.report import print_report
+    from specdec.bench.report import print_report
+    from specdec.bench.run import BenchOptions
 
     options = BenchOptions(
         target=args.target or shipped.target_folder(),
@@ -213,7 +214,7 @@ def _with_progress(options: Any) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from specdec.bench import run_bench
+    from specdec.bench.run import run_bench
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -242,15 +243,15 @@ def _generate(args: argparse.Namespace) -> int:
 def _stream(decoder: Any, prompt: Any, sampling: SamplingParams) -> str:
     """Writes the text to stdout as it comes; returns a line about it."""
     start = time.perf_counter()
-    requests: list[Any] = []  # a stream's chunks carry no counters: keep the request, which does
-    add = decoder.engine.add
-    decoder.engine.add = lambda request: (requests.append(request), add(request))
-    tokens = 0
-    for chunk in decoder.stream(prompt, sampling):
-        tokens += len(chunk.token_ids)
-        print(chunk.text, end="", flush=True)
+    stream = decoder.stream(prompt, sampling)
+    while True:
+        try:
+            print(next(stream).text, end="", flush=True)
+        except StopIteration as end:  # a finished stream hands over its Generation
+            generation = end.value
+            break
     print(flush=True)
-    seconds, stats = time.perf_counter() - start, requests[0].stats
+    seconds, stats, tokens = time.perf_counter() - start, generation.stats, len(generation.token_ids)
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
     if decoder.head is None:
         return line + "; plain decoding"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,12 @@ class SpecDecoder:
                 self.engine.cancel(request)
         return [request.result() for request in requests]
 
-    def stream(self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True
+    ) -> Generator[Chunk, None, Generation]:
         """Generates for one prompt, a chunk a round.  All chunks' texts joined are the final text; ids likewise.
 
-        Closing the iterator early frees the request's place.
+        The generator returns the finished Generation.  Closing it early frees the request's place.
         """
         if not is_one_prompt(prompt):
             raise TypeError("prompt must be one string, one list of token ids or one list of chat messages")
@@ -95,7 +97,7 @@ class SpecDecoder:
         self.engine.check(request)
         return self._chunks(request, speculate)
 
-    def _chunks(self, request: Request, speculate: bool) -> Iterator[Chunk]:
+    def _chunks(self, request: Request, speculate: bool) -> Generator[Chunk, None, Generation]:
         """Starts with the first `next`: an iterator that is made and dropped has nothing to free."""
         self._start([request], speculate)
         try:
@@ -107,7 +109,7 @@ class SpecDecoder:
                     break
                 else:
                     self.engine.step()
-            request.result()
+            return request.result()
         finally:
             self.engine.cancel(request)
 

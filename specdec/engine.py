@@ -7,7 +7,7 @@ is the worker's and the verifier's business.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -70,6 +70,7 @@ class Engine:
         self.speculate = drafter is not None
         self.time_phases = False
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
+        self.phase_calls: Counter[str] = Counter()
         self._lens: dict[Request, int] = {}
         self._tabled: dict[Request, int] = {}  # pages written to the request's row of the page table
 
@@ -283,6 +284,7 @@ class Engine:
         yield
         self._wait()
         self.phase_seconds[name] += time.perf_counter() - start
+        self.phase_calls[name] += 1
 
     def _wait(self) -> None:
         if self.state.lens_B.device.type == "cuda":

@@ -121,10 +121,7 @@ def load_pair(
     model = load_target(folder, config, max_positions, where, number)
     if draft is None:
         return model, None, settings, folder
-    head = load_head(resolve_folder(draft), model, max_positions, where, number)
-    if spec.topk > head.config.draft_vocab_size:
-        raise ValueError(f"topk must be at most the draft vocabulary {head.config.draft_vocab_size}, got {spec.topk}")
-    return model, head, settings, folder
+    return model, load_head(resolve_folder(draft), model, max_positions, where, number), settings, folder
 
 
 def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> Engine:
@@ -136,6 +133,11 @@ def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettin
     drafter = None
     if head is not None:
         assert settings.spec is not None
+        most = head.config.draft_vocab_size
+        if settings.spec.topk > most:
+            raise ValueError(
+                f"topk must be at most the draft vocabulary, {most}, got {settings.spec.topk}; nearest setting: topk={most}"
+            )
         cache = _cache(head.config.model, pool, settings)
         drafter = DraftWorker(head, cache, backend, settings.spec, settings.page_size)
     state = BatchState.empty(

@@ -220,3 +220,26 @@ def test_wrong_drafts_reserve_no_page_twice(zoo: Zoo, decoder: SpecDecoder) -> N
             used = decoder.engine.pool.capacity - decoder.engine.pool.num_free
             length = int(decoder.engine.state.lens_B[0])
             assert decoder.engine.pool.pages_for(length) <= used <= decoder.engine.pool.pages_for(length + SPEC.lookahead)
+
+
+def test_phases_count_batch_wide_rounds(decoder: SpecDecoder) -> None:
+    """Keeps out: rounds of the batch guessed from rounds of the rows, which differ whenever rows enter and leave."""
+    engine = decoder.engine
+    engine.phase_calls.clear()
+    engine.time_phases = True
+    outputs = decoder.generate(ragged_prompts(40, 3), SamplingParams(max_tokens=9))
+    engine.time_phases = False
+    assert engine.phase_calls["prefill"] == 1
+    assert engine.phase_calls["draft"] == engine.phase_calls["verify"] == max(out.stats.rounds for out in outputs)
+    assert engine.phase_seconds.keys() >= {"prefill", "draft", "verify", "extend", "rest"}
+
+
+def test_a_stream_returns_its_generation(zoo: Zoo, decoder: SpecDecoder) -> None:
+    stream = decoder.stream([3, 4], SamplingParams(max_tokens=12))
+    ids = []
+    while True:
+        try:
+            ids += next(stream).token_ids
+        except StopIteration as end:
+            assert end.value.token_ids == ids == zoo.greedy("llama", [3, 4], 24)[:12]
+            break

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
+from specdec.bench.near_tie import explain_divergence
 from specdec.generation import Stats
-from specdec.near_tie import explain_divergence
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
 pytestmark = pytest.mark.gpu

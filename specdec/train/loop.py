@@ -90,7 +90,9 @@ def reporter(total: int, start: int) -> Iterator[Callable[[int, str, bool], None
         task = bar.add_task("train", total=total, completed=start, text="")
 
         def report(step: int, text: str, milestone: bool) -> None:
-            bar.update(task, completed=step, **({"text": text} if milestone else {}))
+            bar.update(task, completed=step)
+            if milestone:
+                bar.update(task, text=text)
 
         yield report
 
@@ -127,9 +129,7 @@ def fit(
     return progress
 
 
-def _milestone(
-    progress: Progress, loss: float, held: float, norm: float, on_best: Callable[[Progress], None]
-) -> str:
+def _milestone(progress: Progress, loss: float, held: float, norm: float, on_best: Callable[[Progress], None]) -> str:
     if not math.isfinite(loss):
         raise ValueError(f"lr: expected one that trains, got loss {loss} at step {progress.step}; try a lower lr")
     progress.history.append((progress.step, loss, held))

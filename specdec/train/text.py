@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def read_text(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"text: expected a file of UTF-8 text (plain, .xz or .gz), got no file at {str(path)!r}")
-    opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    opener: Callable[..., Any] = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             return file.read()

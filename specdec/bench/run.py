@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from specdec.bench_cell import measure_cell
+from specdec.bench.cell import measure_cell
+from specdec.bench.measurement import Measurement
+from specdec.bench.prompt_file import FilePrompt
 from specdec.config import SamplingParams, SpecConfig, require_int
 from specdec.decoder import SpecDecoder
 from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
 from specdec.loading import EngineSettings, load_pair
-from specdec.measurement import Measurement
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoint import resolve_folder
 from specdec.models.loader import read_target_config
-from specdec.prompt_file import FilePrompt
 from specdec.prompts import Tokenizer, check_length, encode_prompt
 
 Progress = Callable[[str, int, int], None]  # what runs now, passes done, passes in all

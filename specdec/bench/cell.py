@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
+from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, Side, repeat_ratio
+from specdec.bench.near_tie import explain_divergence, first_divergence
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.generation import Generation, Stats
 from specdec.loading import kv_bytes_per_page
-from specdec.measurement import Cell, Divergence, Memory, Outputs, Phases, Side, repeat_ratio
-from specdec.near_tie import explain_divergence, first_divergence
 
 
 def measure_cell(
@@ -59,27 +58,10 @@ def measure_cell(
     )
 
 
-class PhaseClock(defaultdict[str, float]):
-    """Seconds by phase, as the engine adds them up, and how often each phase ended."""
-
-    def __init__(self) -> None:
-        super().__init__(float)
-        self.calls: Counter[str] = Counter()
-
-    def __missing__(self, name: str) -> float:
-        return 0.0  # not stored, as defaultdict does: that would count as a call
-
-    def __setitem__(self, name: str, seconds: float) -> None:
-        self.calls[name] += 1
-        super().__setitem__(name, seconds)
-
-
 class _SideRun:
     """One side's passes.  Each pass keeps its outputs, to be compared later."""
 
-    def __init__(
-        self, decoder: SpecDecoder, prompts: list[list[int]], params: list[SamplingParams], speculate: bool
-    ) -> None:
+    def __init__(self, decoder: SpecDecoder, prompts: list[list[int]], params: list[SamplingParams], speculate: bool) -> None:
         self.decoder, self.prompts, self.params, self.speculate = decoder, prompts, params, speculate
         self.passes: list[list[Generation]] = []
         self.seconds: list[float] = []
@@ -95,13 +77,14 @@ class _SideRun:
 
     def time_phases(self) -> None:
         engine = self.decoder.engine
-        clock = engine.phase_seconds = PhaseClock()
+        engine.phase_seconds.clear()
+        engine.phase_calls.clear()
         engine.time_phases = True
         try:
             wall = self._run()
         finally:
             engine.time_phases = False
-        self.phases = Phases(wall, dict(clock), dict(clock.calls))
+        self.phases = Phases(wall, dict(engine.phase_seconds), dict(engine.phase_calls))
 
     def side(self) -> Side:
         assert self.phases is not None

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.bench.measurement import Divergence
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.measurement import Divergence
 from specdec.sampling import RowSampling, filter_logits, gumbel_noise
 
 NEAR_TIE_ULPS = 2  # of the top logit, in the dtype the model computes in

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement
+from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement
 
 DEPTHS_SHOWN = 10
 NOISY = 1.15  # a speed-up whose repeats lie further apart is said to be noisy
