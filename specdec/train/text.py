@@ -40,7 +40,8 @@ def read_text(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"text: expected a file of UTF-8 text (plain, .xz or .gz), got no file at {str(path)!r}")
-    opener: Callable[..., Any] = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+    opener = openers.get(path.suffix, open)
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             return file.read()
