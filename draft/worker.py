@@ -25,6 +25,7 @@ from specdec.draft.build_tree import best_nodes
 from specdec.draft.eagle import DraftHead
 from specdec.draft.expand import first_level, next_level
 from specdec.draft.topk import top_tokens
+from specdec.models.packed import PackedPrompts
 from specdec.tree import DraftTree
 
 
@@ -72,23 +73,12 @@ class DraftWorker:
         last_B1H = last_B[:, None, None].expand(B, 1, hidden.shape[-1])
         self._set_first_level(state, hidden.gather(1, last_B1H)[:, 0])
 
-    def prefill(
-        self,
-        state: BatchState,
-        next_ids_T: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        plan: AttentionPlan,
-        last_B: Tensor,
-        features_TF: Tensor,
-    ) -> None:
-        """Extend over whole prompts, packed: next_ids_T is the prompt shifted left by one, the bonus token at its end.
-
-        last_B: int64 row of each prompt's last token.  `state` holds the prompts' rows, in the plan's order.
-        """
-        attn = PagedAttention(self.backend, self.cache, plan, slots_T)
-        hidden_TH = self.head(next_ids_T, self.head.fuse(features_TF), positions_T, attn)
-        self._set_first_level(state, hidden_TH.index_select(0, last_B))
+    def prefill(self, state: BatchState, prompts: PackedPrompts, features_TF: Tensor) -> None:
+        """Extend over whole prompts.  `state` holds the prompts' rows, in their order, bonus tokens set."""
+        attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T)
+        next_ids_T = prompts.next_ids(state.bonus_B)
+        hidden_TH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn)
+        self._set_first_level(state, hidden_TH.index_select(0, prompts.last_B))
 
     def _step(
         self,

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdec.attention.plan import ragged_causal_segment, slots_at
-from specdec.attention.segment import AttentionPlan
 from specdec.batch import BatchState
 from specdec.cuda_graph import GraphSet
+from specdec.models.packed import PackedPrompts
 from specdec.pages import PagePool
 from specdec.request import Request
 from specdec.tree import DraftTree
@@ -34,16 +33,7 @@ class Drafter(Protocol):
     def extend(
         self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
     ) -> None: ...
-    def prefill(
-        self,
-        state: BatchState,
-        next_ids_T: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        plan: AttentionPlan,
-        last_B: Tensor,
-        features_TF: Tensor,
-    ) -> None: ...
+    def prefill(self, state: BatchState, prompts: PackedPrompts, features_TF: Tensor) -> None: ...
 
 
 class Engine:
@@ -169,25 +159,16 @@ class Engine:
 
     def _prefill(self, batch: list[Request]) -> None:
         """Whole prompts, packed, through the target and then the draft; each request gets its first token."""
-        device = self.state.lens_B.device
-        lens = [len(request.prompt_ids) for request in batch]
-        rows_B = torch.tensor([self.running.index(request) for request in batch], device=device)
+        rows_B = torch.tensor([self.running.index(request) for request in batch], device=self.state.lens_B.device)
         state = self.state.pick(rows_B)
-        ids_T = torch.tensor([token for request in batch for token in request.prompt_ids], device=device)
-        positions_T = torch.cat([torch.arange(n) for n in lens]).to(device)
-        owner_T = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).to(device)
-        slots_T = slots_at(state.page_table_BW[owner_T], positions_T[:, None], self.pool.page_size)[:, 0]
-        last_B = torch.tensor(lens, device=device).cumsum(0) - 1
-        plan = AttentionPlan((ragged_causal_segment(state.page_table_BW, lens, self.pool.page_size),))
-        mode = _sampling_mode(batch)
-        first_B, features_TF = self.verifier.prefill(ids_T, positions_T, slots_T, plan, last_B, state.sampling, mode)
+        prompts = PackedPrompts.pack([r.prompt_ids for r in batch], state.page_table_BW, self.pool.page_size)
+        first_B, features_TF = self.verifier.prefill(prompts, state.sampling, _sampling_mode(batch))
+        state.bonus_B.copy_(first_B)
+        state.lens_B.copy_(torch.tensor([len(request.prompt_ids) for request in batch]))
+        state.active_B.fill_(1)
         if self.speculate:
             assert self.drafter is not None
-            next_ids_T = ids_T.roll(-1).index_copy(0, last_B, first_B)
-            self.drafter.prefill(state, next_ids_T, positions_T, slots_T, plan, last_B, features_TF)
-        state.lens_B.copy_(torch.tensor(lens))
-        state.bonus_B.copy_(first_B)
-        state.active_B.fill_(1)
+            self.drafter.prefill(state, prompts, features_TF)
         for target, source in zip(self.state.tensors(), state.tensors(), strict=True):
             target.index_copy_(0, rows_B, source)
         for request, token in zip(batch, first_B.tolist(), strict=True):

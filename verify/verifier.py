@@ -19,6 +19,7 @@ from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segm
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.batch import BatchState
 from specdec.models.causal_lm import CausalLM, TargetOutput
+from specdec.models.packed import PackedPrompts
 from specdec.sampling import RowSampling, sample_rows
 from specdec.tree import DraftTree
 from specdec.verify.accept import accept_path
@@ -48,21 +49,12 @@ class TargetVerifier:
         self.model, self.cache, self.backend = model, cache, backend
         self.page_size, self.aux_layers = page_size, aux_layers
 
-    def prefill(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        plan: AttentionPlan,
-        last_B: Tensor,
-        sampling: RowSampling,
-        mode: SamplingMode,
-    ) -> tuple[Tensor, Tensor]:
-        """Packed prompts: (first tokens [B], features [T, F]).  last_B: int64 row of each prompt's last token."""
-        attn = PagedAttention(self.backend, self.cache, plan, slots_T)
-        out = self.model(ids_T, positions_T, attn, self.aux_layers)
-        logits_BV = self.model.logits(out.hidden_TH.index_select(0, last_B))
-        next_positions_B = positions_T.index_select(0, last_B) + 1
+    def prefill(self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode) -> tuple[Tensor, Tensor]:
+        """(first tokens [B], features [T, F]).  sampling: of each prompt."""
+        attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T)
+        out = self.model(prompts.ids_T, prompts.positions_T, attn, self.aux_layers)
+        logits_BV = self.model.logits(out.hidden_TH.index_select(0, prompts.last_B))
+        next_positions_B = prompts.positions_T.index_select(0, prompts.last_B) + 1
         return choose_tokens(logits_BV, sampling, next_positions_B, mode), self._features(out)
 
     def verify(self, state: BatchState, tree: DraftTree, mode: SamplingMode, with_features: bool = True) -> VerifyResult:
