@@ -40,16 +40,12 @@ class MHACache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        # Zeros, not empty: a masked key still enters a product (0 times its value), and 0 times NaN is NaN.
-        self.kv = torch.zeros(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
+        # Empty: memory that no request touches is never committed.  Backends must not let unread slots into a product.
+        self.kv = torch.empty(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
 
     @property
     def num_slots(self) -> int:
         return self.kv.shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.kv.numel() * self.kv.element_size()
 
     def view(self, layer: int) -> KVView:
         return KVView(self.kv[layer])

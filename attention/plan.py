@@ -34,12 +34,12 @@ def causal_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, 
     return Segment(page_table_BW, lens_B, cu_seqlens_q, queries_per_row, queries_per_row > 1, page_size)
 
 
-def ragged_causal_segment(page_table_BW: Tensor, query_lens: list[int], page_size: int) -> Segment:
-    """Whole prompts of different lengths, packed one behind the other (prefill)."""
-    lens = torch.tensor(query_lens, dtype=torch.int32)
-    cu_seqlens_q = torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])
+def ragged_causal_segment(page_table_BW: Tensor, query_lens: list[int], lens: list[int], page_size: int) -> Segment:
+    """Prompts of different lengths, packed one behind the other (prefill); each brings the last of its `lens` tokens."""
+    cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    lens_B = torch.tensor(lens, dtype=torch.int32)
     device = page_table_BW.device
-    return Segment(page_table_BW, lens.to(device), cu_seqlens_q.to(device), max(query_lens), True, page_size)
+    return Segment(page_table_BW, lens_B.to(device), cu_seqlens_q.to(device), max(query_lens), True, page_size)
 
 
 def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> None:

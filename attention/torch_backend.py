@@ -105,6 +105,10 @@ def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
     slots, masks = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
     slots_BN = slots[0] if len(slots) == 1 else torch.cat(slots, dim=1)
     mask_BQN = masks[0] if len(masks) == 1 else torch.cat(masks, dim=2)
+    # A masked key still enters the products, and 0 * NaN is NaN: places that no query sees read a key that one does see.
+    seen_BN = mask_BQN.any(1)
+    anchor_B1 = slots_BN.gather(1, seen_BN.byte().argmax(1, keepdim=True))
+    slots_BN = torch.where(seen_BN, slots_BN, anchor_B1)
     on_host = mask_BQN.device.type == "cpu"
     if on_host and bool(mask_BQN.all()):
         return DenseBlock(0, batch, queries, slots_BN, None, False)
@@ -164,4 +168,7 @@ def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock) -> AttentionSta
         scores = scores + mask
     lse = scores.logsumexp(-1, keepdim=True)
     out = (scores - torch.where(lse == -torch.inf, 0.0, lse)).exp() @ v
+    if block.has_empty_rows and mask is not None:
+        empty = mask.amax(-1, keepdim=True) < 0
+        out, lse = torch.where(empty, 0.0, out), torch.where(empty, -torch.inf, lse)
     return AttentionState(_unpack(out, block), _unpack(lse, block)[..., 0])

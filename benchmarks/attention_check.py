@@ -81,7 +81,7 @@ def make_plan(case: Case) -> tuple[AttentionPlan, int]:
         table = torch.nn.functional.pad(table, (0, capacity // P - width))
     lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
     if kind == "prompts":
-        return AttentionPlan((ragged_causal_segment(table, [L] * B, P),)), B * width * P
+        return AttentionPlan((ragged_causal_segment(table, [L] * B, [L] * B, P),)), B * width * P
     if kind in ("chain", "decode"):
         return AttentionPlan((causal_segment(table, lens, N if kind == "chain" else 1, P),)), B * width * P
     suffix = Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE)

@@ -21,6 +21,7 @@ from specdec.models.loader import build, copy_, fill_attention, fill_layer, fill
 _HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's
     "bias draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config target_hidden_size target_model_type".split()
 )
+_EAGLE3_KEYS = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config")
 _EAGLE_KEYS: Mapping[str, Sequence[Any]] = {  # key: the values that mean what we compute; empty: any
     "eagle_aux_hidden_state_layer_ids": (),
     "norm_before_residual": (True, False),
@@ -82,12 +83,16 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
     if _layer_prefix(checkpoint) is None or f"{_layer_prefix(checkpoint)}.hidden_norm.weight" not in checkpoint:
         if model.hidden_size != target.hidden_size:
             raise ValueError(f"{where}: hidden_size must be the target's {target.hidden_size}, got {model.hidden_size}")
+        only = [key for key in _EAGLE3_KEYS if raw.get(key) is not None]
+        if only:
+            raise ValueError(f"{where}: {', '.join(only)} belong to EAGLE-3, but the tensors are an EAGLE-1/2 head's")
         return HeadConfig(model, "eagle1", (), width, target.vocab_size, fc_bias=bool(raw.get("bias", True)))
     if model.num_layers != 1:
         raise ValueError(f"{where}: an EAGLE-3 head must have num_hidden_layers 1, got {model.num_layers}")
     eagle = raw.get("eagle_config") or {}
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    aux_layers = _check_aux_layers(ids, target.num_layers, where) if ids else default_aux_layers(target.num_layers)
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"))
+    named = ids is not None
+    aux_layers = _check_aux_layers(ids, target.num_layers, where) if named else default_aux_layers(target.num_layers)
     return HeadConfig(
         replace(model, num_layers=1),
         "eagle3",
@@ -117,7 +122,7 @@ def _refuse_unread(raw: dict[str, Any], where: str) -> None:
 
 def _check_aux_layers(ids: Any, num_layers: int, where: str) -> tuple[int, ...]:
     """Sorted: exporters write them in a set's order, and features are concatenated ascending."""
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids) or len(set(ids)) != len(ids):
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids) or len(set(ids)) != len(ids):
         raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of distinct layer numbers, got {ids!r}")
     if min(ids) < 0 or max(ids) >= num_layers:
         raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must lie in [0, {num_layers - 1}], got {ids}")

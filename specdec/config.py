@@ -28,7 +28,7 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
     """The value as a float, if it is a finite number within [low, high] (or (low, high])."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
+    if not low <= value <= high or (above_low and value == low):
         bounds = f"{'(' if above_low else '['}{low}, {high}]"
         nearest = high if value > low else low
         hint = "" if above_low and nearest == low else f"; nearest setting that works: {name}={nearest}"
@@ -98,7 +98,7 @@ class SamplingParams:
         if 0 < self.temperature < 1e-4:
             raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {self.temperature}; nearest: 0")
         require_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        require_int("top_k", self.top_k, 0)
+        require_int("top_k", self.top_k, 0, 2**31 - 1)
         if self.seed is not None:
             require_int("seed", self.seed, -(2**63), 2**63 - 1)
         if not isinstance(self.ignore_eos, bool):
@@ -113,7 +113,7 @@ class SamplingParams:
             if not text:
                 raise ValueError("stop must not hold an empty string: it would end every text at once; leave it out")
         for token in self.stop_token_ids or ():
-            require_int("stop_token_ids", token, 0)
+            require_int("stop_token_ids", token, 0, 2**31 - 1)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

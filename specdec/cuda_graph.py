@@ -6,10 +6,16 @@ The function's one path serves eager, capture and replay; what it returns after 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one: streams, graphs and Triton launches go there, whatever the caller's current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class GraphSet:

@@ -67,7 +67,8 @@ class SpecDecoder:
         """Generates for one prompt or many; results are in the order of the prompts.
 
         prompts: a string, a list of token ids, chat messages, or a list of such.  sampling: one for all or one per prompt.
-        speculate=False runs the same engine without the draft.
+        speculate=False runs the same engine without the draft.  If a request fails while it runs, the others finish; then
+        RuntimeError is raised from its error.
         """
         listed = as_prompt_list(prompts)
         requests = [

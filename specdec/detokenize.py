@@ -44,6 +44,19 @@ class Detokenizer:
         return text[len(common) :]
 
 
+def decode_all(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> str:
+    """The text that a stream of these tokens shows, in one decoding where that is the same.
+
+    Where the end is an incomplete character, decoders that fall back to bytes spoil whole characters before it as well,
+    which a stream has long shown: then the tokens go one by one.
+    """
+    text = decode(token_ids)
+    if not text.endswith(_INCOMPLETE):
+        return text
+    one_by_one = Detokenizer(decode)
+    return "".join(one_by_one.add([token]) for token in token_ids) + one_by_one.flush()
+
+
 def held_back(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end of the text may be the beginning of a stop string, and must not be shown yet."""
     longest = max((len(stop) for stop in stops), default=0)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from specdec.batch import BatchState
-from specdec.cuda_graph import GraphSet
+from specdec.cuda_graph import GraphSet, on_device
 from specdec.models.packed import PackedPrompts
 from specdec.pages import PagePool
 from specdec.request import Request
 from specdec.tree import DraftTree
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
-MAX_PREFILL_TOKENS = 16384  # prompts packed into one prefill pass; bounds its activations
+MAX_PREFILL_TOKENS = {"cuda": 8192, "cpu": 1024}  # in one prefill pass: bounds its activations, and on a CPU its mask
 
 
 class Drafter(Protocol):
@@ -58,6 +58,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # its index is its row
         self.speculate = drafter is not None
+        self.max_prefill_tokens = MAX_PREFILL_TOKENS[state.lens_B.device.type]
         self.time_phases = False
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
         self.phase_calls: Counter[str] = Counter()
@@ -112,15 +113,16 @@ class Engine:
     def step(self) -> None:
         """Prefills what fits, so that first tokens wait for nothing; if nothing waits to enter, runs one round.
 
-        If a phase fails, the requests that ran are marked with its error, and it is raised.
+        If a prefill fails, the requests that entered with it get its error, and the others go on.  If a round fails, all
+        running requests get its error, and it is raised.
         """
         try:
-            if not self._admit() and self.running:
-                self._round()
+            with on_device(self.state.lens_B.device):
+                if not self._admit() and self.running:
+                    self._round()
         except Exception as error:
             for request in list(self.running):
-                request.error = error
-                self._leave(request)
+                self._fail(request, error)
             raise
 
     # ---- admission ----
@@ -133,7 +135,7 @@ class Engine:
             request = self.waiting[0]
             if not self.pool.can_admit(self.tokens_needed(request)):
                 break
-            if batch and tokens + len(request.prompt_ids) > MAX_PREFILL_TOKENS:
+            if batch and tokens + len(request.prompt_ids) > self.max_prefill_tokens:
                 break
             self.waiting.popleft()
             self.pool.admit(request, self.tokens_needed(request))
@@ -141,8 +143,12 @@ class Engine:
             batch.append(request)
             tokens += len(request.prompt_ids)
         if batch:
-            with self._phase("prefill"):
-                self._prefill(batch)
+            try:
+                with self._phase("prefill"):
+                    self._prefill(batch)
+            except Exception as error:
+                for request in batch:
+                    self._fail(request, error)
         return bool(batch)
 
     def _enter(self, request: Request) -> None:
@@ -158,17 +164,20 @@ class Engine:
         self._reserve(request, self._lens[request] + self.lookahead)
 
     def _prefill(self, batch: list[Request]) -> None:
-        """Whole prompts, packed, through the target and then the draft; each request gets its first token."""
+        """Prompts, packed, through the target and then the draft; each request gets its first token."""
         rows_B = torch.tensor([self.running.index(request) for request in batch], device=self.state.lens_B.device)
         state = self.state.pick(rows_B)
-        prompts = PackedPrompts.pack([r.prompt_ids for r in batch], state.page_table_BW, self.pool.page_size)
-        first_B, features_TF = self.verifier.prefill(prompts, state.sampling, _sampling_mode(batch))
-        state.bonus_B.copy_(first_B)
-        state.lens_B.copy_(torch.tensor([len(request.prompt_ids) for request in batch]))
+        prompts = [request.prompt_ids for request in batch]
+        size = self.max_prefill_tokens  # several prompts fit one pass together; one alone may take several
+        for start in range(0, max(map(len, prompts)), size):
+            packed = PackedPrompts.pack(prompts, state.page_table_BW, self.pool.page_size, start, size)
+            first_B, features_TF = self.verifier.prefill(packed, state.sampling, _sampling_mode(batch), self.speculate)
+            state.bonus_B.copy_(first_B)
+            if self.speculate:
+                assert self.drafter is not None
+                self.drafter.prefill(state, packed, features_TF)
+        state.lens_B.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         state.active_B.fill_(1)
-        if self.speculate:
-            assert self.drafter is not None
-            self.drafter.prefill(state, prompts, features_TF)
         for target, source in zip(self.state.tensors(), state.tensors(), strict=True):
             target.index_copy_(0, rows_B, source)
         for request, token in zip(batch, first_B.tolist(), strict=True):
@@ -226,6 +235,11 @@ class Engine:
         except Exception as error:
             request.error = error
         if request.is_done:
+            self._leave(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if not request.is_done:
+            request.error = error
             self._leave(request)
 
     # ---- rows and pages ----

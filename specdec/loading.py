@@ -55,7 +55,7 @@ class EngineSettings:
 def resolve_device(device: str | torch.device) -> torch.device:
     """`auto`: the GPU if there is one.  ValueError if the device asked for is not there."""
     if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -67,6 +67,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
             raise ValueError(f"device={str(device)!r} asks for a GPU, but torch sees none; nearest: device='cpu'")
         if (resolved.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} GPUs; nearest: device='cuda:0'")
+        return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
     return resolved
 
 

@@ -61,6 +61,8 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, tuple):
         prompts = list(prompts)
+    if isinstance(prompts, list) and not prompts:
+        raise ValueError("prompts is empty: expected a string, a list of token ids, chat messages, or a list of such")
     if not isinstance(prompts, list):
         raise TypeError(
             f"prompts must be a string, a list of token ids, chat messages, or a list of such; got {type(prompts).__name__}"
@@ -71,6 +73,8 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
 def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Token ids of one prompt, checked against the vocabulary.  `name` says which prompt an error means."""
     if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError(f"{name} is an empty string: expected some text")
         ids = tokenizer.encode(prompt)
     elif isinstance(prompt, list) and prompt and _is_chat(prompt):
         ids = tokenizer.encode_chat(prompt)

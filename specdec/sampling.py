@@ -47,8 +47,8 @@ def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
     """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id)."""
     key_R = mix_64(mix_64(seed_R + _GOLDEN) + position_R * _GOLDEN)
     tokens_V = torch.arange(1, vocab_size + 1, device=seed_R.device)
-    bits_RV = _shift_right(mix_64(key_R[:, None] + tokens_V * _GOLDEN), 11)
-    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-53
+    bits_RV = _shift_right(mix_64(key_R[:, None] + tokens_V * _GOLDEN), 12)
+    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
     return -torch.log(-torch.log(uniform_RV)).float()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specdec.config import SamplingParams
-from specdec.detokenize import Detokenizer, held_back
+from specdec.detokenize import Detokenizer, decode_all, held_back
 from specdec.generation import FinishReason
 
 
@@ -29,6 +29,7 @@ class Trimmer:
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self._stop_ids = frozenset(sampling.stop_token_ids or ())
         self._stops = sampling.stop_strings
+        self._decode = decode
         self._detokenizer = Detokenizer(decode)
         self._incremental = streaming or bool(self._stops)
         self._shown = 0
@@ -69,7 +70,8 @@ class Trimmer:
         """Completes the text; an ending token is not shown, and a stop string may still appear in the last bytes."""
         self.finish_reason = reason
         if not self._incremental:
-            self.text = self._detokenizer.add(self.token_ids if reason == "length" else self.token_ids[:-1])
+            shown = self.token_ids if reason == "length" else self.token_ids[:-1]
+            self.text = decode_all(self._decode, shown)
         self.text += self._detokenizer.flush()
         if self._cut_at_stop():
             self.finish_reason = "stop"

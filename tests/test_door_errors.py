@@ -39,13 +39,13 @@ SAMPLING_ERRORS = [
     (dict(temperature="hot"), TypeError, "temperature must be a number, got 'hot'"),
     (dict(top_p=0), ValueError, "top_p must be in \\(0.0, 1.0\\], got 0"),
     (dict(top_p=1.5), ValueError, "top_p .* got 1.5; nearest .* top_p=1.0"),
-    (dict(top_k=-1), ValueError, "top_k must be >= 0, got -1; nearest .* top_k=0"),
+    (dict(top_k=-1), ValueError, "top_k must be in .*, got -1; nearest .* top_k=0"),
     (dict(seed=2**63), ValueError, "seed must be in .* got 9223372036854775808"),
     (dict(seed=1.5), TypeError, "seed must be an int, got 1.5"),
     (dict(stop=3), TypeError, "stop must be .* got 3"),
     (dict(stop=["a", 3]), TypeError, "stop must be a string or a list of strings, got 3"),
     (dict(stop=""), ValueError, "stop must not hold an empty string"),
-    (dict(stop_token_ids=[-1]), ValueError, "stop_token_ids must be >= 0, got -1"),
+    (dict(stop_token_ids=[-1]), ValueError, "stop_token_ids must be in .*, got -1"),
     (dict(stop_token_ids=5), TypeError, "stop_token_ids must be .* got 5"),
     (dict(stop_token_ids=["a"]), TypeError, "stop_token_ids must be an int, got 'a'"),
     (dict(ignore_eos=1), TypeError, "ignore_eos must be a bool, got 1"),
@@ -135,8 +135,10 @@ def test_generate(decoder: SpecDecoder, call: Callable[[SpecDecoder], Any], erro
     assert decoder.engine.is_idle and decoder.engine.pool.num_free == decoder.engine.pool.capacity
 
 
-def test_no_prompts_give_no_outputs(decoder: SpecDecoder) -> None:
-    assert decoder.generate([]) == []
+def test_no_prompt_is_an_error(decoder: SpecDecoder) -> None:
+    """[] may be no prompts or a prompt of no tokens; either way there is nothing to go on from."""
+    with pytest.raises(ValueError, match="prompts is empty"):
+        decoder.generate([])
 
 
 def test_the_nearest_length_works(decoder: SpecDecoder) -> None:

@@ -49,10 +49,12 @@ class TargetVerifier:
         self.model, self.cache, self.backend = model, cache, backend
         self.page_size, self.aux_layers = page_size, aux_layers
 
-    def prefill(self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode) -> tuple[Tensor, Tensor]:
-        """(first tokens [B], features [T, F]).  sampling: of each prompt."""
+    def prefill(
+        self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode, with_features: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """(first tokens [B], features [T, F]).  sampling: of each prompt.  Without features, what comes is not for a draft."""
         attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T)
-        out = self.model(prompts.ids_T, prompts.positions_T, attn, self.aux_layers)
+        out = self.model(prompts.ids_T, prompts.positions_T, attn, self.aux_layers if with_features else ())
         logits_BV = self.model.logits(out.hidden_TH.index_select(0, prompts.last_B))
         next_positions_B = prompts.positions_T.index_select(0, prompts.last_B) + 1
         return choose_tokens(logits_BV, sampling, next_positions_B, mode), self._features(out)

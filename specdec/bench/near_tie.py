@@ -56,7 +56,7 @@ def explain_divergence(
     a, b = ids_a[index], ids_b[index]
     rank_a, rank_b = (int((scores_V > scores_V[token]).sum()) + 1 for token in (a, b))
     margin = abs((scores_V[a] - scores_V[b]).item())  # infinite or NaN where top-k or top-p left one of them out
-    is_tie = decoder.settings.dtype != torch.float32 and max(rank_a, rank_b) <= 2 and margin <= bound
+    is_tie = decoder.settings.dtype in (torch.float16, torch.bfloat16) and max(rank_a, rank_b) <= 2 and margin <= bound
     shown = margin if math.isfinite(margin) else None
     return Divergence(prompt, index, a, b, rank_a, rank_b, shown, bound, "near-tie" if is_tie else "DIVERGED")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "*.txt"]
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_ELSEWHERE = ["original/*", "consolidated*"]  # the same weights once more, in Meta's and Mistral's own layouts
 
 
 def resolve_folder(name: str | Path) -> Path:
@@ -29,7 +30,10 @@ def resolve_folder(name: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=["original/*", "consolidated*"]))
+        folder = Path(snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_ELSEWHERE))
+        if not any(folder.glob("*.safetensors")):  # heads are often published as pickles only
+            folder = Path(snapshot_download(text, allow_patterns=[*_PATTERNS, "*.bin"], ignore_patterns=_ELSEWHERE))
+        return folder
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"{text!r} is no local folder, and the hub did not give it: {error}") from error
 

@@ -27,6 +27,8 @@ from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
 from specdec.train.text import load_documents
 from specdec.train.training_time_test import head_loss
 
+MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # trees whose accept length a finished run reports
+
 
 @dataclass(frozen=True)
 class HeadRun:
@@ -54,8 +56,12 @@ class HeadRun:
         for name in ("num_steps", "texts", "steps", "batch", "eval_every", "eval_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if not 4 <= self.longest_prompt <= self.width - 8:
-            raise ValueError(f"longest_prompt: expected 4 .. width - 8 = {self.width - 8}, got {self.longest_prompt}")
+        most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
+        if not 4 <= self.longest_prompt <= most:
+            raise ValueError(f"longest_prompt: expected 4 .. {most} for width {self.width}, got {self.longest_prompt}")
+        least = max(spec.topk for spec in MEASURED)
+        if self.draft_vocab_size and self.draft_vocab_size < least:
+            raise ValueError(f"draft_vocab_size: expected 0 (the target's) or at least {least}, got {self.draft_vocab_size}")
         if not 0.0 <= self.greedy_share <= 1.0:
             raise ValueError(f"greedy_share: expected a share between 0 and 1, got {self.greedy_share}")
 
@@ -118,12 +124,18 @@ def new_head(model: CausalLM, aux_layers: tuple[int, ...], draft_ids_V: Tensor, 
 
 
 def _rows(decoder: SpecDecoder, documents: list[str], run: HeadRun, path: Path, resume: bool) -> Tensor:
-    """The self-generated rows; a resumed run reads back those of the run before."""
+    """The self-generated rows, saved as they come; a resumed run goes on where the run before was stopped."""
+    made_of = {name: getattr(run, name) for name in ("texts", "width", "longest_prompt", "greedy_share", "seed")}
+    rows = torch.full((run.texts, run.width), -1, dtype=torch.int64)
     if resume and path.is_file():
-        return torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True)
+        if saved["made_of"] != made_of:
+            raise ValueError(
+                f"resume: {path} was written with {saved['made_of']}, this run has {made_of}; start without --resume"
+            )
+        rows = saved["rows"]
     prompts = prompt_ids(decoder, documents, run.texts, run.longest_prompt, run.seed)
-    rows = write_rows(decoder, prompts, run.width, run.greedy_share, run.seed)
-    torch.save(rows, path)
+    write_rows(decoder, prompts, rows, run.greedy_share, run.seed, lambda: torch.save({"made_of": made_of, "rows": rows}, path))
     return rows
 
 
@@ -201,7 +213,7 @@ def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, p
     head = load_head(folder, decoder.model, run.width, settings.device, settings.dtype)
     prompts = prompt_ids(decoder, held, run.eval_prompts, run.longest_prompt, run.seed + 1)
     found = {}
-    for spec in (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6)):
+    for spec in MEASURED:
         lookahead = spec.lookahead
         measured = replace(settings, spec=spec, max_batch_size=32, max_seq_len=run.width - lookahead)
         pair = SpecDecoder(decoder.model, head, measured, decoder.tokenizer)

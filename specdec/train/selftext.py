@@ -5,7 +5,7 @@ Knows prompts, the runtime's `generate` and rows of tokens.  Does not know heads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,16 +28,25 @@ def prompt_ids(decoder: SpecDecoder, documents: Sequence[str], count: int, longe
     return [usable[pick][:size] for pick, size in zip(picks, sizes, strict=True)]
 
 
-def write_rows(decoder: SpecDecoder, prompts: Sequence[list[int]], width: int, greedy_share: float, seed: int) -> Tensor:
-    """[len(prompts), width] int64: each prompt and the target's continuation; -1 behind its end.
+def write_rows(
+    decoder: SpecDecoder,
+    prompts: Sequence[list[int]],
+    rows: Tensor,
+    greedy_share: float,
+    seed: int,
+    save: Callable[[], None],
+) -> None:
+    """Fills rows [len(prompts), width] with each prompt and the target's continuation; -1 stays behind its end.
 
-    greedy_share of the rows continue greedily, the others sampled at temperature 1 (they cover more of the text's states).
+    Rows that are filled already stay.  save: called after every ROUND prompts.  greedy_share of the rows continue
+    greedily, the others sampled at temperature 1 (they cover more of the text's states).
     """
-    rows = torch.full((len(prompts), width), -1, dtype=torch.int64)
+    width = rows.shape[1]
     generator = torch.Generator().manual_seed(seed)
     greedy = (torch.rand(len(prompts), generator=generator) < greedy_share).tolist()
-    with reporter(len(prompts), 0) as report:
-        for start in range(0, len(prompts), ROUND):
+    done = int((rows[:, 0] >= 0).sum())
+    with reporter(len(prompts), done) as report:
+        for start in range(done, len(prompts), ROUND):
             batch = range(start, min(start + ROUND, len(prompts)))
             sampling = [
                 SamplingParams(
@@ -49,8 +58,8 @@ def write_rows(decoder: SpecDecoder, prompts: Sequence[list[int]], width: int, g
             for i, output in zip(batch, outputs, strict=True):
                 ids = (output.prompt_token_ids + output.token_ids)[:width]
                 rows[i, : len(ids)] = torch.tensor(ids)
+            save()
             report(batch[-1] + 1, "texts written", batch[-1] + 1 == len(prompts) or start // ROUND % 8 == 0)
-    return rows
 
 
 def frequent_ids(rows: Tensor, size: int, vocab_size: int) -> Tensor:

@@ -113,7 +113,7 @@ def chain(w: World) -> tuple[AttentionPlan, int]:
 
 
 def prompts(w: World) -> tuple[AttentionPlan, int]:
-    return AttentionPlan((ragged_causal_segment(w.table, w.lens_list, w.page_size),)), sum(w.lens_list)
+    return AttentionPlan((ragged_causal_segment(w.table, w.lens_list, w.lens_list, w.page_size),)), sum(w.lens_list)
 
 
 def tree(w: World) -> tuple[AttentionPlan, int]:
@@ -284,3 +284,19 @@ def test_narrow_is_a_view() -> None:
     small.cache_seqlens.fill_(2)
     assert big.page_table[:3, :4].eq(5).all() and big.page_table.sum() == 60 and big.cache_seqlens.sum() == 6
     assert small.rows == 3 and small.max_keys == 4 and small.cu_seqlens_q.tolist() == [0, 1, 2, 3]
+
+
+def test_torch_backend_keeps_foreign_nans_out() -> None:
+    """Keeps out: a key that is masked but multiplied: NaN left in a reused or dummy page by another request would spread."""
+    torch.manual_seed(0)
+    kv = torch.full((64, 2, 2, 8), torch.nan)
+    kv[:12] = torch.randn(12, 2, 2, 8)
+    table = torch.arange(16, dtype=torch.int32).view(1, 16).expand(3, 16).contiguous()
+    lens = torch.tensor([9, 3, 0], dtype=torch.int32)
+    q = torch.randn(3 * 2, 4, 8)
+    for segment in (prefix_segment(table, lens, 2, 4), causal_segment(table, lens, 2, 4)):
+        state, want = TorchBackend().run(q, KVView(kv), segment), ReferenceBackend().run(q, KVView(kv), segment)
+        torch.testing.assert_close(state.out_THD, want.out_THD)
+        torch.testing.assert_close(state.lse_TH, want.lse_TH)
+        backend = TorchBackend()
+        torch.testing.assert_close(backend.attend(q, KVView(kv), backend.prepare(AttentionPlan((segment,)))), want.out_THD)

@@ -133,7 +133,7 @@ class TestBuilders:
 
     def test_prompts(self, page_size: int, backend: Backend) -> None:
         w = Sequences([n for n in lengths(page_size) if n], 0, page_size, seed=4)
-        plan = AttentionPlan((ragged_causal_segment(w.table, w.lens_list, page_size),))
+        plan = AttentionPlan((ragged_causal_segment(w.table, w.lens_list, w.lens_list, page_size),))
         masks = [torch.ones(n, n, dtype=torch.bool).tril() for n in w.lens_list]
         assert_plan(w, plan, w.randn(sum(w.lens_list), H, D), masks, backend)
 

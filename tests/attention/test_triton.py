@@ -138,7 +138,7 @@ def test_ragged_tiles() -> None:
     lens = [1, 23, 0, 40]
     table, view = scattered(lens, seed=13)
     q_THD = rand(sum(lens), H, D, seed=14)
-    segment = ragged_causal_segment(table, lens, P)
+    segment = ragged_causal_segment(table, lens, lens, P)
     check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
 
 

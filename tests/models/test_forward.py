@@ -42,7 +42,7 @@ def ours(model: CausalLM, ids: list[Tensor], aux_layers: tuple[int, ...]) -> Tar
     cache = MHACache(config.num_layers, len(ids) * page, config.num_kv_heads, config.head_dim,
                      dtype=torch.float32, device="cpu")  # fmt: skip
     table = torch.arange(len(ids), dtype=torch.int32)[:, None]
-    plan = AttentionPlan((ragged_causal_segment(table, [len(x) for x in ids], page),))
+    plan = AttentionPlan((ragged_causal_segment(table, [len(x) for x in ids], [len(x) for x in ids], page),))
     positions = torch.cat([torch.arange(len(x)) for x in ids])
     slots = torch.cat([row * page + torch.arange(len(x)) for row, x in enumerate(ids)])
     return model(torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, plan, slots), aux_layers)
