@@ -1,6 +1,6 @@
 """Measures a pair against its own autoregressive decoding: every batch size with every tree shape, in one process.
 
-Checks what was asked for, loads both models once, and fills a Measurement; how one cell is measured is bench_cell's business.
+Checks what was asked for, loads both models once, and fills a Measurement; how one cell is measured is cell's business.
 Prints nothing.
 """
 
