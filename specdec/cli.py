@@ -89,6 +89,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
     add("--repeats", type=int, default=3, metavar="N", help="timed passes a side; default: %(default)s")
     add("--chat", action="store_true", help="apply the target's chat template to the prompts")
+    add("--threads", type=int, metavar="N", help="CPU threads of both sides; default: 1 for the shipped pair, else torch's own")
     add("--json", metavar="FILE", help="write raw counters, all times, settings and definitions")
     add("--plot", metavar="FILE.png", help="write a figure (needs specdec[plots])")
     _sampling_flags(parser)
@@ -198,6 +199,7 @@ def _bench(args: argparse.Namespace) -> int:
         engine=_engine(args),
         max_seq_len=args.max_seq_len,
     )
+    _set_threads(args)
     measurement = _with_progress(options)
     if args.json:
         Path(args.json).write_text(json.dumps(measurement.as_json(), indent=1) + "\n")
@@ -207,6 +209,17 @@ def _bench(args: argparse.Namespace) -> int:
 
     print_report(measurement, Console())
     return 1 if measurement.diverged else 0
+
+
+def _set_threads(args: argparse.Namespace) -> None:
+    """The shipped pair's matrices are too small to share: a second thread gains nothing, and where another program takes its
+    core, every small operation waits for it (rounds of 10 ms were seen to take 400)."""
+    import torch
+
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}")
+    if args.threads or not args.target:
+        torch.set_num_threads(args.threads or 1)
 
 
 def _with_progress(options: Any) -> Any:

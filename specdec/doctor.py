@@ -57,7 +57,7 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
     }
     if device is not None:
         on_gpu = device.type == "cuda"
-        facts["runs_on"] = gpus[device.index or 0]["name"] if on_gpu else f"{facts['cpu']} ({facts['torch_threads']} threads)"
+        facts["runs_on"] = gpus[device.index or 0]["name"] if on_gpu else f"{facts['cpu']} ({_threads(facts)})"
     return facts
 
 
@@ -66,7 +66,7 @@ def run_doctor(console: Console) -> None:
     facts = machine_facts()
     rows = [
         ("system", facts["system"]),
-        ("CPU", f"{facts['cpu']}, {facts['cpus_usable']} usable, torch uses {facts['torch_threads']} threads"),
+        ("CPU", f"{facts['cpu']}, {facts['cpus_usable']} usable, torch uses {_threads(facts)}"),
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
@@ -179,3 +179,8 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def _threads(facts: dict[str, Any]) -> str:
+    count = facts["torch_threads"]
+    return "1 thread" if count == 1 else f"{count} threads"
