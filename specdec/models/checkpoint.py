@@ -80,9 +80,12 @@ class Checkpoint:
 
     def _add(self, file: Path) -> None:
         if file.suffix == ".safetensors":
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
 
-            handle = safe_open(file, framework="pt")
+            try:
+                handle = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is no whole safetensors file ({error}); was its download cut off?") from error
             self._readers.update({name: lambda n=name: handle.get_tensor(n) for name in handle.keys()})
         else:
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

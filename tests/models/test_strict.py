@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.models import Zoo, save_target
 from torch import Tensor
 
+from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import parse_config
 from specdec.models.loader import load_target, read_target_config
 
@@ -129,3 +130,10 @@ def test_what_a_config_means() -> None:
     windowed = parse_config({**base, "model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, "x")
     assert windowed.sliding_window == 16 and windowed.qkv_bias and not windowed.o_bias
     assert parse_config({**base, "model_type": "llama", "eos_token_id": 7}, "x").eos_ids == (7,)
+
+
+def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
+    """Keeps out: a traceback from deep inside safetensors for a download that broke off."""
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x27\x00\x00\x00\x00\x00\x00{")
+    with pytest.raises(ValueError, match="model.safetensors is no whole safetensors file"):
+        Checkpoint(tmp_path)
