@@ -14,12 +14,13 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.kv_cache import MHACache
 from specdec.attention.segment import AttentionPlan
+from specdec.ops.rope import HeadPrep
 
 BACKENDS = ("torch", "triton", "fa2", "fa3", "fa4")
 
 
 class PagedAttention:
-    """One forward pass's attention, called by each layer: `attn(layer, q_THD, kv_T2KD) -> out_THD`.
+    """One forward pass's attention, called by each layer with its qkv projection: `attn(layer, qkv_TXD, prep) -> out_TQD`.
 
     cache: where keys and values go; plan: who reads what; slots_T: int64, where this pass's tokens are stored.
     """
@@ -28,10 +29,10 @@ class PagedAttention:
         self.backend, self.cache, self.slots_T = backend, cache, slots_T
         self.prepared = backend.prepare(plan)
 
-    def __call__(self, layer: int, q_THD: Tensor, kv_T2KD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor:
         view = self.cache.view(layer)
-        self.backend.store(view, kv_T2KD, self.slots_T)
-        return self.backend.attend(q_THD, view, self.prepared)
+        q_TQD = self.backend.store(view, qkv_TXD, self.slots_T, prep)
+        return self.backend.attend(q_TQD, view, self.prepared)
 
 
 class BackendChoice(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.attention.kv_cache import KVView
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
+from specdec.ops.rope import HeadPrep
 
 
 class Backend(ABC):
@@ -21,9 +22,14 @@ class Backend(ABC):
     def run(self, q_THD: Tensor, view: KVView, segment: Segment) -> AttentionState:
         """The state of every query over the keys of its row."""
 
-    def store(self, view: KVView, kv_T2KD: Tensor, slots_T: Tensor) -> None:
-        """Writes keys and values to their slots (int64).  Slots that occur twice (padding) get either value."""
+    def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        """Norms and rotates as `prep` says, writes keys and values to their slots (int64), and returns the queries.
+
+        Slots that occur twice (padding) get either value.  The input may be changed.
+        """
+        q_TQD, kv_T2KD = prep.apply_(qkv_TXD)
         view.kv.index_copy_(0, slots_T, kv_T2KD)
+        return q_TQD
 
     def prepare(self, plan: AttentionPlan) -> Any:
         """Work on a plan that all layers share, done once a forward pass.  What it returns goes to `attend`."""

@@ -20,10 +20,11 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.kv_cache import KVView
 from specdec.attention.paged_triton import paged_attention_kernel
+from specdec.attention.rope_store_triton import launch_rope_store
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
-from specdec.attention.store_triton import store_kernel
 from specdec.attention.suffix_triton import suffix_merge_kernel
+from specdec.ops.rope import HeadPrep
 
 
 class Tiles(NamedTuple):
@@ -57,14 +58,8 @@ class TritonBackend(Backend):
     def __init__(self, programs: int | None = None) -> None:
         self.programs = programs
 
-    def store(self, view: KVView, kv_T2KD: Tensor, slots_T: Tensor) -> None:
-        T, _, K, D = kv_T2KD.shape
-        source, kv = _dense_rows(kv_T2KD), view.kv
-        assert kv.shape[1:] == source.shape[1:] and kv.dtype == source.dtype and kv.stride(3) == 1
-        rows = triton.next_power_of_2(2 * K)
-        if T:
-            store_kernel[(T,)](source, kv, slots_T.contiguous(), *source.stride()[:3], *kv.stride()[:3],
-                               KV_HEADS=K, HEAD_DIM=D, ROWS=rows, PADDED_DIM=triton.next_power_of_2(D))  # fmt: skip
+    def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        return launch_rope_store(qkv_TXD, view.kv, slots_T, prep)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+from specdec.ops.norm import pair_rms_norm
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ class Eagle3Head(DraftHead):
         return self.fc(features_TF)
 
     def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
-        feature_TH = self.hidden_norm(hidden_TH)
-        residual_TH = feature_TH if self.config.norm_before_residual else hidden_TH
-        x = torch.cat((self.input_layernorm(self.embed_tokens(ids_T)), feature_TH), dim=-1)
-        x = residual_TH + self.self_attn(x, self.rotary.at(positions_T), attn, 0)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        embed, norm, H = self.embed_tokens.weight, self.hidden_norm, hidden_TH.shape[-1]
+        x = pair_rms_norm(ids_T, embed, self.input_layernorm.weight, hidden_TH, norm.weight, norm.eps)
+        residual_TH = x[:, H:] if self.config.norm_before_residual else hidden_TH
+        attended_TH = self.self_attn(x, self.rotary.at(positions_T), attn, 0)
+        residual_TH, normed_TH = self.post_attention_layernorm.add(residual_TH, attended_TH)
+        return residual_TH + self.mlp(normed_TH)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -116,10 +118,12 @@ class Eagle1Head(DraftHead):
 
     def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
         x = F.linear(torch.cat((self.embed_tokens(ids_T), hidden_TH), dim=-1), self.fc.weight, self.fc.bias)
-        cos_sin = self.rotary.at(positions_T)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cos_sin, attn, index)
-        return x
+        rotation = self.rotary.at(positions_T)
+        x, delta = self.layers[0](x, x, rotation, attn, 0)
+        for index, layer in enumerate(self.layers[1:], start=1):
+            x, normed = layer.input_layernorm.add(x, delta)
+            x, delta = layer(x, normed, rotation, attn, index)
+        return x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

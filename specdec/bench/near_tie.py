@@ -19,6 +19,7 @@ from torch import Tensor
 from specdec.bench.measurement import Divergence
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
+from specdec.ops.rope import HeadPrep
 from specdec.sampling import RowSampling, filter_logits, gumbel_noise
 
 NEAR_TIE_ULPS = 2  # of the top logit, in the dtype the model computes in
@@ -70,7 +71,8 @@ def _last_logits(decoder: SpecDecoder, ids: list[int]) -> Tensor:
     return model.logits(out.hidden_TH[-1:])[0].float()
 
 
-def _dense_attention(layer: int, q_TQD: Tensor, kv_T2KD: Tensor) -> Tensor:
+def _dense_attention(layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor:
+    q_TQD, kv_T2KD = prep.apply_(qkv_TXD)
     q_1QTD = q_TQD.transpose(0, 1)[None]
     k_1KTD, v_1KTD = (kv_T2KD[:, i].transpose(0, 1)[None] for i in (0, 1))
     out = F.scaled_dot_product_attention(q_1QTD, k_1KTD, v_1KTD, is_causal=True, enable_gqa=True)

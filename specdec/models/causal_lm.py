@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+from specdec.ops.rope import Rotation
 
 
 class TargetOutput(NamedTuple):
@@ -36,9 +37,15 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_TH: Tensor, cos_sin: tuple[Tensor, Tensor], attn: AttentionFn, layer: int) -> Tensor:
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos_sin, attn, layer)
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+    def forward(
+        self, x_TH: Tensor, normed_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """(residual stream, what is still to be added to it), from the stream and its norm.
+
+        The sum is left to the next norm, which does it in the same launch.
+        """
+        x_TH, normed_TH = self.post_attention_layernorm.add(x_TH, self.self_attn(normed_TH, rotation, attn, layer))
+        return x_TH, self.mlp(normed_TH)
 
 
 class CausalLM(nn.Module):
@@ -58,13 +65,16 @@ class CausalLM(nn.Module):
     def forward(self, ids_T: Tensor, positions_T: Tensor, attn: AttentionFn, aux_layers: Sequence[int] = ()) -> TargetOutput:
         """aux_layers: ascending 0-based layers whose output (the residual stream, not normed) is captured."""
         x_TH = F.embedding(ids_T, self.embed_tokens.weight)
-        cos_sin = self.rotary.at(positions_T)
+        rotation = self.rotary.at(positions_T)
+        normed_TH = self.layers[0].input_layernorm(x_TH)
         captured = []
-        for index, layer in enumerate(self.layers):
-            x_TH = layer(x_TH, cos_sin, attn, index)
+        next_norms = [layer.input_layernorm for layer in self.layers[1:]] + [self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            x_TH, delta_TH = layer(x_TH, normed_TH, rotation, attn, index)
+            x_TH, normed_TH = next_norm.add(x_TH, delta_TH)
             if index in aux_layers:
                 captured.append(x_TH)
-        return TargetOutput(self.norm(x_TH), torch.cat(captured, dim=-1) if captured else None)
+        return TargetOutput(normed_TH, torch.cat(captured, dim=-1) if captured else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] for the rows given."""

@@ -1,6 +1,6 @@
 """The layers that targets and draft heads share.  Attention itself comes in as a callable; nothing here knows of caches.
 
-Shapes: T tokens, H hidden, Q query heads, K kv heads, D head dim, I intermediate.
+Shapes: T tokens, H hidden, Q query heads, K kv heads, X = Q + 2K, D head dim, I intermediate.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 
 class AttentionFn(Protocol):
-    """Attention of one forward pass: paged when serving, dense when training."""
+    """Attention of one forward pass: paged when serving, dense when training.  It owns the rest of a head's way in: `prep`
+    says how queries and keys are normed and rotated (X = Q + 2K rows of heads: queries, keys, values).
+    """
 
-    def __call__(self, layer: int, q_TQD: Tensor, kv_T2KD: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor: ...
 
 
 class Linear(nn.Linear):
@@ -36,7 +40,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -44,19 +48,20 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)."""
+        return add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
 
 
 class HeadsRMSNorm(nn.Module):
-    """Qwen3's q/k norm over head_dim: one weight for all query heads, one for all key heads, applied to both at once."""
+    """Qwen3's q/k norm over head_dim: one weight for all query heads and one for all key heads, spread over the heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_heads + config.num_kv_heads, config.head_dim))
         self.eps = config.rms_norm_eps
-
-    def forward(self, qk: Tensor) -> Tensor:
-        return F.rms_norm(qk, qk.shape[-1:], None, self.eps) * self.weight
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -80,44 +85,30 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
         super().__init__()
-        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(rope, head_dim))
-        sign = torch.cat((-torch.ones(head_dim // 2), torch.ones(head_dim // 2)))
-        both = torch.cat((angles, angles), dim=-1)
-        # The sine carries the sign of rotate_half, so that rotating is a roll.
-        self.register_buffer("table", torch.stack((both.cos(), both.sin() * sign), dim=1), persistent=False)
+        table = rotary_table(inverse_frequencies(rope, head_dim), max_positions)
+        self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 
-    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, [T, 1, D] each, shared by all layers of a pass."""
-        rows = self.table.index_select(0, positions_T)
-        return rows[:, :1], rows[:, 1:]
-
-    @staticmethod
-    def rotate_(x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> None:
-        """Rotates in place: x cos + rotate_half(x) sin."""
-        rolled = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
-        x_THD.mul_(cos_sin[0]).addcmul_(rolled, cos_sin[1])
+    def at(self, positions_T: Tensor) -> Rotation:
+        """Of one pass's tokens."""
+        return Rotation(self.table, positions_T)
 
 
 class SelfAttention(nn.Module):
-    """Fused q, k, v projection, optional q/k norm, rotary, attention, output projection."""
+    """Fused q, k, v projection, attention (with optional q/k norm, and rotary positions), output projection."""
 
     def __init__(self, config: ModelConfig, in_features: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        heads = self.num_heads + 2 * self.num_kv_heads
-        self.qkv_proj = Linear(in_features, heads * self.head_dim, bias=config.qkv_bias)
+        self.qkv_proj = Linear(in_features, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.qk_norm = HeadsRMSNorm(config) if config.qk_norm else None
 
-    def forward(self, x_TH: Tensor, cos_sin: tuple[Tensor, Tensor], attn: AttentionFn, layer: int) -> Tensor:
-        T, Q, K = x_TH.shape[0], self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x_TH).view(T, Q + 2 * K, self.head_dim)
-        if self.qk_norm is not None:
-            qkv[:, : Q + K] = self.qk_norm(qkv[:, : Q + K])
-        Rotary.rotate_(qkv[:, : Q + K], cos_sin)
-        out = attn(layer, qkv[:, :Q], qkv[:, Q:].view(T, 2, K, self.head_dim))
-        return self.o_proj(out.reshape(T, Q * self.head_dim))
+    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int) -> Tensor:
+        norm = self.qk_norm
+        prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
+        qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(attn(layer, qkv_TXD, prep).flatten(1))
 
 
 class MLP(nn.Module):

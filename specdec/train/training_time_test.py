@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.draft.eagle import Eagle3Head
 from specdec.models.causal_lm import CausalLM, TargetOutput
+from specdec.ops.rope import HeadPrep
 
 
 class DenseCausal:
@@ -25,7 +26,8 @@ class DenseCausal:
     def __init__(self, batch: int) -> None:
         self.batch = batch
 
-    def __call__(self, layer: int, q_NQD: Tensor, kv_N2KD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep) -> Tensor:
+        q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
         q, k, v = (_rows(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(q_NQD.shape)
@@ -38,8 +40,9 @@ class DraftSteps:
         self.batch = batch
         self.steps: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, layer: int, q_NQD: Tensor, kv_N2KD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep) -> Tensor:
         assert layer == 0, "the training-time test knows heads of one layer"
+        q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
         q, k, v = (_rows(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
         self.steps.append((k, v))
         keys, values = (torch.cat([step[i] for step in self.steps], dim=2) for i in (0, 1))

@@ -30,6 +30,7 @@ from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.attention.torch_backend import TorchBackend
+from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
@@ -194,19 +195,33 @@ def test_run_gives_a_natural_log_state(plan_of: Callable[[World], tuple[Attentio
         torch.testing.assert_close(state.lse_TH.double().cpu(), want.lse_TH, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("setup", SETUPS)
-def test_store_writes_its_slots_and_no_others(setup: Setup) -> None:
-    """Keeps out: keys and values swapped, heads swapped, a neighbour overwritten (from a slice of fused rows)."""
-    K, D = 3, 24
+def test_store_rotates_and_writes_its_slots_and_no_others(setup: Setup, normed: bool) -> None:
+    """Keeps out: keys and values swapped, heads swapped, values rotated, a neighbour overwritten, a half read too late."""
+    Q, K, D, T = 5, 3, 24, 70  # tokens for both of the kernel's grids come from two calls
     generator = torch.Generator().manual_seed(2)
-    fused = torch.randn(5, 4 * K * D, generator=generator, dtype=torch.float64).to(setup.device, setup.dtype)
-    kv_T2KD = fused[:, 2 * K * D :].view(5, 2, K, D)
-    view = KVView(torch.full((20, 2, K, D), -7.0, dtype=setup.dtype, device=setup.device))
-    slots_T = torch.randperm(20, generator=generator)[:5].to(setup.device)
-    want = view.kv.clone()
-    want[slots_T] = kv_T2KD
-    setup.backend().store(view, kv_T2KD, slots_T)
-    assert torch.equal(view.kv, want)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(setup.device, setup.dtype)
+
+    table = rotary_table(10000.0 ** -(torch.arange(0, D, 2) / D), 50).to(setup.device, setup.dtype)
+    norm = rand(Q + K, D) if normed else None
+    slots_T = torch.randperm(200, generator=generator)[:T].to(setup.device)
+    positions_T = torch.randint(50, (T,), generator=generator).to(setup.device)
+    qkv_TXD = rand(T, Q + 2 * K, D)
+    view = KVView(torch.full((200, 2, K, D), -7.0, dtype=setup.dtype, device=setup.device))
+    want = view.kv.double().clone()
+    exact = HeadPrep(Rotation(table.double(), positions_T), K, None if norm is None else norm.double(), 1e-5)
+    want_q, want[slots_T] = exact.apply_(qkv_TXD.double().clone())
+    got_q = []
+    for rows in (slice(0, 3), slice(3, T)):
+        prep = HeadPrep(Rotation(table, positions_T[rows]), K, norm, 1e-5)
+        got_q.append(setup.backend().store(view, qkv_TXD[rows].clone(), slots_T[rows], prep))
+    assert_close(torch.cat(got_q), want_q.cpu())
+    assert_close(view.kv, want.cpu())
+    untouched = torch.ones(200, dtype=torch.bool).index_fill(0, slots_T.cpu(), False)
+    assert (view.kv.cpu()[untouched] == -7).all()
 
 
 @pytest.mark.parametrize("setup", SETUPS)

@@ -23,6 +23,7 @@ from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal
 from specdec.attention.reference import ReferenceBackend  # noqa: E402
 from specdec.attention.segment import AttentionPlan, Segment  # noqa: E402
 from specdec.attention.triton_backend import TritonBackend, is_suffix, splits_for, tiles_for  # noqa: E402
+from specdec.ops.rope import HeadPrep, Rotation  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 NAN = float("nan")
@@ -44,6 +45,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def rand(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def unrotated(tokens: int) -> HeadPrep:
+    """No norm, and a table that turns nothing."""
+    table = torch.stack((torch.ones(1, D), torch.zeros(1, D)), dim=1).to(DEVICE)
+    return HeadPrep(Rotation(table, torch.zeros(tokens, dtype=torch.int64, device=DEVICE)), K)
 
 
 def ints(*values: int) -> Tensor:
@@ -179,9 +186,10 @@ def test_views_and_slices_need_no_copy() -> None:
     turned = q_THD.transpose(1, 2).contiguous().transpose(1, 2)  # the head dim is not the innermost
     check(attend(turned, view, segment), turned, view, plan)
     store_view, slots = KVView(layers[..., 0, :]), torch.tensor([5, 3], device=DEVICE)
-    source = rand(2, 2, K, D, seed=22)
-    TritonBackend().store(store_view, source, slots)
-    assert torch.equal(store_view.kv[slots], source) and layers[..., 0, :].isfinite().all(-1).sum() == 2 * 2 * K
+    qkv = rand(2, H + 2 * K, D, seed=22)
+    TritonBackend().store(store_view, qkv.clone(), slots, unrotated(2))
+    stored = qkv[:, H:].view(2, 2, K, D)
+    assert torch.equal(store_view.kv[slots], stored) and layers[..., 0, :].isfinite().all(-1).sum() == 2 * 2 * K
 
 
 def test_layers_share_their_scratch() -> None:
@@ -203,7 +211,7 @@ def test_no_queries_no_launch() -> None:
     table, view = scattered([5], seed=28)
     segment = Segment(table, ints(5), ints(0, 0), 0, causal=True, page_size=P)
     assert attend(rand(0, H, D, seed=0), view, segment).shape == (0, H, D)
-    TritonBackend().store(view, rand(0, 2, K, D, seed=0), torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    TritonBackend().store(view, rand(0, H + 2 * K, D, seed=0), torch.zeros(0, dtype=torch.int64, device=DEVICE), unrotated(0))
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:

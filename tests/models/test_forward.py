@@ -125,7 +125,7 @@ def test_rope_tables_equal_transformers(parameters: dict[str, float | str], head
     config = LlamaConfig(hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=parameters)
     positions = torch.tensor([[0, 1, 31, 32, 33, 4095, 9000]])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    got_cos, got_sin = Rotary(parse_rope({"rope_parameters": parameters}), head_dim, 9001).at(positions[0])
+    got_cos, got_sin = Rotary(parse_rope({"rope_parameters": parameters}), head_dim, 9001).at(positions[0]).cos_sin
     sign = torch.cat((-torch.ones(head_dim // 2), torch.ones(head_dim // 2)))
     torch.testing.assert_close(got_cos[:, 0], cos[0], atol=2e-3, rtol=0)  # 9000 rad in float32 is good to 1e-3
     torch.testing.assert_close(got_sin[:, 0] * sign, sin[0], atol=2e-3, rtol=0)

@@ -1,0 +1,97 @@
+"""The kernels of `norm.py`: one program a row, the row in registers, read once.
+
+Shapes: T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.launch import chained
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x, delta, weight, total, normed, stride_x, stride_delta, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, PADDED)
+    ok = h < SIZE
+    scale = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)  # no kernel writes weights: before the wait
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + row * stride_x + h, mask=ok, other=0.0)
+    if HAS_DELTA:
+        value = (value.to(tl.float32) + tl.load(delta + row * stride_delta + h, mask=ok, other=0.0).to(tl.float32)).to(
+            value.dtype
+        )
+        tl.store(total + row * SIZE + h, value, mask=ok)
+    value = value.to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
+    tl.store(normed + row * SIZE + h, value.to(normed.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def pair_rms_norm_kernel(
+    ids, table, table_weight, x, weight, normed, stride_x, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, PADDED)
+    ok = h < SIZE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(1) == 0:
+        value = tl.load(table + tl.load(ids + row).to(tl.int64) * SIZE + h, mask=ok, other=0.0).to(tl.float32)
+        scale = tl.load(table_weight + h, mask=ok, other=0.0).to(tl.float32)
+    else:
+        value = tl.load(x + row * stride_x + h, mask=ok, other=0.0).to(tl.float32)
+        scale = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * scale
+    at = normed + (row * 2 + tl.program_id(1)) * SIZE + h
+    tl.store(at, value.to(normed.dtype.element_ty), mask=ok)
+
+
+def launch_add_rms_norm(x: Tensor, delta: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm); without delta, (x, its norm).  Rows may be strided."""
+    x_TH, H = _rows(x), x.shape[-1]
+    delta_TH = x_TH if delta is None else _rows(delta)
+    normed = x.new_empty(x.shape)
+    total = x if delta is None else x.new_empty(x.shape)
+    assert weight_H.shape == (H,) and delta_TH.shape == x_TH.shape and delta_TH.dtype == x.dtype
+    if x_TH.shape[0]:
+        add_rms_norm_kernel[(x_TH.shape[0],)](
+            x_TH, delta_TH, weight_H, total, normed, x_TH.stride(0), delta_TH.stride(0), eps,
+            SIZE=H, PADDED=triton.next_power_of_2(H), HAS_DELTA=delta is not None, num_warps=_warps(H), **chained(x.device),
+        )  # fmt: skip
+    return total, normed
+
+
+def launch_pair_rms_norm(
+    ids_T: Tensor, table_VH: Tensor, table_weight_H: Tensor, x_TH: Tensor, weight_H: Tensor, eps: float
+) -> Tensor:
+    T, H = x_TH.shape
+    assert table_VH.shape[1] == H and table_VH.is_contiguous() and x_TH.stride(1) == 1 and ids_T.shape == (T,)
+    normed = torch.empty(T, 2 * H, dtype=x_TH.dtype, device=x_TH.device)
+    if T:
+        pair_rms_norm_kernel[(T, 2)](
+            ids_T.contiguous(), table_VH, table_weight_H, x_TH, weight_H, normed, x_TH.stride(0), eps,
+            SIZE=H, PADDED=triton.next_power_of_2(H), num_warps=_warps(H), **chained(x_TH.device),
+        )  # fmt: skip
+    return normed
+
+
+def _rows(x: Tensor) -> Tensor:
+    x_TH = x.reshape(-1, x.shape[-1])
+    return x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+
+
+def _warps(H: int) -> int:
+    """Sixteen bytes a thread and load, where the row is long enough for it."""
+    return max(1, min(16, triton.next_power_of_2(H) // 256))

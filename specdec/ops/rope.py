@@ -1,0 +1,68 @@
+"""Between the qkv projection and attention: optional norm of queries and keys, and rotary positions.  Knows no cache.
+
+`HeadPrep.apply_` is the definition; `attention/rope_store_triton.py` does the same and stores keys and values in one launch.
+
+Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K, D head dim, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Rotation:
+    """Rotary position embedding (arXiv 2104.09864) of one forward pass's tokens.
+
+    table_P2D: cosines, and sines that carry the sign of rotate_half, so that rotating is a roll.  positions_T: int64.
+    """
+
+    def __init__(self, table_P2D: Tensor, positions_T: Tensor) -> None:
+        self.table_P2D, self.positions_T = table_P2D, positions_T
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """[T, 1, D] each, shared by all layers of the pass."""
+        rows = self.table_P2D.index_select(0, self.positions_T)
+        return rows[:, :1], rows[:, 1:]
+
+    def rotate_(self, x_THD: Tensor) -> None:
+        """Rotates in place: x cos + rotate_half(x) sin."""
+        cos, sin = self.cos_sin
+        rolled = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
+        x_THD.mul_(cos).addcmul_(rolled, sin)
+
+
+@dataclass(frozen=True)
+class HeadPrep:
+    """What a layer wants done to its fresh queries and keys.
+
+    norm_HD: a weight for each query and key head (Qwen3's q/k norm over head_dim), or None; eps belongs to it.
+    """
+
+    rotation: Rotation
+    num_kv_heads: int
+    norm_HD: Tensor | None = None
+    eps: float = 0.0
+
+    def apply_(self, qkv_TXD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, Q, D] and keys and values [T, 2, K, D], both views of the input, which is changed in place."""
+        T, X, D = qkv_TXD.shape
+        K = self.num_kv_heads
+        qk_THD = qkv_TXD[:, : X - K]
+        if self.norm_HD is not None:
+            qk_THD.copy_(F.rms_norm(qk_THD, (D,), None, self.eps) * self.norm_HD)
+        self.rotation.rotate_(qk_THD)
+        return qkv_TXD[:, : X - 2 * K], qkv_TXD[:, X - 2 * K :].view(T, 2, K, D)
+
+
+def rotary_table(inv_freq: Tensor, max_positions: int) -> Tensor:
+    """[P, 2, D] cosines and signed sines of every position, from [D/2] angles per position."""
+    angles = torch.outer(torch.arange(max_positions).float(), inv_freq)
+    sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq)))
+    both = torch.cat((angles, angles), dim=-1)
+    return torch.stack((both.cos(), both.sin() * sign), dim=1)
