@@ -128,7 +128,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--attention", default="auto", choices=BACKENDS, help="default: %(default)s")
     add("--page-size", type=int, default=16, metavar="N", help="tokens of a KV page; default: %(default)s")
     add("--max-seq-len", type=int, metavar="N", help="prompt and output; default: bench as needed, generate the model's")
-    add("--no-cuda-graphs", action="store_true")
+    add("--cuda-graphs", choices=("round", "step", "off"), default="round", help="one graph a round, one a phase, or none")
 
 
 def _spec(text: str) -> SpecConfig:
@@ -160,7 +160,8 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
 
 def _engine(args: argparse.Namespace) -> dict[str, Any]:
     names = ("device", "dtype", "attention", "page_size")
-    return {name: getattr(args, name) for name in names} | {"cuda_graphs": not args.no_cuda_graphs}
+    graphs = False if args.cuda_graphs == "off" else args.cuda_graphs
+    return {name: getattr(args, name) for name in names} | {"cuda_graphs": graphs}
 
 
 # ---- commands ----

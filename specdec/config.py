@@ -69,8 +69,13 @@ class SpecConfig:
 
     @property
     def lookahead(self) -> int:
-        """Slots behind the committed tokens that a round writes: verify's nodes, the draft's branches, extend's rows."""
-        return max(self.num_draft_tokens, self.topk * (self.num_steps - 1), self.num_steps + 1)
+        """Slots that rounds may write behind the tokens the host knows of.
+
+        A round writes verify's nodes, the draft's branches and extend's rows; one before it, whose tokens the host has not
+        read yet, may have moved it num_steps + 1 tokens on.
+        """
+        round_writes = max(self.num_draft_tokens, self.topk * (self.num_steps - 1), self.num_steps + 1)
+        return round_writes + self.num_steps + 1
 
 
 @dataclass(frozen=True)

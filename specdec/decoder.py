@@ -17,6 +17,7 @@ from specdec.loading import EngineSettings, build_engine, load_pair
 from specdec.models.causal_lm import CausalLM
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.request import Request
+from specdec.rounds import GraphMode
 
 
 class SpecDecoder:
@@ -39,15 +40,15 @@ class SpecDecoder:
         max_seq_len: int | None = None,
         page_size: int = 16,
         attention: str = "auto",
-        cuda_graphs: bool = True,
+        cuda_graphs: GraphMode = "round",
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
 
         target, draft: folders or hub ids.  draft None: plain autoregressive decoding.  spec: the draft tree's shape,
         SpecConfig() if None.  device, dtype: "auto" or what torch understands.  max_batch_size: requests that run at once;
         more wait.  max_seq_len: prompt and output of one request together, None for the model's own limit.  page_size:
-        tokens per KV page.  attention: "auto", "torch", "triton", "fa2", "fa3" or "fa4".  cuda_graphs: capture the phases
-        of a round; without a GPU it means nothing.
+        tokens per KV page.  attention: "auto", "torch", "triton", "fa2", "fa3" or "fa4".  cuda_graphs: capture a whole
+        "round" as one CUDA graph, each phase ("step") as one, or nothing (False); without a GPU it means nothing.
 
         ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.
         """

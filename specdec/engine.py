@@ -1,46 +1,42 @@
-"""Continuous batching: admits requests, runs rounds, hands out tokens, gives pages back.
+"""Continuous batching: admits requests, launches rounds, hands out tokens, gives pages back.
 
-A round is draft -> build tree -> verify -> accept -> commit -> extend.  Knows requests, rows and pages; what a phase computes
-is the worker's and the verifier's business.
+Rounds are launched back to back and their tokens read `depth` rounds late, so that the device never waits for the host.
+Knows requests, rows and pages; what a round computes is `rounds.py`'s business.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from specdec.batch import BatchState
-from specdec.cuda_graph import GraphSet, on_device
+from specdec.cuda_graph import on_device
 from specdec.models.packed import PackedPrompts
 from specdec.pages import PagePool
+from specdec.readback import Readback, Ticket
 from specdec.request import Request
-from specdec.tree import DraftTree
+from specdec.rounds import Drafter, GraphMode, Round, RoundRunner
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
 MAX_PREFILL_TOKENS = {"cuda": 8192, "cpu": 1024}  # in one prefill pass: bounds its activations, and on a CPU its mask
+DEPTH = {"cuda": 1, "cpu": 0}  # rounds launched before the oldest is read; a CPU has nobody to run ahead of
 
 
-class Drafter(Protocol):
-    """What the engine needs of a draft; `DraftWorker` is the real one, tests bring others."""
+class InFlight(NamedTuple):
+    """A round that was launched and not read yet.  requests: who held its rows then, in their order."""
 
-    def draft(self, state: BatchState) -> DraftTree: ...
-    def extend(
-        self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
-    ) -> None: ...
-    def prefill(self, state: BatchState, prompts: PackedPrompts, features_TF: Tensor) -> None: ...
+    ticket: Ticket
+    requests: list[Request]
+    round: Round
 
 
 class Engine:
     """Runs requests on one target and, if there is one, one drafter.
 
-    state: tensors for the batch, as many rows as can run at once.  lookahead: slots behind the committed tokens that a
-    round may write.  time_phases: measure every phase (each is then waited for, which costs time of its own).
+    state: tensors for the batch, as many rows as can run at once.  lookahead: slots behind the committed tokens that rounds
+    in flight may write.
     """
 
     def __init__(
@@ -50,20 +46,35 @@ class Engine:
         state: BatchState,
         pool: PagePool,
         lookahead: int,
-        cuda_graphs: bool,
+        cuda_graphs: GraphMode,
     ) -> None:
+        device = state.lens_B.device
         self.verifier, self.drafter = verifier, drafter
         self.state, self.pool, self.lookahead = state, pool, lookahead
-        self.graphs = GraphSet(cuda_graphs)
+        self.rounds = RoundRunner(cuda_graphs, device)
+        self.readback = Readback(device)
+        self.depth = DEPTH[device.type]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # its index is its row
+        self.in_flight: deque[InFlight] = deque()
         self.speculate = drafter is not None
-        self.max_prefill_tokens = MAX_PREFILL_TOKENS[state.lens_B.device.type]
-        self.time_phases = False
-        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
-        self.phase_calls: Counter[str] = Counter()
-        self._lens: dict[Request, int] = {}
-        self._tabled: dict[Request, int] = {}  # pages written to the request's row of the page table
+        self.max_prefill_tokens = MAX_PREFILL_TOKENS[device.type]
+
+    @property
+    def time_phases(self) -> bool:
+        return self.rounds.clock.enabled
+
+    @time_phases.setter
+    def time_phases(self, enabled: bool) -> None:
+        self.rounds.clock.enabled = enabled
+
+    @property
+    def phase_seconds(self) -> Any:
+        return self.rounds.clock.seconds
+
+    @property
+    def phase_calls(self) -> Any:
+        return self.rounds.clock.calls
 
     @property
     def is_idle(self) -> bool:
@@ -121,6 +132,7 @@ class Engine:
                 if not self._admit() and self.running:
                     self._round()
         except Exception as error:
+            self.in_flight.clear()
             for request in list(self.running):
                 self._fail(request, error)
             raise
@@ -138,13 +150,12 @@ class Engine:
             if batch and tokens + len(request.prompt_ids) > self.max_prefill_tokens:
                 break
             self.waiting.popleft()
-            self.pool.admit(request, self.tokens_needed(request))
             self._enter(request)
             batch.append(request)
             tokens += len(request.prompt_ids)
         if batch:
             try:
-                with self._phase("prefill"):
+                with self.rounds.clock.phase("prefill"):
                     self._prefill(batch)
             except Exception as error:
                 for request in batch:
@@ -153,15 +164,15 @@ class Engine:
 
     def _enter(self, request: Request) -> None:
         row = len(self.running)
+        pages = self.pool.admit(request, self.tokens_needed(request))
         self.running.append(request)
-        self._lens[request] = len(request.prompt_ids)
-        self._tabled[request] = 0
-        sampling = request.sampling
-        self.state.temperature_B[row] = sampling.temperature
-        self.state.top_k_B[row] = sampling.top_k
-        self.state.top_p_B[row] = sampling.top_p
-        self.state.seed_B[row] = request.seed
-        self._reserve(request, self._lens[request] + self.lookahead)
+        state, sampling = self.state, request.sampling
+        table = torch.tensor(pages, dtype=torch.int32)
+        state.page_table_BW[row, : len(pages)] = table.to(state.page_table_BW.device)
+        state.temperature_B[row] = sampling.temperature
+        state.top_k_B[row] = sampling.top_k
+        state.top_p_B[row] = sampling.top_p
+        state.seed_B[row] = request.seed
 
     def _prefill(self, batch: list[Request]) -> None:
         """Prompts, packed, through the target and then the draft; each request gets its first token."""
@@ -186,47 +197,39 @@ class Engine:
     # ---- rounds ----
 
     def _round(self) -> None:
-        """One round over the running rows, padded to a bucket when graphs are on; one synchronisation, to read tokens."""
-        for request in self.running:
-            self._reserve(request, self._lens[request] + self.lookahead)
-        rows = self._bucket(len(self.running)) if self.graphs.enabled else len(self.running)
+        """Launches a round, unless those in flight will end every request, and reads the oldest one that is due."""
+        launched = any(self._tokens_left(request) > 0 for request in self.running)
+        if launched:
+            self._launch()
+        while len(self.in_flight) > (self.depth if launched else 0):
+            self._collect()
+
+    def _tokens_left(self, request: Request) -> int:
+        """The most tokens the request can still take behind the rounds in flight, each of which emits at least one."""
+        flying = sum(request in flight.requests for flight in self.in_flight)
+        return request.sampling.max_tokens - len(request.output.token_ids) - flying
+
+    def _launch(self) -> None:
+        """One round over the running rows, padded to a bucket when graphs are on."""
+        rows = self._bucket(len(self.running)) if self.rounds.pads_rows else len(self.running)
         state, mode = self.state.narrow(rows), _sampling_mode(self.running)
         if self.speculate:
-            tree, result = self._speculate(state, rows, mode)
+            assert self.drafter is not None
+            launched = self.rounds.speculative(self.verifier, self.drafter, state, mode)
         else:
-            key = ("decode", rows, mode)
-            moved = [state.lens_B, state.bonus_B]
-            with self._phase("decode"):
-                tree, result = self.graphs.run(key, lambda: self._decode(state, mode), moved)
-        with self._phase("rest"):
-            self._hand_out_round(torch.cat((result.accepted_B[:, None], result.tokens_BE), dim=1).tolist(), tree)
+            launched = self.rounds.plain(self.verifier, state, mode)
+        ticket = self.readback.start(launched.emitted_BX)
+        self.in_flight.append(InFlight(ticket, list(self.running), launched))
 
-    def _decode(self, state: BatchState, mode: SamplingMode) -> tuple[DraftTree, Any]:
-        tree = DraftTree.chain(state.bonus_B[:, None])
-        return tree, self.verifier.verify(state, tree, mode, with_features=False)
-
-    def _speculate(self, state: BatchState, rows: int, mode: SamplingMode) -> tuple[DraftTree, Any]:
-        drafter, verifier = self.drafter, self.verifier
-        assert drafter is not None
-        level1 = [state.level1_tokens_BK, state.level1_logp_BK, state.level1_hidden_BH]
-        with self._phase("draft"):
-            tree = self.graphs.run(("draft", rows), lambda: drafter.draft(state), [])
-        with self._phase("verify"):
-            moved = [state.lens_B, state.bonus_B]
-            result = self.graphs.run(("verify", rows, mode), lambda: verifier.verify(state, tree, mode), moved)
-        with self._phase("extend"):
-
-            def extend() -> None:
-                drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
-
-            self.graphs.run(("extend", rows, mode), extend, level1)
-        return tree, result
-
-    def _hand_out_round(self, emitted: list[list[int]], tree: DraftTree) -> None:
-        for request, (accepted, *tokens) in zip(list(self.running), emitted, strict=False):
-            self._lens[request] += accepted + 1
-            take = tokens[: accepted + 1]
-            self._hand_out(request, lambda r=request, t=take: r.take_round(t, tree.num_nodes - 1, tree.max_depth))
+    def _collect(self) -> None:
+        """Waits for the oldest round in flight and hands its tokens out; requests that ended meanwhile take none."""
+        with self.rounds.clock.phase("rest"):
+            flight = self.in_flight.popleft()
+            emitted = flight.ticket.read()
+            for request, (accepted, *tokens) in zip(flight.requests, emitted, strict=False):
+                if not request.is_done:
+                    take, size = tokens[: accepted + 1], (flight.round.drafted, flight.round.depths)
+                    self._hand_out(request, lambda r=request, t=take, s=size: r.take_round(t, *s))
 
     def _hand_out(self, request: Request, take: Any) -> None:
         """Gives a request its tokens.  If that fails (its tokenizer, say), only this request does."""
@@ -244,17 +247,11 @@ class Engine:
 
     # ---- rows and pages ----
 
-    def _reserve(self, request: Request, tokens: int) -> None:
-        """Pages for so many tokens, and their numbers in the request's row of the page table."""
-        pages = self.pool.reserve(request, min(tokens, self.tokens_needed(request)))
-        done = self._tabled[request]
-        if len(pages) > done:
-            new = torch.tensor(pages[done:], dtype=torch.int32)
-            self.state.page_table_BW[self.running.index(request), done : len(pages)] = new.to(self.state.lens_B.device)
-            self._tabled[request] = len(pages)
-
     def _leave(self, request: Request) -> None:
-        """Frees the request's pages and row; the last row moves into the gap, so that rows stay dense."""
+        """Frees the request's pages and row; the last row moves into the gap, so that rows stay dense.
+
+        A round in flight may still write to the pages; whoever gets them next is launched behind it.
+        """
         row, last = self.running.index(request), len(self.running) - 1
         self.running[row] = self.running[last]
         self.running.pop()
@@ -262,28 +259,12 @@ class Engine:
             self.state.move_row(last, row)
         self.state.clear_row(last)
         self.pool.release(request)
-        del self._lens[request], self._tabled[request]
+        if not self.running:
+            self.in_flight.clear()  # it is nobody's any more
 
     def _bucket(self, rows: int) -> int:
         """The next power of two, or all rows."""
         return min(self.state.rows, 1 << (rows - 1).bit_length())
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Adds up a phase's seconds, if asked to; on a GPU that means waiting for it."""
-        if not self.time_phases:
-            yield
-            return
-        self._wait()
-        start = time.perf_counter()
-        yield
-        self._wait()
-        self.phase_seconds[name] += time.perf_counter() - start
-        self.phase_calls[name] += 1
-
-    def _wait(self) -> None:
-        if self.state.lens_B.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _sampling_mode(requests: list[Request]) -> SamplingMode:

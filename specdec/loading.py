@@ -24,6 +24,7 @@ from specdec.models.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.loader import DTYPES, load_target, read_target_config
 from specdec.pages import PagePool
+from specdec.rounds import GraphMode
 from specdec.verify.verifier import TargetVerifier
 
 POOL_SHARE = 0.85  # of the GPU memory that is free behind the weights: the rest is for activations and graphs
@@ -39,13 +40,13 @@ class EngineSettings:
     max_seq_len: int
     page_size: int
     attention: BackendChoice
-    cuda_graphs: bool
+    cuda_graphs: GraphMode
     device: torch.device
     dtype: torch.dtype
 
     @property
     def lookahead(self) -> int:
-        return self.spec.lookahead if self.spec else 1
+        return self.spec.lookahead if self.spec else 2
 
     @property
     def pages_per_sequence(self) -> int:
@@ -100,15 +101,15 @@ def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
 
 def load_pair(
     target: str | Path, draft: str | Path | None, spec: SpecConfig, device: str | torch.device, dtype: str | torch.dtype,
-    max_batch_size: int, max_seq_len: int | None, page_size: int, attention: str, cuda_graphs: bool,
+    max_batch_size: int, max_seq_len: int | None, page_size: int, attention: str, cuda_graphs: GraphMode,
 ) -> tuple[CausalLM, DraftHead | None, EngineSettings, Path]:  # fmt: skip
     """Both models on their device, the settings they run with, and the target's folder (for its tokenizer)."""
     require_int("max_batch_size", max_batch_size, 1, 4096)
     require_int("page_size", page_size, 1, 4096)
     if not isinstance(spec, SpecConfig):
         raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
-    if not isinstance(cuda_graphs, bool):
-        raise TypeError(f"cuda_graphs must be a bool, got {cuda_graphs!r}")
+    if cuda_graphs is not False and cuda_graphs not in ("round", "step"):
+        raise ValueError(f"cuda_graphs must be 'round', 'step' or False, got {cuda_graphs!r}; nearest setting: 'round'")
     where = resolve_device(device)
     folder = resolve_folder(target)
     config = read_target_config(folder)
@@ -116,7 +117,7 @@ def load_pair(
     choice = choose_backend(attention, where, number)
     settings = EngineSettings(
         spec if draft is not None else None, max_batch_size, resolve_max_seq_len(max_seq_len, config), page_size, choice,
-        cuda_graphs and where.type == "cuda", where, number,
+        cuda_graphs if where.type == "cuda" else False, where, number,
     )  # fmt: skip
     max_positions = settings.max_seq_len + settings.lookahead
     model = load_target(folder, config, max_positions, where, number)

@@ -157,7 +157,8 @@ LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(dtype="int8"), ValueError, "dtype must be 'auto' or one of float32.* got 'int8'"),
     (dict(dtype=torch.int8), ValueError, "dtype must be one of .* got torch.int8"),
     (dict(attention="flash"), ValueError, "attention must be one of auto, torch, triton, fa2, fa3, fa4; got 'flash'"),
-    (dict(cuda_graphs="yes"), TypeError, "cuda_graphs must be a bool, got 'yes'"),
+    (dict(cuda_graphs="yes"), ValueError, "cuda_graphs must be 'round', 'step' or False, got 'yes'"),
+    (dict(cuda_graphs=True), ValueError, "got True; nearest setting: 'round'"),
     (dict(spec=(5, 4, 16)), TypeError, "spec must be a SpecConfig, got \\(5, 4, 16\\) of type tuple"),
     (dict(spec=SpecConfig(1, 30, 31)), ValueError, "topk must be at most the draft vocabulary, 26, got 30"),
 ]

@@ -39,7 +39,8 @@ def _print(console: Console, title: str, table: Table) -> None:
 def _facts(m: Measurement) -> Table:
     s, prompts, tokens = m.settings, m.prompts, m.prompts["tokens"]
     torch_version = m.versions["torch"] + (f", driver {m.machine['driver']}" if m.machine["gpus"] else "")
-    graphs = "on" if s["cuda_graphs"] else "off" + ("" if s["device"].startswith("cuda") else " (no GPU)")
+    without = "off" if s["device"].startswith("cuda") else "off (no GPU)"
+    graphs = f"one a {s['cuda_graphs']}" if s["cuda_graphs"] else without
     sampling = s["sampling"]
     how = "greedy" if sampling["temperature"] == 0 else _sampled(sampling)
     rows = [

@@ -115,7 +115,7 @@ def _load(options: BenchOptions, longest_prompt: int) -> tuple[CausalLM, DraftHe
     """Both models, once for all cells: with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead)
     length = options.max_seq_len or longest_prompt + options.sampling.max_tokens
-    engine: dict[str, Any] = {"device": "auto", "dtype": "auto", "attention": "auto", "page_size": 16, "cuda_graphs": True}
+    engine: dict[str, Any] = {"device": "auto", "dtype": "auto", "attention": "auto", "page_size": 16, "cuda_graphs": "round"}
     engine |= {"max_batch_size": max(options.batch_sizes), "max_seq_len": length} | options.engine
     model, head, settings, _ = load_pair(options.target, options.draft, widest, **engine)
     assert head is not None

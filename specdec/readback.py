@@ -1,0 +1,70 @@
+"""Tokens on their way from the device to the host: copied behind the round that made them, read when they are needed.
+
+Knows tensors only.  On a GPU the copy goes to pinned memory and nobody waits for it until `read`; elsewhere it is plain.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Readback:
+    """Copies small tensors to the host.  waits, wait_seconds: how often and how long the host waited for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waits = 0
+        self.wait_seconds = 0.0
+        self._spare: list[Tensor] = []  # pinned memory is slow to get: it is kept
+
+    def start(self, source: Tensor, begun: Any = None) -> Ticket:
+        """Enqueues the copy.  begun: a `mark` from before the work that made the tensor, if its time is wanted."""
+        if self.device.type != "cuda":
+            return Ticket(self, source.clone(), begun, time.perf_counter())
+        size = source.numel()
+        pinned = next((spare for spare in self._spare if spare.numel() >= size and spare.dtype == source.dtype), None)
+        if pinned is None:
+            pinned = torch.empty(max(1024, size), dtype=source.dtype, pin_memory=True)
+        else:
+            self._spare = [spare for spare in self._spare if spare is not pinned]
+        view = pinned[:size].view(source.shape)
+        view.copy_(source, non_blocking=True)
+        return Ticket(self, view, begun, self.mark(), pinned)
+
+    def mark(self) -> Any:
+        """A point in the device's time."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Ticket:
+    """One copy under way."""
+
+    def __init__(self, owner: Readback, host: Tensor, begun: Any, done: Any, pinned: Tensor | None = None) -> None:
+        self._owner, self._host, self._begun, self._done, self._pinned = owner, host, begun, done, pinned
+
+    def read(self) -> list[Any]:
+        """The tensor's values; waits for them.  Once only."""
+        if self._pinned is not None:
+            start = time.perf_counter()
+            self._done.synchronize()
+            self._owner.wait_seconds += time.perf_counter() - start
+            self._owner.waits += 1
+        values = self._host.tolist()
+        if self._pinned is not None:
+            self._owner._spare.append(self._pinned)
+        return values
+
+    def seconds(self) -> float:
+        """Device seconds from `begun` to the copy.  Only after `read`."""
+        assert self._begun is not None
+        if self._pinned is None:
+            return self._done - self._begun
+        return self._begun.elapsed_time(self._done) / 1e3
