@@ -38,6 +38,11 @@ class HeadConfig:
     fc_bias: bool = False
     norm_before_residual: bool = False
 
+    @property
+    def feature_size(self) -> int:
+        """F: width of a token's features, as the target hands them over."""
+        return max(1, len(self.aux_layers)) * self.target_hidden_size
+
 
 class DraftHead(nn.Module):
     """What the draft worker needs of a head.

@@ -1,6 +1,6 @@
 """The running batch as tensors: everything a round computes from.  Knows no request; rows are dense, padding is ordinary data.
 
-Shapes: B rows, W pages per row, K topk, H draft hidden.
+Shapes: B rows, W pages per row, K topk, H draft hidden, P tokens of a pause, F features.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class BatchState:
     active_B: int32, 1 for a running row; lengths of inactive rows don't grow.  page_table_BW: int32.
     temperature_B .. seed_B: see RowSampling.
     level1_tokens_BK (target ids), level1_logp_BK, level1_hidden_BH: the draft's first level, made by the last extend.
+    pending_B: int64, tokens that the draft has not seen yet, because their rounds did not speculate; pending_tokens_BP and
+    pending_features_BPF hold them, each with the target's features of the token before it.
     """
 
     lens_B: Tensor
@@ -35,12 +37,24 @@ class BatchState:
     level1_tokens_BK: Tensor
     level1_logp_BK: Tensor
     level1_hidden_BH: Tensor
+    pending_B: Tensor
+    pending_tokens_BP: Tensor
+    pending_features_BPF: Tensor
 
     @classmethod
     def empty(
-        cls, rows: int, pages: int, topk: int, draft_hidden: int, *, device: torch.device | str, dtype: torch.dtype
+        cls,
+        rows: int,
+        pages: int,
+        topk: int,
+        draft_hidden: int,
+        *,
+        max_pause: int = 0,
+        features: int = 0,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> BatchState:
-        """A batch of padding.  topk and draft_hidden are 0 without a draft."""
+        """A batch of padding.  topk and draft_hidden are 0 without a draft, max_pause and features if it never pauses."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -57,6 +71,9 @@ class BatchState:
             level1_tokens_BK=zeros(rows, topk, dtype=torch.int64),
             level1_logp_BK=zeros(rows, topk, dtype=torch.float32),
             level1_hidden_BH=zeros(rows, draft_hidden, dtype=dtype),
+            pending_B=zeros(rows, dtype=torch.int64),
+            pending_tokens_BP=zeros(rows, max_pause, dtype=torch.int64),
+            pending_features_BPF=zeros(rows, max_pause, features, dtype=dtype),
         )
 
     @property
@@ -78,6 +95,13 @@ class BatchState:
         """Copies of the given rows."""
         return BatchState(*(tensor.index_select(0, rows_R) for tensor in self.tensors()))
 
+    def keep_pending(self, tokens_B: Tensor, features_BF: Tensor) -> None:
+        """Adds a round's one token and its features to what the draft has yet to see."""
+        rows_B = torch.arange(self.rows, device=tokens_B.device)
+        self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
+        self.pending_features_BPF[rows_B, self.pending_B] = features_BF
+        self.pending_B.add_(self.active_B)
+
     def move_row(self, source: int, target: int) -> None:
         """Row `target` becomes what row `source` is."""
         for tensor in self.tensors():
@@ -87,5 +111,6 @@ class BatchState:
         """Makes the row padding.  Its other values may stay: inactive rows read and write the dummy page only."""
         self.active_B[row] = 0
         self.lens_B[row] = 0
+        self.pending_B[row] = 0
         self.page_table_BW[row] = DUMMY_PAGE
         self.temperature_B[row] = 0

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 MAX_STEPS = 64  # levels of a draft tree
+MAX_AUTO_STEPS = 7  # levels that num_steps="auto" goes up to
+MAX_PAUSE = 32  # tokens that a drafter may fall behind while "auto" does not speculate
 
 
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
@@ -40,32 +42,55 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
 class SpecConfig:
     """The shape of the draft tree, in EAGLE's three numbers.
 
-    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).
+    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).  "auto" picks 0 to 7 of them by batch
+    size, from what rounds cost and how far drafts were accepted lately; 0 is plain decoding.
     topk: k, branches kept per level; 1 is a chain.
-    num_draft_tokens: nd, nodes verified per round, the root included.
+    num_draft_tokens: nd, nodes verified per round, the root included; with "auto", the most of them.
     """
 
-    num_steps: int = 5
+    num_steps: int | Literal["auto"] = 5
     topk: int = 4
     num_draft_tokens: int = 16
 
     def __post_init__(self) -> None:
-        S = require_int("num_steps", self.num_steps, 1, MAX_STEPS)
+        if isinstance(self.num_steps, str) and not self.is_auto:
+            raise ValueError(f"num_steps must be an int or 'auto', got {self.num_steps!r}; nearest setting: 'auto'")
         k = require_int("topk", self.topk, 1, 64)
         nd = require_int("num_draft_tokens", self.num_draft_tokens, 2, 1024)
-        if k == 1 and nd != S + 1:
+        S = self.max_steps if self.is_auto else require_int("num_steps", self.num_steps, 1, MAX_STEPS)
+        if k == 1 and nd != S + 1 and not self.is_auto:
             other = f", or num_steps={nd - 1}" if nd - 1 <= MAX_STEPS else ""
             raise ValueError(
                 f"num_draft_tokens must be num_steps + 1 = {S + 1} when topk=1 (a chain, and its root), got {nd}; "
                 f"nearest setting that works: num_draft_tokens={S + 1}{other}"
             )
         most = k + k * k * (S - 1)
-        if nd - 1 > most:
+        if nd - 1 > most and not self.is_auto:
             raise ValueError(
                 f"num_draft_tokens - 1 must be at most topk + topk*topk*(num_steps-1) = {most}, the candidates of a tree "
                 f"with num_steps={S} and topk={k}; got num_draft_tokens={nd}; "
                 f"nearest setting that works: num_draft_tokens={most + 1}"
             )
+
+    @property
+    def is_auto(self) -> bool:
+        return self.num_steps == "auto"
+
+    @property
+    def max_steps(self) -> int:
+        """The most levels a tree can have."""
+        return min(MAX_AUTO_STEPS, self.num_draft_tokens - 1) if self.num_steps == "auto" else self.num_steps
+
+    def at(self, steps: int) -> SpecConfig:
+        """The tree of so many levels: as many nodes as allowed, where there are as many candidates."""
+        k = self.topk
+        candidates = k + k * k * (steps - 1) if k > 1 else steps
+        return SpecConfig(steps, k, min(self.num_draft_tokens, candidates + 1))
+
+    @property
+    def label(self) -> str:
+        """S,k,nd: how tables name a shape."""
+        return f"{self.num_steps},{self.topk},{self.num_draft_tokens}"
 
     @property
     def lookahead(self) -> int:
@@ -74,8 +99,9 @@ class SpecConfig:
         A round writes verify's nodes, the draft's branches and extend's rows; one before it, whose tokens the host has not
         read yet, may have moved it num_steps + 1 tokens on.
         """
-        round_writes = max(self.num_draft_tokens, self.topk * (self.num_steps - 1), self.num_steps + 1)
-        return round_writes + self.num_steps + 1
+        S = self.max_steps
+        round_writes = max(self.num_draft_tokens, self.topk * (S - 1), S + 1, MAX_PAUSE if self.is_auto else 0)
+        return round_writes + S + 1
 
 
 @dataclass(frozen=True)

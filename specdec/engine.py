@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.auto_steps import StepChooser
 from specdec.batch import BatchState
+from specdec.config import MAX_PAUSE, SpecConfig
 from specdec.cuda_graph import on_device
 from specdec.models.packed import PackedPrompts
 from specdec.pages import PagePool
@@ -30,6 +32,7 @@ class InFlight(NamedTuple):
     ticket: Ticket
     requests: list[Request]
     round: Round
+    rows: int
 
 
 class Engine:
@@ -43,17 +46,20 @@ class Engine:
         self,
         verifier: TargetVerifier,
         drafter: Drafter | None,
+        spec: SpecConfig | None,
         state: BatchState,
         pool: PagePool,
         lookahead: int,
         cuda_graphs: GraphMode,
     ) -> None:
         device = state.lens_B.device
-        self.verifier, self.drafter = verifier, drafter
+        self.verifier, self.drafter, self.spec = verifier, drafter, spec
         self.state, self.pool, self.lookahead = state, pool, lookahead
         self.rounds = RoundRunner(cuda_graphs, device)
         self.readback = Readback(device)
         self.depth = DEPTH[device.type]
+        self.chooser = StepChooser(spec.max_steps) if spec and spec.is_auto else None
+        self.pause = 0  # the most tokens that the draft of any row has yet to see
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # its index is its row
         self.in_flight: deque[InFlight] = deque()
@@ -189,6 +195,7 @@ class Engine:
                 self.drafter.prefill(state, packed, features_TF)
         state.lens_B.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         state.active_B.fill_(1)
+        state.pending_B.zero_()
         for target, source in zip(self.state.tensors(), state.tensors(), strict=True):
             target.index_copy_(0, rows_B, source)
         for request, token in zip(batch, first_B.tolist(), strict=True):
@@ -213,19 +220,41 @@ class Engine:
         """One round over the running rows, padded to a bucket when graphs are on."""
         rows = self._bucket(len(self.running)) if self.rounds.pads_rows else len(self.running)
         state, mode = self.state.narrow(rows), _sampling_mode(self.running)
-        if self.speculate:
+        spec = self._spec(rows)
+        if self.pause and (spec is not None or self.pause == MAX_PAUSE):
             assert self.drafter is not None
-            launched = self.rounds.speculative(self.verifier, self.drafter, state, mode)
+            self.rounds.catch_up(self.drafter, state)
+            self.pause = 0
+        begun = self.readback.mark() if self.chooser else None
+        if spec is not None:
+            assert self.drafter is not None
+            launched = self.rounds.speculative(self.verifier, self.drafter, state, spec, mode)
+        elif self.speculate:
+            launched = self.rounds.paused(self.verifier, state, mode)
+            self.pause += 1
         else:
             launched = self.rounds.plain(self.verifier, state, mode)
-        ticket = self.readback.start(launched.emitted_BX)
-        self.in_flight.append(InFlight(ticket, list(self.running), launched))
+        ticket = self.readback.start(launched.emitted_BX, begun)
+        self.in_flight.append(InFlight(ticket, list(self.running), launched, rows))
+
+    def _spec(self, rows: int) -> SpecConfig | None:
+        """The shape of the next round's tree; None for no tree."""
+        if not self.speculate:
+            return None
+        assert self.spec is not None
+        if self.chooser is None:
+            return self.spec
+        steps = self.chooser.choose(rows)
+        return self.spec.at(steps) if steps else None
 
     def _collect(self) -> None:
         """Waits for the oldest round in flight and hands its tokens out; requests that ended meanwhile take none."""
         with self.rounds.clock.phase("rest"):
             flight = self.in_flight.popleft()
             emitted = flight.ticket.read()
+            if self.chooser and self.speculate:
+                self.chooser.observe_cost(flight.rows, flight.round.depths, flight.ticket.seconds())
+                self.chooser.observe_acceptance(flight.round.depths, [row[0] for row in emitted[: len(flight.requests)]])
             for request, (accepted, *tokens) in zip(flight.requests, emitted, strict=False):
                 if not request.is_done:
                     take, size = tokens[: accepted + 1], (flight.round.drafted, flight.round.depths)
@@ -261,6 +290,7 @@ class Engine:
         self.pool.release(request)
         if not self.running:
             self.in_flight.clear()  # it is nobody's any more
+            self.pause = 0
 
     def _bucket(self, rows: int) -> int:
         """The next power of two, or all rows."""

@@ -14,7 +14,7 @@ import torch
 from specdec.attention.attend import BackendChoice, choose_backend, make_backend
 from specdec.attention.kv_cache import MHACache
 from specdec.batch import BatchState
-from specdec.config import SpecConfig, require_int
+from specdec.config import MAX_PAUSE, SpecConfig, require_int
 from specdec.draft.eagle import DraftHead
 from specdec.draft.load import load_head
 from specdec.draft.worker import DraftWorker
@@ -132,25 +132,26 @@ def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettin
     backend = make_backend(settings.attention.name)
     aux_layers = head.config.aux_layers if head else ()
     verifier = TargetVerifier(model, _cache(model.config, pool, settings), backend, settings.page_size, aux_layers)
-    drafter = None
+    drafter, spec = None, settings.spec if head else None
     if head is not None:
-        assert settings.spec is not None
+        assert spec is not None
         most = head.config.draft_vocab_size
-        if settings.spec.topk > most:
+        if spec.topk > most:
             raise ValueError(
-                f"topk must be at most the draft vocabulary, {most}, got {settings.spec.topk}; nearest setting: topk={most}"
+                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
             )
-        cache = _cache(head.config.model, pool, settings)
-        drafter = DraftWorker(head, cache, backend, settings.spec, settings.page_size)
+        drafter = DraftWorker(head, _cache(head.config.model, pool, settings), backend, spec.topk, settings.page_size)
     state = BatchState.empty(
         settings.max_batch_size,
         settings.pages_per_sequence,
-        settings.spec.topk if head and settings.spec else 0,
+        spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,
+        max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
+        features=head.config.feature_size if head else 0,
         device=settings.device,
         dtype=settings.dtype,
     )
-    return Engine(verifier, drafter, state, pool, settings.lookahead, settings.cuda_graphs)
+    return Engine(verifier, drafter, spec, state, pool, settings.lookahead, settings.cuda_graphs)
 
 
 def kv_bytes_per_page(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> int:

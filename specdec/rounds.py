@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch import BatchState
+from specdec.config import SpecConfig
 from specdec.cuda_graph import GraphSet
 from specdec.models.packed import PackedPrompts
 from specdec.phase_clock import PhaseClock
@@ -24,7 +25,7 @@ GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a pha
 class Drafter(Protocol):
     """What a round needs of a draft; `DraftWorker` is the real one, tests bring others."""
 
-    def draft(self, state: BatchState) -> DraftTree: ...
+    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree: ...
     def extend(
         self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
     ) -> None: ...
@@ -70,36 +71,73 @@ class RoundRunner:
         with self.clock.phase("decode"):
             return self.phase_graphs.run(("decode", state.rows, mode), decode, [state.lens_B, state.bonus_B])
 
-    def speculative(self, verifier: TargetVerifier, drafter: Drafter, state: BatchState, mode: SamplingMode) -> Round:
+    def paused(self, verifier: TargetVerifier, state: BatchState, mode: SamplingMode) -> Round:
+        """One step of autoregressive decoding that keeps what the draft will need to `catch_up`."""
+
+        def decode() -> Round:
+            tree = DraftTree.chain(state.bonus_B[:, None])
+            result = verifier.verify(state, tree, mode)
+            state.keep_pending(result.tokens_BE[:, 0], result.features_BEF[:, 0])
+            return _round(result, tree)
+
+        with self.clock.phase("decode"):
+            changed = [state.lens_B, state.bonus_B, state.pending_B]
+            return self.phase_graphs.run(("paused", state.rows, mode), decode, changed)
+
+    def catch_up(self, drafter: Drafter, state: BatchState) -> None:
+        """Shows the draft all tokens of a pause at once; rows that entered since it began have nothing to see."""
+
+        def extend() -> None:
+            has_some_B1 = state.pending_B[:, None] > 0
+            before = [tensor.clone() for tensor in _first_level(state)]
+            base_lens_B = state.lens_B - state.pending_B.int()
+            last_B = (state.pending_B - 1).clamp(min=0)
+            drafter.extend(state, base_lens_B, state.pending_tokens_BP, last_B, state.pending_features_BPF)
+            for tensor, old in zip(_first_level(state), before, strict=True):
+                tensor.copy_(torch.where(has_some_B1, tensor, old))
+            state.pending_B.zero_()
+
+        with self.clock.phase("extend"):
+            self.phase_graphs.run(("catch up", state.rows), extend, [state.pending_B, *_first_level(state)])
+
+    def speculative(
+        self, verifier: TargetVerifier, drafter: Drafter, state: BatchState, spec: SpecConfig, mode: SamplingMode
+    ) -> Round:
         """One round.  Lengths, bonus tokens and first levels in `state` move on."""
         if self.mode != "round" or self.clock.enabled:
-            return self._phases(verifier, drafter, state, mode, self.phase_graphs.run)
+            return self._phases(verifier, drafter, state, spec, mode, self.phase_graphs.run)
         changed = [state.lens_B, state.bonus_B, *_first_level(state)]
 
         def whole() -> Round:
-            return self._phases(verifier, drafter, state, mode, lambda key, phase, changed: phase())
+            return self._phases(verifier, drafter, state, spec, mode, lambda key, phase, changed: phase())
 
-        return self.round_graphs.run(("round", state.rows, mode), whole, changed)
+        return self.round_graphs.run(("round", state.rows, spec, mode), whole, changed)
 
     def _phases(
-        self, verifier: TargetVerifier, drafter: Drafter, state: BatchState, mode: SamplingMode, run: Callable[..., Any]
+        self,
+        verifier: TargetVerifier,
+        drafter: Drafter,
+        state: BatchState,
+        spec: SpecConfig,
+        mode: SamplingMode,
+        run: Callable[..., Any],
     ) -> Round:
-        rows = state.rows
+        key = (state.rows, spec)
         with self.clock.phase("draft"):
-            tree = run(("draft", rows), lambda: drafter.draft(state), [])
+            tree = run(("draft", *key), lambda: drafter.draft(state, spec), [])
 
         def verify() -> tuple[VerifyResult, Round]:
             result = verifier.verify(state, tree, mode)
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", rows, mode), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key, mode), verify, [state.lens_B, state.bonus_B])
 
         def extend() -> None:
             drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
         with self.clock.phase("extend"):
-            run(("extend", rows, mode), extend, _first_level(state))
+            run(("extend", *key, mode), extend, _first_level(state))
         return done
 
 

@@ -87,7 +87,7 @@ def test_no_phase_waits_for_the_device() -> None:
     with torch.inference_mode():
         torch.cuda.set_sync_debug_mode("error")
         try:
-            tree = engine.drafter.draft(state)
+            tree = engine.drafter.draft(state, SPECS[0])
             result = engine.verifier.verify(state, tree, "greedy")
             assert result.features_BEF is not None
             engine.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)

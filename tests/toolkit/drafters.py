@@ -31,7 +31,7 @@ class Substitute:
         self.texts, self.inner = texts or {}, inner
         self.random = random.Random(0)
 
-    def draft(self, state: BatchState) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
         S, nd = self.spec.num_steps, self.spec.num_draft_tokens
         rows = [self._row(row, int(state.lens_B[row]), int(state.bonus_B[row])) for row in range(state.rows)]
         tokens_BN = torch.tensor([tokens for tokens, _ in rows])

@@ -1,0 +1,84 @@
+"""num_steps="auto": the levels chosen are those that pay, and looking for them costs little.
+
+Simulates rounds of known cost and acceptance; no model.
+"""
+
+import random
+
+import pytest
+
+from specdec.auto_steps import StepChooser
+
+MAX = 7
+
+
+def run(
+    chooser: StepChooser, rows: int, rounds: int, acceptance: float, plain: float, step: float, seed: int = 0
+) -> tuple[list[int], float, float]:
+    """(levels chosen, tokens, seconds) of simulated rounds: plain seconds, and `step` more for each level."""
+    rng = random.Random(seed)
+    chosen, tokens, seconds = [], 0, 0.0
+    for _ in range(rounds):
+        steps = chooser.choose(rows)
+        cost = plain + step * steps
+        accepted = []
+        for _ in range(rows):
+            taken = 0
+            while taken < steps and rng.random() < acceptance:
+                taken += 1
+            accepted.append(taken)
+        chooser.observe_acceptance(steps, accepted)
+        chooser.observe_cost(rows, steps, cost * (1 + 0.02 * rng.random()))
+        chosen.append(steps)
+        tokens, seconds = tokens + sum(accepted) + rows, seconds + cost
+    return chosen, tokens, seconds
+
+
+def best_rate(rows: int, acceptance: float, plain: float, step: float) -> float:
+    return max(rows * sum(acceptance**d for d in range(s + 1)) / (plain + step * s) for s in range(MAX + 1))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("acceptance", "step"), [(0.85, 0.05), (0.6, 0.05), (0.5, 0.3), (0.3, 0.5), (0.05, 0.2), (0.95, 0.01)])
+def test_it_comes_close_to_the_best(rows: int, acceptance: float, step: float) -> None:
+    """Keeps out: a rule that stays with its first choice, or one that never finds out that drafting pays."""
+    _, tokens, seconds = run(StepChooser(MAX), rows, 3000, acceptance, 1.0, step)
+    assert tokens / seconds > 0.96 * best_rate(rows, acceptance, 1.0, step)
+
+
+def test_without_hope_it_costs_two_percent_at_most() -> None:
+    """Keeps out: a probe so frequent that speculation which is off still costs.  Nothing is ever accepted."""
+    chooser = StepChooser(MAX)
+    run(chooser, 32, 100, 0.0, 1.0, 0.07)
+    chosen, tokens, seconds = run(chooser, 32, 2000, 0.0, 1.0, 0.07)
+    assert seconds / (tokens / 32) < 1.01 and chosen.count(0) > 1900 and MAX in chosen
+
+
+def test_it_sees_a_change_of_text() -> None:
+    """Keeps out: a pause that never ends.  What can't be drafted is followed by what can."""
+    chooser = StepChooser(MAX)
+    chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
+    assert chosen[-1] == 0
+    chosen, tokens, seconds = run(chooser, 4, 6000, 0.9, 1.0, 0.1)
+    assert min(chosen[-100:]) >= 4
+    chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
+    assert chosen[-20:].count(0) >= 18
+
+
+def test_batch_sizes_are_judged_apart() -> None:
+    """Keeps out: the costs of a small batch taken for those of a large one."""
+    chooser = StepChooser(MAX)
+    small, _, _ = run(chooser, 1, 200, 0.6, 1.0, 0.02)
+    large, _, _ = run(chooser, 64, 200, 0.6, 1.0, 2.0)
+    assert small[-1] >= 3 and large[-50:].count(0) >= 48
+    assert chooser.choose(1) >= 3
+
+
+def test_a_disturbed_measurement_is_outlived() -> None:
+    """Keeps out: one round that a busy machine held up, which rules speculation out for good."""
+    chooser = StepChooser(MAX)
+    for steps, seconds in ((MAX, 9.0), (MAX, 50.0), (MAX, 1.4), (MAX, 1.4), (0, 9.0), (0, 1.0), (0, 1.0), (0, 1.0)):
+        assert chooser.choose(1) == steps
+        chooser.observe_cost(1, steps, seconds)
+        chooser.observe_acceptance(steps, [5] if steps else [0])
+    assert chooser.choose(1) >= 4

@@ -1,0 +1,96 @@
+"""num_steps="auto" in the engine: pauses change neither the text nor how far drafts are accepted behind them.
+
+Keeps out: a drafter that after a pause reads keys it never wrote, which stays lossless and merely gets slower.
+"""
+
+import pytest
+from toolkit.models import Zoo, ragged_prompts
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.config import MAX_PAUSE
+
+LENGTH = 60
+
+
+class Script:
+    """A chooser that plays back: levels for round 0, 1, ... and then always the last."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = list(steps)
+
+    def choose(self, rows: int) -> int:
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
+        assert seconds > 0
+
+    def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
+        assert all(0 <= a <= steps for a in accepted)
+
+
+def make(zoo: Zoo, kind: str, topk: int, depth: int = 0) -> SpecDecoder:
+    spec = SpecConfig("auto", topk, 12 if topk > 1 else 8)
+    decoder = zoo.decoder("llama", kind, spec, page_size=4, max_batch_size=4, max_seq_len=160)
+    decoder.engine.depth = depth
+    return decoder
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("pause", [1, MAX_PAUSE, MAX_PAUSE + 5])
+def test_acceptance_behind_a_pause_is_that_of_a_run_without_one(
+    zoo: Zoo, kind: str, topk: int, pause: int, depth: int
+) -> None:
+    """Two rounds, a pause, then rounds: from there on every round accepts what it accepts behind a fresh prefill."""
+    decoder = make(zoo, kind, topk, depth)
+    before = 2
+    decoder.engine.chooser = Script(*[3] * before, *[0] * pause, 3)  # type: ignore[assignment]
+    (whole,) = decoder.generate([5, 9, 2, 7], SamplingParams(max_tokens=before * 4 + pause + 24))
+    accepted = whole.stats.accepted_per_round
+    emitted = sum(a + 1 for a in accepted[: before + pause])
+    assert accepted[before : before + pause] == [0] * pause
+    prompt = [5, 9, 2, 7, *whole.token_ids[:emitted]]  # without the bonus token, which the fresh prefill samples
+    decoder.engine.chooser = Script(3)  # type: ignore[assignment]
+    (fresh,) = decoder.generate(prompt, SamplingParams(max_tokens=len(whole.token_ids) - emitted))
+    assert fresh.token_ids == whole.token_ids[emitted:]
+    assert fresh.stats.accepted_per_round == accepted[before + pause :]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
+    """Keeps out: a row moved without its pending tokens, a new row that inherits another's, a first level overwritten."""
+    decoder = make(zoo, "eagle3", 3, depth)
+    prompts = ragged_prompts(40, 9, seed=5)
+    params = [SamplingParams(max_tokens=length) for length in (3, 17, 9, 24, 12, 5, 21, 24, 8)]
+    want = [zoo.greedy("llama", prompt, 24)[: p.max_tokens] for prompt, p in zip(prompts, params, strict=True)]
+    decoder.engine.chooser = Script(*[2, 0, 0, 0, 3, 0, 0, 1, 0, 5] * 30)  # type: ignore[assignment]
+    outputs = decoder.generate(prompts, params)
+    assert [out.token_ids for out in outputs] == want
+    alone = make(zoo, "eagle3", 3)
+    for out, prompt, p in zip(outputs, prompts, params, strict=True):  # levels of at most 5 here, so at least what 1 accepts
+        assert out.stats.emitted - out.stats.truncated + 1 == p.max_tokens
+    alone.engine.chooser = Script(0)  # type: ignore[assignment]
+    assert [out.token_ids for out in alone.generate(prompts, params)] == want
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:
+    """With the real chooser, which explores: greedy text, and no page or row left behind."""
+    decoder = make(zoo, "eagle3", topk)
+    prompts = ragged_prompts(40, 9, seed=2)
+    for _ in range(2):
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
+        assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24) for prompt in prompts]
+    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+
+
+def test_what_auto_means_for_a_tree() -> None:
+    """Keeps out: a level count whose tree asks for more nodes than there are candidates."""
+    spec = SpecConfig("auto", 4, 40)
+    assert spec.max_steps == 7 and [spec.at(s).num_draft_tokens for s in (1, 2, 3, 7)] == [5, 21, 37, 40]
+    chain = SpecConfig("auto", 1, 5)
+    assert chain.max_steps == 4 and chain.at(3) == SpecConfig(3, 1, 4)
+    assert all(spec.lookahead >= max(spec.at(s).lookahead, MAX_PAUSE) for s in range(1, 8))
+    with pytest.raises(ValueError, match="num_steps must be an int or 'auto', got 'best'; nearest setting: 'auto'"):
+        SpecConfig("best")  # type: ignore[arg-type]
