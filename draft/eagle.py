@@ -12,7 +12,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.models.causal_lm import DecoderLayer
@@ -122,7 +121,7 @@ class Eagle1Head(DraftHead):
         return features_TF
 
     def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
-        x = F.linear(torch.cat((self.embed_tokens(ids_T), hidden_TH), dim=-1), self.fc.weight, self.fc.bias)
+        x = self.fc(torch.cat((self.embed_tokens(ids_T), hidden_TH), dim=-1))
         rotation = self.rotary.at(positions_T)
         x, delta = self.layers[0](x, x, rotation, attn, 0)
         for index, layer in enumerate(self.layers[1:], start=1):

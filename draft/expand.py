@@ -1,8 +1,8 @@
 """Growing the tree level by level, as EAGLE-2 does (arXiv 2406.16858): the candidates so far, and the beam that goes on.
 
-Pure tensor code over scores and parents; knows no head and no cache.
+Pure tensor code over scores and parents, and its kernels' door; knows no head and no cache.
 
-Shapes: B sequences, K topk, C candidates so far.
+Shapes: B sequences, K topk, C candidates of all levels, R = B * K rows of logits, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.draft.topk import stable_topk
+from specdec.ops.index import arange
+from specdec.ops.launch import use_kernels
+from specdec.ops.topk import stable_topk, top_tokens
+
+MAX_KERNEL_TOPK = 32  # beyond, one program would sort more than its registers hold
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """All tokens proposed so far, level by level: K of level 1, then K * K of each further level.
+    """All tokens proposed, level by level: K of level 1, then K * K of each further level.  Levels not grown yet hold junk.
 
     tokens_BC: int64 target ids.  scores_BC: float32 sums of log-probabilities along the path.
     parents_BC: int64 index of the parent among the candidates; -1 for children of the root.
@@ -27,10 +31,19 @@ class Candidates:
     scores_BC: Tensor
     parents_BC: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, topk: int, num_steps: int, device: torch.device) -> Candidates:
+        shape = rows, topk + topk * topk * (num_steps - 1)
+        tokens_BC, parents_BC = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+        return cls(tokens_BC, torch.empty(shape, dtype=torch.float32, device=device), parents_BC)
+
 
 @dataclass(frozen=True)
 class Beam:
-    """The K branches that are expanded next.  indices_BK: their candidates; parents_BK: which branch each grew from."""
+    """The K branches that are expanded next.
+
+    indices_BK: their candidates.  parents_BK: which of the rows that proposed them each grew from; 0 at level 1.
+    """
 
     tokens_BK: Tensor
     scores_BK: Tensor
@@ -38,26 +51,46 @@ class Beam:
     parents_BK: Tensor
 
 
-def first_level(tokens_BK: Tensor, logp_BK: Tensor) -> tuple[Candidates, Beam]:
+def first_level(candidates: Candidates, tokens_BK: Tensor, logp_BK: Tensor) -> Beam:
     """Level 1: the root's children are candidates and beam at once."""
-    branches_BK = torch.arange(tokens_BK.shape[1], device=tokens_BK.device).expand_as(tokens_BK)
-    candidates = Candidates(tokens_BK, logp_BK, torch.full_like(tokens_BK, -1))
-    return candidates, Beam(tokens_BK, logp_BK, branches_BK, branches_BK)
+    B, K = tokens_BK.shape
+    if use_kernels(logp_BK):
+        from specdec.draft.expand_triton import launch_first_level
+
+        launch_first_level(candidates, tokens_BK, logp_BK)
+    else:
+        candidates.tokens_BC[:, :K] = tokens_BK
+        candidates.scores_BC[:, :K] = logp_BK
+        candidates.parents_BC[:, :K] = -1
+    device = tokens_BK.device
+    return Beam(tokens_BK, logp_BK, arange(K, device).expand(B, K), arange(1, device).expand(B, K))
 
 
-def next_level(candidates: Candidates, beam: Beam, tokens_BKK: Tensor, logp_BKK: Tensor) -> tuple[Candidates, Beam]:
-    """Adds each branch's K children; the best K of them are the next beam.
+def next_level(candidates: Candidates, level: int, beam: Beam, tokens_BKK: Tensor, logp_BKK: Tensor) -> Beam:
+    """Adds each branch's K children at the given level (2 or deeper); the best K of them are the next beam.
 
     A child's score never exceeds its parent's (log-probabilities are <= 0) and its index is always larger.
     """
     B, K, _ = tokens_BKK.shape
-    start = candidates.tokens_BC.shape[1]
+    start = K + K * K * (level - 2)
     tokens, scores = tokens_BKK.flatten(1), (beam.scores_BK[:, :, None] + logp_BKK).flatten(1)
-    parents = beam.indices_BK[:, :, None].expand(B, K, K).flatten(1)
+    added = slice(start, start + K * K)
+    candidates.tokens_BC[:, added] = tokens
+    candidates.scores_BC[:, added] = scores
+    candidates.parents_BC[:, added] = beam.indices_BK[:, :, None].expand(B, K, K).flatten(1)
     top_scores, top = stable_topk(scores, K)
-    grown = Candidates(
-        torch.cat((candidates.tokens_BC, tokens), 1),
-        torch.cat((candidates.scores_BC, scores), 1),
-        torch.cat((candidates.parents_BC, parents), 1),
-    )
-    return grown, Beam(tokens.gather(1, top), top_scores, start + top, top // K)
+    return Beam(tokens.gather(1, top), top_scores, start + top, top // K)
+
+
+def expand(candidates: Candidates, level: int, beam: Beam, logits_RV: Tensor, offsets_V: Tensor | None) -> Beam:
+    """`next_level` with the K likeliest tokens of each branch.  logits_RV: row b * K + k is branch k of sequence b.
+
+    offsets_V: from draft ids to target ids.  One scan and one launch up to topk 32; wider beams are grown by torch.
+    """
+    B, K = beam.tokens_BK.shape
+    if K <= MAX_KERNEL_TOPK and use_kernels(logits_RV):
+        from specdec.draft.expand_triton import launch_expand
+
+        return launch_expand(candidates, level, beam, logits_RV, offsets_V)
+    logp_RK, tokens_RK = top_tokens(logits_RV, K, offsets_V)
+    return next_level(candidates, level, beam, tokens_RK.view(B, K, K), logp_RK.view(B, K, K))

@@ -37,13 +37,12 @@ class DraftWorker:
         self.head, self.cache, self.backend = head, cache, backend
         self.topk, self.page_size = topk, page_size
 
-    def draft(self, state: BatchState) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
         """The next tree of every row.  S levels take S - 1 steps: the first came with the last extend."""
-        return self._draft_chain(state) if self.spec.topk == 1 else self._draft_tree(state)
+        return self._draft_chain(state, spec.max_steps - 1) if self.topk == 1 else self._draft_tree(state, spec)
 
-    def _draft_chain(self, state: BatchState) -> DraftTree:
+    def _draft_chain(self, state: BatchState, steps: int) -> DraftTree:
         """Each step's token is the head's best; scores are not needed."""
-        steps = self.spec.num_steps - 1
         rows = next_tokens(state.page_table_BW, state.lens_B, steps, self.page_size, by_step=True)
         tokens_B, hidden_BH = state.level1_tokens_BK[:, 0], state.level1_hidden_BH
         drawn = [state.bonus_B, tokens_B]
@@ -55,9 +54,9 @@ class DraftWorker:
             drawn.append(tokens_B)
         return DraftTree.chain(torch.stack(drawn, dim=1))
 
-    def _draft_tree(self, state: BatchState) -> DraftTree:
+    def _draft_tree(self, state: BatchState, spec: SpecConfig) -> DraftTree:
         """Every branch of a level is one row of the head's batch; the best K of their K * K children go on."""
-        S, K, B = self.spec.num_steps, self.spec.topk, state.rows
+        S, K, B = spec.max_steps, self.topk, state.rows
         device = state.lens_B.device
         prefix = prefix_segment(state.page_table_BW, state.lens_B, K, self.page_size)
         candidates = Candidates.empty(B, K, S, device)
@@ -69,7 +68,7 @@ class DraftWorker:
             hidden = self.head(beam.tokens_BK.flatten(), rows.hidden_RH, rows.positions_R, attn)
             beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
             ancestors = rows.suffix.page_table
-        return best_nodes(candidates, state.bonus_B, self.spec.num_draft_tokens, S)
+        return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
     def extend(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor) -> None:
         """Runs the head over the accepted tokens with true target features; leaves the next tree's first level in `state`.
@@ -100,4 +99,4 @@ class DraftWorker:
         level1_hidden = state.level1_hidden_BH.view(*last.shape, -1)
         take_rows(hidden, last, out=level1_hidden)
         logits_BV = self.head.logits(state.level1_hidden_BH)
-        top_tokens(logits_BV, self.spec.topk, self.head.d2t_V, out=(state.level1_logp_BK, state.level1_tokens_BK))
+        top_tokens(logits_BV, self.topk, self.head.d2t_V, out=(state.level1_logp_BK, state.level1_tokens_BK))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.ops.index import predecessors
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -17,16 +19,14 @@ class DraftTree:
 
     tokens_BN: int64 target-vocabulary ids; column 0 is the root, the last emitted token.
     parents_BN: int64, each node's parent; the root is its own.
-    depths_BN: int64, 0 for the root.
-    mask_BNN: bool, row n marks the nodes that n may see: its ancestors and itself.
     max_depth: the deepest level that can occur; host knowledge.
     is_chain: node n's parent is n - 1 in every sequence, so position order is node order; host knowledge.
+
+    Depths and masks follow from the parents, and are computed when asked for; kernels walk the parents instead.
     """
 
     tokens_BN: Tensor
     parents_BN: Tensor
-    depths_BN: Tensor
-    mask_BNN: Tensor
     max_depth: int
     is_chain: bool = False
 
@@ -34,25 +34,26 @@ class DraftTree:
     def num_nodes(self) -> int:
         return self.tokens_BN.shape[1]
 
+    @property
+    def mask_BNN(self) -> Tensor:
+        """bool, row n marks the nodes that n may see: its ancestors and itself."""
+        return ancestor_mask(self.parents_BN, self.max_depth)
+
+    @property
+    def depths_BN(self) -> Tensor:
+        """int64, 0 for the root."""
+        return self.mask_BNN.sum(-1) - 1
+
     @classmethod
     def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, max_depth: int) -> DraftTree:
-        """Depths and masks follow from the parents.  Exact for trees of at most max_depth levels."""
-        mask_BNN = ancestor_mask(parents_BN, max_depth)
-        return cls(tokens_BN, parents_BN, mask_BNN.sum(-1) - 1, mask_BNN, max_depth)
+        """A tree of at most max_depth levels."""
+        return cls(tokens_BN, parents_BN, max_depth)
 
     @classmethod
     def chain(cls, tokens_BN: Tensor) -> DraftTree:
         """Every node has one child.  One node alone is plain decoding's tree: only the root."""
         B, N = tokens_BN.shape
-        nodes = torch.arange(N, device=tokens_BN.device)
-        return cls(
-            tokens_BN,
-            (nodes - 1).clamp(min=0).expand(B, N),
-            nodes.expand(B, N),
-            (nodes[:, None] >= nodes).expand(B, N, N),
-            max_depth=N - 1,
-            is_chain=True,
-        )
+        return cls(tokens_BN, predecessors(N, tokens_BN.device).expand(B, N), N - 1, is_chain=True)
 
 
 def ancestor_mask(parents_BN: Tensor, max_depth: int) -> Tensor:

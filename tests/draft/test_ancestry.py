@@ -15,7 +15,7 @@ from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft import worker
+from specdec.draft import branches, worker
 from specdec.draft.expand import Candidates
 from specdec.request import Request
 
@@ -23,11 +23,15 @@ TOLERANCE = 1e-4  # scores are float32; wrong ancestors are off by 0.1
 
 
 class Drawn(NamedTuple):
-    """All that one draft of the batch computed: candidates, and each step's branches and hidden states [B, K, H]."""
+    """All that one draft of the batch computed.
 
-    candidates: Candidates
-    branches_BK: list[Tensor]
-    hidden_BKH: list[Tensor]
+    paths: of each row's candidates, the tokens from the root's child to itself.  scores_BC: of trees; chains have none.
+    steps: each step's branches [B, K] (indices of candidates) and hidden states [B, K, H].
+    """
+
+    paths: list[list[tuple[int, ...]]]
+    scores_BC: Tensor | None
+    steps: list[tuple[Tensor, Tensor]]
 
 
 def running_decoder(
@@ -46,33 +50,35 @@ def running_decoder(
     return decoder, requests
 
 
-def draw(decoder: SpecDecoder, batch: int, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest.MonkeyPatch) -> Drawn:
     """One draft of the running batch, watched."""
     grown: list[Candidates] = []
-    branches: list[Tensor] = []
-    hiddens: list[Tensor] = []
-    next_level, step = worker.next_level, worker.DraftWorker._step
+    beams, hiddens = [torch.arange(spec.topk).expand(batch, -1)], []
+    drafter = decoder.engine.drafter
+    expand, logits = worker.expand, drafter.head.logits
 
-    def watched_next_level(candidates: Candidates, beam: Any, *rest: Tensor) -> Any:
-        out = next_level(candidates, beam, *rest)
-        branches.append(beam.indices_BK)
-        grown.append(out[0])
-        return out
+    def watched_expand(candidates: Candidates, level: int, *rest: Any) -> Any:
+        beam = expand(candidates, level, *rest)
+        grown.append(candidates)
+        beams.append(beam.indices_BK)
+        return beam
 
-    def watched_step(*args: Any) -> Tensor:
-        hidden = step(*args)
-        hiddens.append(hidden.view(batch, -1, hidden.shape[-1]).clone())
-        return hidden
+    def watched_logits(hidden: Tensor) -> Tensor:
+        hiddens.append(hidden.view(batch, spec.topk, -1).clone())
+        return logits(hidden)
 
-    monkeypatch.setattr(worker, "next_level", watched_next_level)
-    monkeypatch.setattr(worker.DraftWorker, "_step", watched_step)
+    monkeypatch.setattr(worker, "expand", watched_expand)
+    monkeypatch.setattr(drafter.head, "logits", watched_logits)
     with torch.inference_mode():
-        decoder.engine.drafter.draft(decoder.engine.state.narrow(batch))
-    return Drawn(grown[-1], branches, hiddens)
+        tree = drafter.draft(decoder.engine.state.narrow(batch), spec)
+    if spec.topk > 1:
+        paths = [paths_of(grown[-1], row) for row in range(batch)]
+        return Drawn(paths, grown[-1].scores_BC, list(zip(beams[:-1], hiddens, strict=True)))
+    paths = [[tuple(tokens[1 : n + 1]) for n in range(1, len(tokens))] for tokens in tree.tokens_BN.tolist()]
+    return Drawn(paths, None, [(torch.full((batch, 1), step), hidden) for step, hidden in enumerate(hiddens)])
 
 
 def paths_of(candidates: Candidates, row: int) -> list[tuple[int, ...]]:
-    """Each candidate's tokens from the root's child to itself."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(candidates.tokens_BC[row].tolist(), candidates.parents_BC[row].tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -81,11 +87,12 @@ def paths_of(candidates: Candidates, row: int) -> list[tuple[int, ...]]:
 
 def row_errors(drawn: Drawn, row: int, alone: PathDrafter) -> Iterator[float]:
     """How far every score and every hidden state of the tree is from the head alone on that path, relative to its size."""
-    paths = paths_of(drawn.candidates, row)
-    for path, score in zip(paths, drawn.candidates.scores_BC[row].tolist(), strict=True):
-        want = sum(alone.log_probs(path[:i]).get(token, -1e9) for i, token in enumerate(path))
-        yield abs(score - want) / max(1, abs(want))
-    for branches_BK, hidden_BKH in zip(drawn.branches_BK, drawn.hidden_BKH, strict=True):
+    paths = drawn.paths[row]
+    if drawn.scores_BC is not None:
+        for path, score in zip(paths, drawn.scores_BC[row].tolist(), strict=True):
+            want = sum(alone.log_probs(path[:i]).get(token, -1e9) for i, token in enumerate(path))
+            yield abs(score - want) / max(1, abs(want))
+    for branches_BK, hidden_BKH in drawn.steps:
         for branch, hidden_H in zip(branches_BK[row].tolist(), hidden_BKH[row], strict=True):
             want_H = alone.hidden(paths[branch])
             yield float((hidden_H.double() - want_H).abs().max() / want_H.abs().max().clamp(min=1))
@@ -114,31 +121,31 @@ def test_every_node_equals_its_own_path(
 ) -> None:
     """Also holds features, positions, d2t, the recurrence and the draft's committed KV: each would move every score."""
     decoder, requests = running_decoder(zoo, target, kind, SpecConfig(*shape), page_size, batch)
-    drawn = draw(decoder, batch, monkeypatch)
+    drawn = draw(decoder, SpecConfig(*shape), batch, monkeypatch)
     for row, request in enumerate(requests):
         alone = alone_of(zoo, target, kind, request)
         assert max(row_errors(drawn, row, alone)) < TOLERANCE
-        paths, K = paths_of(drawn.candidates, row), shape[1]
         children: dict[tuple[int, ...], list[int]] = {}
-        for path in paths:
+        for path in drawn.paths[row]:
             children.setdefault(path[:-1], []).append(path[-1])
         for path, tokens in children.items():
             logp = alone.log_probs(path)
-            assert tokens == sorted(logp, key=lambda token: -logp[token])[:K]
+            assert tokens == sorted(logp, key=lambda token: -logp[token])[: shape[1]]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_static_ancestry_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The test above would be blind if these heads did not read the tree's own keys."""
-    decoder, requests = running_decoder(zoo, "llama", kind, SpecConfig(4, 4, 16), 16, 3)
-    fill, own_slots = worker.fill_draft_suffix, []
+    spec = SpecConfig(4, 4, 16)
+    decoder, requests = running_decoder(zoo, "llama", kind, spec, 16, 3)
+    fill, own_slots = branches.fill_draft_suffix, []
 
     def fill_without_gathering(out: Any, ancestors_BKS: Tensor, step: int) -> None:
         own_slots.append(ancestors_BKS[..., step])
         fill(out, torch.stack(own_slots, dim=-1), step)
 
-    monkeypatch.setattr(worker, "fill_draft_suffix", fill_without_gathering)
-    drawn = draw(decoder, 3, monkeypatch)
+    monkeypatch.setattr(branches, "fill_draft_suffix", fill_without_gathering)
+    drawn = draw(decoder, spec, 3, monkeypatch)
     alone = [alone_of(zoo, "llama", kind, request) for request in requests]
     worst = [max(row_errors(drawn, row, alone_in_row)) for row, alone_in_row in enumerate(alone)]
     assert max(worst) > 100 * TOLERANCE

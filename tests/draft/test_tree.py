@@ -69,10 +69,11 @@ def grow(children: Children, roots: list[int], k: int, steps: int) -> Candidates
         return tokens, torch.from_numpy(np.array([[logp for _, logp in row] for row in answers]))
 
     tokens, logp = ask([[()] for _ in roots])
-    candidates, beam = first_level(tokens[:, 0], logp[:, 0])
+    candidates = Candidates.empty(len(roots), k, steps, torch.device("cpu"))
+    beam = first_level(candidates, tokens[:, 0], logp[:, 0])
     paths = [[(token,) for token in row] for row in tokens[:, 0].tolist()]
-    for _ in range(steps - 1):
-        candidates, beam = next_level(candidates, beam, *ask(paths))
+    for level in range(2, steps + 1):
+        beam = next_level(candidates, level, beam, *ask(paths))
         grown = zip(paths, beam.parents_BK.tolist(), beam.tokens_BK.tolist(), strict=True)
         paths = [[(*row[p], t) for p, t in zip(parents, tokens, strict=True)] for row, parents, tokens in grown]
     return candidates

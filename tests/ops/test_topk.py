@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.draft.topk import _SORT_UP_TO, stable_topk, top_tokens
+from specdec.ops.topk import _SORT_UP_TO, stable_topk, top_tokens
 
 
 def rows(V: int, seed: int) -> np.ndarray:

@@ -1,0 +1,22 @@
+"""Picking rows out of each sequence's rows: features along a path, the last accepted row.
+
+The definition on a CPU and under autograd, one launch of `rows_triton.py` on a GPU.
+
+Shapes: B sequences, N rows of a sequence, E picked rows, F columns.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdec.ops.launch import use_kernels
+
+
+def take_rows(x_BNF: Tensor, index_BE: Tensor, out: Tensor | None = None) -> Tensor:
+    """[B, E, F]: row index_BE[b, e] (int64) of sequence b.  out: where they go, dense rows."""
+    if use_kernels(x_BNF):
+        from specdec.ops.rows_triton import launch_take_rows
+
+        return launch_take_rows(x_BNF, index_BE, out)
+    taken_BEF = x_BNF.gather(1, index_BE[..., None].expand(-1, -1, x_BNF.shape[2]))
+    return taken_BEF if out is None else out.copy_(taken_BEF)

@@ -1,0 +1,67 @@
+"""The best tokens of rows of logits, ordered by value, then by lower id, always: neither trees nor greedy text may depend on
+how a library breaks ties.
+
+Each function is the definition on a CPU and under autograd, and two launches of `topk_triton.py` on a GPU: every row is
+scanned in slices, then the slices' best are merged.
+
+Shapes: R rows, V vocabulary, k best.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.ops.launch import use_kernels
+
+_SORT_UP_TO = 256  # below, one stable sort is faster than making keys (5 us against 20 us on a CPU)
+
+
+def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest along the last dim, (values, int64 indices), ties to the lower index.  values: float32, no NaN."""
+    V = values.shape[-1]
+    if V <= _SORT_UP_TO:
+        top, indices = values.sort(dim=-1, descending=True, stable=True)
+        return top[..., :k], indices[..., :k]
+    # A float's bits, with the magnitude flipped for negatives, order like the float itself.  Above the inverted index they
+    # make keys that never tie, so any top-k gives the one right answer.
+    bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which compare equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.long() << 32) | torch.arange(V - 1, -1, -1, device=values.device)
+    indices = V - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return values.gather(-1, indices), indices
+
+
+def top_tokens(
+    logits: Tensor, k: int, offsets_V: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of [..., V]: (float32 log-probabilities, int64 ids), best first, [..., k] each.
+
+    Ordered by logit, so that rounding in the log-probabilities makes no new ties.  They are never above 0.
+    offsets_V: int64, added to each id (from a draft's vocabulary to the target's).  out: where the result goes.
+    """
+    if use_kernels(logits):
+        from specdec.ops.topk_triton import launch_top_tokens
+
+        return launch_top_tokens(logits, k, offsets_V, out)
+    logits = logits.float()
+    top, ids = stable_topk(logits, k)
+    best = top[..., :1]
+    logp = (top - best) - (logits - best).exp().sum(-1, keepdim=True).log()
+    ids = with_offsets(ids, offsets_V)
+    if out is None:
+        return logp, ids
+    return out[0].copy_(logp), out[1].copy_(ids)
+
+
+def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None) -> Tensor:
+    """[...] int64: the likeliest token of each row of [..., V]; of equals the lowest id, NaN first, as torch's argmax."""
+    if use_kernels(logits):
+        from specdec.ops.topk_triton import launch_greedy_tokens
+
+        return launch_greedy_tokens(logits, offsets_V)
+    return with_offsets(logits.argmax(-1), offsets_V)
+
+
+def with_offsets(ids: Tensor, offsets_V: Tensor | None) -> Tensor:
+    return ids if offsets_V is None else ids + offsets_V[ids]

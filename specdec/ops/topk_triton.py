@@ -1,0 +1,222 @@
+"""The kernels of `topk.py`.  `scan_kernel` finds the best of one slice of one row, `merge_kernel` the best of a row's slices.
+
+Between them travel keys: 64 bits, a float32 that is ordered as an integer above the inverted token id, so that the largest
+key is the best token, and keys never tie.  `merge_rows` is for kernels that go on with a row's best tokens.
+
+Shapes: R rows, N tokens of a slice, S slices, M = S * k keys of a row, C = k best (padded).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.launch import chained
+
+LOWEST_32 = tl.constexpr(-(2**31))
+LOWEST_64 = tl.constexpr(-(2**63))
+PROGRAMS = 256  # enough to fill a GPU
+MAX_KEYS = 128  # of a row that are merged, if larger slices can bring that about
+
+
+@triton.jit
+def ordered_16(x):
+    """int32 that order like 16-bit floats: -0.0 is 0.0, NaN is above all."""
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    bits = tl.where(bits == -32768, 0, bits)
+    wide = x.to(tl.float32)
+    return tl.where(wide != wide, 0x7FFF, bits ^ ((bits >> 15) & 0x7FFF))
+
+
+@triton.jit
+def ordered_32(x):
+    """int32 that order like float32: -0.0 is 0.0, NaN is above all."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == LOWEST_32, 0, bits)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def make_key(value, index):
+    """The key of a float32 value at an index below 2**31."""
+    return (ordered_32(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def key_index(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def key_value(key):
+    """The float32 of a key (-0.0 comes back as 0.0)."""
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scan_kernel(
+    logits,  # [R, V], any float type
+    keys,  # [R, S, k] int64
+    sums,  # [R, S] float32: sum of exp(logit - the slice's largest)
+    vocab,
+    stride_row,
+    K: tl.constexpr,
+    SLICE: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    first = tl.program_id(1) * SLICE
+    i_N = tl.arange(0, SLICE)
+    ok_N = first + i_N < vocab
+    logits += row * stride_row
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x_N = tl.load(logits + first + i_N, mask=ok_N, other=-float("inf"))
+    if x_N.dtype == tl.float32:
+        key_N = (ordered_32(x_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
+        lowest = tl.full([], LOWEST_64, tl.int64)
+    else:  # 16 bits of value above 16 of place: comparing is one instruction
+        key_N = (ordered_16(x_N) << 16) | (SLICE - 1 - i_N)
+        lowest = tl.full([], LOWEST_32, tl.int32)
+    key_N = tl.where(ok_N, key_N, lowest)
+    if SOFTMAX:
+        x_N = x_N.to(tl.float32)
+        top = tl.max(x_N, 0)
+        shift = tl.where(top == -float("inf"), 0.0, top)
+        tl.store(sums + place, tl.sum(tl.exp(x_N - shift), 0))
+    for i in range(K):
+        best = tl.max(key_N, 0)
+        key_N = tl.where(key_N == best, lowest, key_N)
+        # A slice of fewer than K tokens runs dry: then the token lies behind the vocabulary, and its key below all others.
+        token = first + (SLICE - 1 - (best & (SLICE - 1)).to(tl.int32))
+        value = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+        tl.store(keys + place * K + i, make_key(value, token))
+
+
+@triton.jit
+def merge_rows(
+    keys, sums, row_R, ok_R, slices,
+    K: tl.constexpr, PADDED_K: tl.constexpr, PADDED_M: tl.constexpr, PADDED_S: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """(ids int32, log-probabilities float32), [R, C] each, of rows that were scanned; without SOFTMAX 0 for the latter."""
+    m_M = tl.arange(0, PADDED_M)
+    c_C = tl.arange(0, PADDED_K)
+    lowest = tl.full([], LOWEST_64, tl.int64)
+    from_R = row_R.to(tl.int64) * slices
+    ok_RM = ok_R[:, None] & (m_M < slices * K)[None, :]
+    key_RM = tl.load(keys + from_R[:, None] * K + m_M[None, :], mask=ok_RM, other=LOWEST_64)
+    top_RC = tl.zeros_like(row_R[:, None] + c_C[None, :]).to(tl.int64) + lowest
+    for i in range(K):
+        best_R = tl.max(key_RM, 1)
+        key_RM = tl.where(key_RM == best_R[:, None], lowest, key_RM)
+        top_RC = tl.where((c_C == i)[None, :], best_R[:, None], top_RC)
+    logp_RC = tl.zeros_like(top_RC).to(tl.float32)
+    if SOFTMAX:
+        s_S = tl.arange(0, PADDED_S)
+        ok_RS = ok_R[:, None] & (s_S < slices)[None, :]
+        at_RS = from_R[:, None] + s_S[None, :]
+        peak_RS = key_value(tl.load(keys + at_RS * K, mask=ok_RS, other=0))
+        sum_RS = tl.load(sums + at_RS, mask=ok_RS, other=0.0)
+        peak_R = key_value(tl.max(top_RC, 1))
+        total_R = tl.sum(tl.where(ok_RS, sum_RS * tl.exp(peak_RS - peak_R[:, None]), 0.0), 1)
+        total_R = tl.where(ok_R, total_R, 1.0)
+        logp_RC = (key_value(top_RC) - peak_R[:, None]) - tl.log(total_R)[:, None]
+        logp_RC = tl.where(logp_RC > 0.0, 0.0, logp_RC)
+    return key_index(top_RC), logp_RC
+
+
+@triton.jit(do_not_specialize=["slices"])
+def merge_kernel(
+    keys,  # [R, S, k] int64
+    sums,  # [R, S] float32
+    offsets,  # [V] int64
+    logp,  # [R, k] float32
+    ids,  # [R, k] int64
+    slices,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_M: tl.constexpr,
+    PADDED_S: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row_R = tl.program_id(0) + tl.arange(0, 1)
+    c_C = tl.arange(0, PADDED_K)
+    ok_RC = (row_R >= 0)[:, None] & (c_C < K)[None, :]
+    at_RC = row_R.to(tl.int64)[:, None] * K + c_C[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    id_RC, logp_RC = merge_rows(keys, sums, row_R, row_R >= 0, slices, K, PADDED_K, PADDED_M, PADDED_S, SOFTMAX)
+    id_RC = id_RC.to(tl.int64)
+    if HAS_OFFSETS:
+        id_RC += tl.load(offsets + id_RC, mask=ok_RC, other=0)
+    tl.store(ids + at_RC, id_RC, mask=ok_RC)
+    if SOFTMAX:
+        tl.store(logp + at_RC, logp_RC, mask=ok_RC)
+
+
+def slice_size(rows: int, vocab: int, k: int) -> int:
+    """Tokens that one program scans.  k = 1: slices that fill the GPU.  Else: as small as keeps the merge small."""
+    if k == 1:
+        return min(8192, max(256, triton.next_power_of_2(rows * vocab // PROGRAMS)))
+    sizes = (2048, 4096, 8192, 16384)
+    return next((size for size in sizes if triton.cdiv(vocab, size) * k <= MAX_KEYS), sizes[-1])
+
+
+def launch_scan(logits_RV: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
+    """(keys [R, S, k], sums [R, S]): the best of each slice.  Rows may be strided."""
+    R, V = logits_RV.shape
+    assert 1 <= k <= V and logits_RV.stride(1) == 1
+    size = slice_size(R, V, k)
+    slices = triton.cdiv(V, size)
+    keys = torch.empty(R, slices, k, dtype=torch.int64, device=logits_RV.device)
+    sums = torch.empty(R, slices, dtype=torch.float32, device=logits_RV.device)
+    if R:
+        scan_kernel[(R, slices)](
+            logits_RV, keys, sums, V, logits_RV.stride(0),
+            K=k, SLICE=size, SOFTMAX=softmax, num_warps=max(1, min(16, size // 512)), **chained(logits_RV.device),
+        )  # fmt: skip
+    return keys, sums
+
+
+def merge_sizes(slices: int, k: int) -> dict[str, int]:
+    """The padded sizes of `merge_rows`."""
+    power = triton.next_power_of_2
+    return {"K": k, "PADDED_K": power(k), "PADDED_M": power(slices * k), "PADDED_S": power(slices)}
+
+
+def launch_top_tokens(
+    logits: Tensor, k: int, offsets_V: Tensor | None, out: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    shape = (*logits.shape[:-1], k)
+    if out is None:
+        out = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+    logp, ids = out
+    assert logp.shape == ids.shape == shape and logp.is_contiguous() and ids.is_contiguous()
+    _merge(logits, k, offsets_V, logp, ids, softmax=True)
+    return logp, ids
+
+
+def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None) -> Tensor:
+    ids = logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+    _merge(logits, 1, offsets_V, None, ids, softmax=False)
+    return ids
+
+
+def _merge(logits: Tensor, k: int, offsets_V: Tensor | None, logp: Tensor | None, ids: Tensor, softmax: bool) -> None:
+    keys, sums = launch_scan(logits.reshape(-1, logits.shape[-1]), k, softmax)
+    rows, slices, _ = keys.shape
+    if rows:
+        merge_kernel[(rows,)](
+            keys, sums, ids if offsets_V is None else offsets_V, sums if logp is None else logp, ids, slices,
+            **merge_sizes(slices, k), SOFTMAX=softmax, HAS_OFFSETS=offsets_V is not None,
+            num_warps=1 if slices * k <= 256 else 4, **chained(logits.device),
+        )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Picked rows and kept constants.  Kernels run under Triton's interpreter where there is no GPU.
+
+Shapes: B sequences, N rows of a sequence, E picked rows, F columns.
+"""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from specdec.attention.segment import uniform_cu_seqlens  # noqa: E402
+from specdec.ops.index import arange, kept, predecessors  # noqa: E402
+from specdec.ops.rows import take_rows  # noqa: E402
+from specdec.ops.rows_triton import launch_take_rows  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.mark.parametrize(("B", "N", "E", "F"), [(1, 6, 1, 40), (3, 16, 6, 2100), (2, 1, 4, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_picked_rows(B: int, N: int, E: int, F: int, dtype: torch.dtype) -> None:
+    """Keeps out: a row of another sequence, a block of columns left out, strides taken for dense."""
+    x = torch.randn(B, N, F + 3).to(DEVICE, dtype)[..., :F]
+    index_BE = torch.randint(N, (B, E)).to(DEVICE)
+    want = take_rows(x.cpu(), index_BE.cpu())
+    assert want.tolist() == [[x[b, n].tolist() for n in row] for b, row in enumerate(index_BE.tolist())]
+    out = torch.full((B, E, F), torch.nan, dtype=dtype, device=DEVICE)
+    assert launch_take_rows(x, index_BE, out) is out and torch.equal(out.cpu(), want)
+    assert torch.equal(launch_take_rows(x, index_BE, None).cpu(), want)
+    assert torch.equal(take_rows(x.cpu(), index_BE.cpu(), torch.empty_like(want)), want)
+
+
+def test_constants_are_made_once() -> None:
+    calls = []
+
+    @kept
+    def made(n: int) -> torch.Tensor:
+        calls.append(n)
+        return torch.zeros(n)
+
+    assert made(2) is made(2) and made(3) is not made(2) and calls == [2, 3]
+    assert arange(4, DEVICE).tolist() == [0, 1, 2, 3] and predecessors(4, DEVICE).tolist() == [0, 0, 1, 2]
+    assert predecessors(1, DEVICE).tolist() == [0] and uniform_cu_seqlens(2, 3, DEVICE).tolist() == [0, 3, 6]
+
+
+@pytest.mark.gpu
+def test_a_constant_first_made_inside_a_capture_is_not_kept() -> None:
+    """Keeps out: memory of a graph that was never replayed, handed out as a constant."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = arange(12345, DEVICE)
+    outside = arange(12345, DEVICE)
+    assert outside is not inside and int(outside[-1]) == 12344 and outside is arange(12345, DEVICE)
+    graph.replay()
+    assert torch.equal(inside, outside)
