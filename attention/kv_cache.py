@@ -1,7 +1,7 @@
 """Where keys and values live: one tensor a model, addressed by slot.  Knows slots, not the sequences that own them.
 
-Shapes: T tokens, K kv heads, D head dim, M moved tokens.  K and V of a token lie side by side, so a token is stored, moved
-and gathered in one piece.
+Shapes: T tokens, K kv heads, D head dim, B sequences, N slots of a sequence, E moved tokens.  K and V of a token lie side
+by side, so a token is stored, moved and gathered in one piece.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from specdec.ops.launch import use_kernels
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ class MHACache:
     def view(self, layer: int) -> KVView:
         return KVView(self.kv[layer])
 
-    def move(self, source_M: Tensor, target_M: Tensor) -> None:
-        """Copies tokens between slots in every layer at once.  Reads everything before it writes: the two may overlap."""
+    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
+        """In every layer at once: the token at a sequence's slot number path_BE[b, e] goes to its slot number e.
+
+        slots_BN: int64, no slot in two sequences (a dummy page's may be: they hold junk).  path_BE: int64.  Reads all of a
+        sequence before it writes: the two may overlap.
+        """
+        if use_kernels(self.kv):
+            from specdec.attention.move_triton import launch_move
+
+            launch_move(self.kv, slots_BN, path_BE)
+            return
+        source_M, target_M = slots_BN.gather(1, path_BE).flatten(), slots_BN[:, : path_BE.shape[1]].flatten()
         self.kv.index_copy_(1, target_M, self.kv.index_select(1, source_M))

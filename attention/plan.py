@@ -1,22 +1,52 @@
 """Builders: who reads which keys, written as segments.  Pure tensor code, free of host reads, so it runs inside CUDA graphs.
 
-A builder that fills a table writes into `out`, which is fresh or a view of a static buffer; it can't tell.
+A builder that fills a table writes into `out`, which is fresh or a view of a static buffer; it can't tell.  On a GPU a round
+fills its tables by kernels (`next_tokens` here; a tree's in its own rooms), for which these builders are the definition.
 
 Shapes: B sequences, K topk, N tree nodes, S draft steps, W table width, P queries per sequence.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from specdec.attention.segment import Segment, uniform_cu_seqlens
+from specdec.ops.index import use_index_kernels
 
 
 def slots_at(page_table_BW: Tensor, positions_BP: Tensor, page_size: int) -> Tensor:
     """[B, P] int64 slots of the given positions of each sequence."""
     pages_BP = page_table_BW.gather(1, positions_BP // page_size)
     return pages_BP.long() * page_size + positions_BP % page_size
+
+
+class NextTokens(NamedTuple):
+    """Where the next P tokens of each sequence stand, [B, P], or [P, B] by step; int64.
+
+    ends_PB: int32, the keys that each of them may read: all before it, and its own.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    ends_PB: Tensor
+
+
+def next_tokens(page_table_BW: Tensor, lens_B: Tensor, count: int, page_size: int, by_step: bool = False) -> NextTokens:
+    """The next `count` tokens behind lens_B.  by_step: they are run one after the other, so each step's rows lie together."""
+    if use_index_kernels(lens_B):
+        from specdec.attention.tables_triton import launch_next_tokens
+
+        return NextTokens(*launch_next_tokens(page_table_BW, lens_B, count, page_size, by_step))
+    positions_PB = lens_B.long() + torch.arange(count, device=lens_B.device)[:, None]
+    positions_BP = positions_PB.t().contiguous()
+    slots_BP = slots_at(page_table_BW, positions_BP, page_size)
+    ends_PB = (positions_PB + 1).int()
+    if by_step:
+        return NextTokens(positions_PB, slots_BP.t().contiguous(), ends_PB)
+    return NextTokens(positions_BP, slots_BP, ends_PB)
 
 
 def prefix_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, page_size: int) -> Segment:

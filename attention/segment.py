@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.ops.index import kept
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -49,6 +51,11 @@ class Segment:
             max_seqlen_q=queries_per_row,
         )
 
+    @classmethod
+    def of_slots(cls, slots_RW: Tensor, lens_R: Tensor) -> Segment:
+        """One query a row, which reads the row's first slots.  Both int32."""
+        return cls(slots_RW, lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1)
+
     def narrow(self, rows: int, width: int | None = None) -> Segment:
         """A view of the first `rows` rows (and `width` columns): a static buffer cut down to the running batch."""
         table = self.page_table[:rows] if width is None else self.page_table[:rows, :width]
@@ -63,6 +70,7 @@ class AttentionPlan:
     segments: tuple[Segment, ...]
 
 
+@kept
 def uniform_cu_seqlens(rows: int, queries_per_row: int, device: torch.device | str) -> Tensor:
-    """[rows + 1] int32: every row holds the same number of queries."""
+    """[rows + 1] int32: every row holds the same number of queries.  Shared: not to be written to."""
     return torch.arange(0, rows * queries_per_row + 1, queries_per_row, dtype=torch.int32, device=device)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.batch import BatchState
+from specdec.ops.index import use_index_kernels
 from specdec.tree import DraftTree
 
 
@@ -34,17 +36,32 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
 
     Siblings hold distinct tokens, so the nodes taken form one path, and their order is the path's.
     """
-    B, N = tree.tokens_BN.shape
+    N = tree.num_nodes
     E = tree.max_depth + 1
     if N == 1:  # plain decoding: the root's token is the bonus
-        nothing_B = target_tokens_BN.new_zeros(B)
+        nothing_B = target_tokens_BN.new_zeros(target_tokens_BN.shape[0])
         return Accepted(nothing_B[:, None], nothing_B, target_tokens_BN)
-    chosen_BN = target_tokens_BN.gather(1, tree.parents_BN)
-    missed_BN = tree.tokens_BN != chosen_BN
-    missed_BN[:, 0] = False
-    off_path_BN = (tree.mask_BNN & missed_BN[:, None]).any(-1)
-    accepted_B = N - 1 - off_path_BN.sum(-1)
-    nodes_E = torch.arange(E, device=off_path_BN.device)
-    first_BE = torch.sort(off_path_BN.byte(), dim=-1, stable=True).indices[:, :E]
+    hit_BN = tree.tokens_BN == target_tokens_BN.gather(1, tree.parents_BN)
+    hit_BN[:, 0] = True
+    taken_BN = hit_BN
+    for _ in range(tree.max_depth - 1):  # after i turns: the node and the i + 1 above it
+        taken_BN = hit_BN & taken_BN.gather(1, tree.parents_BN)
+    accepted_B = taken_BN.sum(-1) - 1
+    nodes_E = torch.arange(E, device=taken_BN.device)
+    first_BE = torch.sort(taken_BN.byte(), dim=-1, descending=True, stable=True).indices[:, :E]
     path_BE = torch.where(nodes_E <= accepted_B[:, None], first_BE, nodes_E)
     return Accepted(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE))
+
+
+def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tuple[Accepted, Tensor]:
+    """`accept_path`; moves lengths (of active rows) and bonus tokens in `state` on.  Also [B] int32: lengths before."""
+    if use_index_kernels(target_tokens_BN):
+        from specdec.verify.accept_triton import launch_accept
+
+        *accepted, base_lens_B = launch_accept(tree, target_tokens_BN, state)
+        return Accepted(*accepted), base_lens_B
+    base_lens_B = state.lens_B.clone()
+    done = accept_path(tree, target_tokens_BN)
+    state.lens_B.add_((done.accepted_B + 1) * state.active_B)
+    state.bonus_B.copy_(done.tokens_BE.gather(1, done.accepted_B[:, None])[:, 0])
+    return done, base_lens_B

@@ -69,5 +69,5 @@ def test_move_reads_before_it_writes() -> None:
     """Keeps out: an overlapping move that copies what it has just written."""
     cache = MHACache(2, 10, 1, 4, dtype=torch.float32, device="cpu")
     cache.kv.copy_(torch.arange(10.0)[None, :, None, None, None].expand_as(cache.kv))
-    cache.move(torch.tensor([3, 4, 6, 2]), torch.tensor([2, 3, 4, 5]))
+    cache.move(torch.tensor([[2, 3, 4, 5, 6]]), torch.tensor([[1, 2, 4, 0]]))
     assert cache.kv[1, :, 1, 0, 3].tolist() == [0, 1, 3, 4, 6, 2, 6, 7, 8, 9]

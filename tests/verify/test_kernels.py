@@ -1,0 +1,125 @@
+"""The verifier's kernels against their definitions: tree tables and acceptance.  Under Triton's interpreter without a GPU.
+
+Shapes: B sequences, N nodes, E places on a path.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from toolkit.drafters import random_shape
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from specdec.batch import BatchState  # noqa: E402
+from specdec.tree import DraftTree  # noqa: E402
+from specdec.verify.accept import Accepted, accept  # noqa: E402
+from specdec.verify.accept_triton import launch_accept  # noqa: E402
+from specdec.verify.tables import path_tables  # noqa: E402
+from specdec.verify.tables_triton import launch_path_tables  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+SHAPES = [(3, 2, 1), (4, 16, 5), (5, 60, 7), (2, 33, 32), (3, 7, 2)]
+LARGE = [(1, 6, 5), (1, 32, 5), (64, 60, 7), (2, 1024, 64), (32, 1000, 6)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """New memory is the largest integer: what a kernel forgets to write shows."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random_trees(B: int, N: int, S: int, chain: bool = False) -> DraftTree:
+    """Tokens are their own numbers, shuffled: siblings are distinct, and so is all else."""
+    tokens_BN = torch.stack([torch.randperm(N) for _ in range(B)])
+    if chain:
+        return DraftTree.chain(tokens_BN)
+    rng = random.Random(N)
+    parents_BN = torch.tensor([random_shape(N, S, rng)[0] for _ in range(B)])
+    return DraftTree.from_parents(tokens_BN, parents_BN, min(S, N - 1))
+
+
+def on_device(tree: DraftTree) -> DraftTree:
+    return DraftTree(tree.tokens_BN.to(DEVICE), tree.parents_BN.to(DEVICE), tree.max_depth, tree.is_chain)
+
+
+def likely_targets(tree: DraftTree) -> Tensor:
+    """At most nodes, the token of one of its children; else some token."""
+    B, N = tree.tokens_BN.shape
+    targets_BN = torch.randint(N, (B, N))
+    for b in range(B):
+        for n in torch.randperm(N - 1).add(1).tolist():
+            if random.random() < 0.9:
+                targets_BN[b, tree.parents_BN[b, n]] = tree.tokens_BN[b, n]
+    return targets_BN
+
+
+def new_state(B: int) -> BatchState:
+    """Some rows inactive, some of length 0."""
+    state = BatchState.empty(B, 4, 0, 0, device="cpu", dtype=torch.float32)
+    state.lens_B.copy_(torch.randint(900, (B,)) * (torch.arange(B) % 3 != 1))
+    state.bonus_B.fill_(-1)
+    state.active_B.copy_(torch.arange(B) % 4 != 2)
+    return state
+
+
+def check_acceptance(tree: DraftTree, targets_BN: Tensor) -> None:
+    state = new_state(len(targets_BN))
+    copy = BatchState(*(tensor.to(DEVICE, copy=True) for tensor in state.tensors()))
+    want, want_base_B = accept(tree, targets_BN, state)
+    *got, base_B = launch_accept(on_device(tree), targets_BN.to(DEVICE), copy)
+    for name, a, b in zip(Accepted._fields, got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.cpu(), b), name
+    assert torch.equal(base_B.cpu(), want_base_B)
+    for name in ("lens_B", "bonus_B", "active_B"):
+        assert torch.equal(getattr(copy, name).cpu(), getattr(state, name)), name
+
+
+@pytest.mark.parametrize(("B", "N", "S"), [*SHAPES, *(pytest.param(*s, marks=pytest.mark.gpu) for s in LARGE)])
+def test_acceptance_equals_the_definition(B: int, N: int, S: int) -> None:
+    """Keeps out: a node taken below a miss, padding that looks accepted, lengths of inactive rows that grow, a bonus token
+    of the wrong node."""
+    tree = random_trees(B, N, S)
+    for targets_BN in (likely_targets(tree), torch.randint(N, (B, N)), torch.full((B, N), N)):
+        check_acceptance(tree, targets_BN)
+
+
+@pytest.mark.parametrize("N", [1, 2, 6, 33])
+def test_acceptance_of_chains(N: int) -> None:
+    """Keeps out: a kernel that takes a chain's shared parents for one row a sequence; a root alone that needs children."""
+    tree = random_trees(5, N, N, chain=True)
+    check_acceptance(tree, torch.cat((tree.tokens_BN[:, 1:], torch.full((5, 1), 3)), 1))
+    check_acceptance(tree, likely_targets(tree))
+    strided = DraftTree.chain(tree.tokens_BN.t().contiguous().t())
+    check_acceptance(strided, likely_targets(strided))
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize(("B", "N", "S"), [*SHAPES[:4], *(pytest.param(*s, marks=pytest.mark.gpu) for s in LARGE)])
+def test_tables_equal_the_definition(B: int, N: int, S: int, page_size: int) -> None:
+    """Keeps out: a path upside down or one node short, slots that run over a page's end, a row that reads the dummy's."""
+    tree = random_trees(B, N, S)
+    lens_B = torch.tensor([[0, page_size - 1, page_size, 37, 90][b % 5] for b in range(B)], dtype=torch.int32)
+    width = (90 + N) // page_size + 2
+    page_table_BW = (torch.randperm(B * width) + 1).view(B, width).int()
+    page_table_BW[0] = 0
+    positions, slots, suffix = path_tables(page_table_BW, lens_B, tree, page_size)
+    got_positions, got_slots, got = launch_path_tables(
+        page_table_BW.to(DEVICE), lens_B.to(DEVICE), tree.parents_BN.to(DEVICE), min(N, tree.max_depth + 1), page_size
+    )
+    assert torch.equal(got_positions.cpu(), positions) and torch.equal(got_slots.cpu(), slots)
+    assert torch.equal(got.cache_seqlens.cpu(), suffix.cache_seqlens) and got.page_table.shape == suffix.page_table.shape
+    assert torch.equal(got.cu_seqlens_q.cpu(), suffix.cu_seqlens_q) and got.max_seqlen_q == 1
+    read = torch.arange(suffix.page_table.shape[1]) < suffix.cache_seqlens[:, None]
+    rows = got.page_table.cpu()
+    assert torch.equal(rows.where(read, 0), suffix.page_table.where(read, 0))
+    assert torch.equal(rows, rows.where(read, slots.flatten().int()[:, None])), "behind its length a row repeats its own slot"

@@ -1,0 +1,92 @@
+"""The kernel of `accept.py`: one program a sequence; every node walks up to its root and sees whether all on the way fit.
+
+Shapes: B sequences, N nodes, E places on a path.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.batch import BatchState
+from specdec.ops.launch import chained
+from specdec.tree import DraftTree
+
+
+@triton.jit(
+    do_not_specialize=["num_nodes", "places", "stride_tokens_b", "stride_tokens_n", "stride_parents", "stride_targets"],
+    do_not_specialize_on_alignment=["lens", "bonus", "active", "tokens"],
+)
+def accept_kernel(
+    tokens,  # [B, N] int64
+    parents,  # [B, N] int64
+    targets,  # [B, N] int64
+    lens,  # [B] int32, moves on
+    bonus,  # [B] int64, written
+    active,  # [B] int32
+    path,  # [B, E] int64
+    accepted,  # [B] int64
+    emitted,  # [B, E] int64
+    base_lens,  # [B] int32
+    num_nodes,  # N
+    places,  # E
+    stride_tokens_b,
+    stride_tokens_n,
+    stride_parents,
+    stride_targets,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    ok_N = n < num_nodes
+    tokens += b * stride_tokens_b
+    parents += b * stride_parents
+    targets += b * stride_targets
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.load(lens + b)
+    target_N = tl.load(targets + n, mask=ok_N, other=0)
+    depth_N = tl.zeros([BLOCK], tl.int32)
+    taken_N = ok_N
+    at_N = tl.where(ok_N, n, 0)
+    for _ in range(places - 1):
+        parent_N = tl.load(parents + at_N).to(tl.int32)
+        hit_N = tl.load(tokens + at_N * stride_tokens_n) == tl.load(targets + parent_N)
+        taken_N = taken_N & (hit_N | (at_N == 0))
+        depth_N += (at_N > 0).to(tl.int32)
+        at_N = parent_N
+    count = tl.sum(taken_N.to(tl.int32), 0) - 1
+    taken_N = taken_N & (depth_N < places)
+    # The nodes taken are one path, so each has its place, its depth; the places behind repeat their own number.
+    rest_N = (n > count) & (n < places)
+    to_N = b * places + tl.where(taken_N, depth_N, n)
+    tl.store(path + to_N, n.to(tl.int64), mask=taken_N)
+    tl.store(emitted + to_N, target_N, mask=taken_N)
+    tl.store(path + b * places + n, n.to(tl.int64), mask=rest_N)
+    tl.store(emitted + b * places + n, target_N, mask=rest_N)
+    tl.store(accepted + b, count.to(tl.int64))
+    tl.store(bonus + b, tl.sum(tl.where(taken_N & (depth_N == count), target_N, 0), 0))
+    tl.store(base_lens + b, length)
+    tl.store(lens + b, length + (count + 1) * tl.load(active + b))
+
+
+def launch_accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(path_BE, accepted_B, tokens_BE, base_lens_B)."""
+    B, N = target_tokens_BN.shape
+    E, device = tree.max_depth + 1, target_tokens_BN.device
+    assert tree.parents_BN.stride(1) == 1 and target_tokens_BN.stride(1) == 1
+    assert tree.tokens_BN.shape == tree.parents_BN.shape == (B, N) and E <= N
+    path, emitted = (torch.empty(B, E, dtype=torch.int64, device=device) for _ in range(2))
+    accepted, base_lens = torch.empty(B, dtype=torch.int64, device=device), torch.empty_like(state.lens_B)
+    block = max(32, triton.next_power_of_2(N))
+    accept_kernel[(B,)](
+        tree.tokens_BN, tree.parents_BN, target_tokens_BN, state.lens_B, state.bonus_B, state.active_B,
+        path, accepted, emitted, base_lens, N, E,
+        *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0),
+        BLOCK=block, num_warps=max(1, min(8, block // 64)), **chained(device),
+    )  # fmt: skip
+    return path, accepted, emitted, base_lens

@@ -1,0 +1,55 @@
+"""Where a tree's nodes stand for one target pass: their positions, their slots, and who reads what.
+
+Node n of a sequence of L committed tokens is stored at slot L + n, and has rotary position L + its depth.
+
+Shapes: B sequences, N nodes, T = B * N.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.plan import causal_segment, fill_tree_suffix, next_tokens, prefix_segment, slots_at
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.batch import BatchState
+from specdec.ops.index import use_index_kernels
+from specdec.tree import DraftTree
+
+
+class TreeTables(NamedTuple):
+    """positions_T: int64.  slots_BN: int64.  plan: of the target's pass."""
+
+    positions_T: Tensor
+    slots_BN: Tensor
+    plan: AttentionPlan
+
+
+def tree_tables(state: BatchState, tree: DraftTree, page_size: int) -> TreeTables:
+    """A chain is one causal segment; a tree is the prefix, and a suffix of each node's own path."""
+    N = tree.num_nodes
+    if tree.is_chain:
+        rows = next_tokens(state.page_table_BW, state.lens_B, N, page_size)
+        segment = causal_segment(state.page_table_BW, rows.ends_PB[-1], N, page_size)
+        return TreeTables(rows.positions.flatten(), rows.slots, AttentionPlan((segment,)))
+    positions_T, slots_BN, suffix = path_tables(state.page_table_BW, state.lens_B, tree, page_size)
+    prefix = prefix_segment(state.page_table_BW, state.lens_B, N, page_size)
+    return TreeTables(positions_T, slots_BN, AttentionPlan((prefix, suffix)))
+
+
+def path_tables(page_table_BW: Tensor, lens_B: Tensor, tree: DraftTree, page_size: int) -> tuple[Tensor, Tensor, Segment]:
+    """(positions [T] int64, slots [B, N] int64, suffix: a row a node, its path from the root to itself)."""
+    B, N = tree.tokens_BN.shape
+    width = min(N, tree.max_depth + 1)
+    if use_index_kernels(lens_B):
+        from specdec.verify.tables_triton import launch_path_tables
+
+        return launch_path_tables(page_table_BW, lens_B, tree.parents_BN, width, page_size)
+    nodes_N, mask_BNN = torch.arange(N, device=lens_B.device), tree.mask_BNN
+    slots_BN = slots_at(page_table_BW, lens_B[:, None] + nodes_N, page_size)
+    suffix = Segment.empty(B * N, width, 1, device=lens_B.device)
+    fill_tree_suffix(suffix, slots_BN, mask_BNN)
+    positions_BN = lens_B[:, None] + mask_BNN.sum(-1) - 1
+    return positions_BN.flatten(), slots_BN, suffix
