@@ -9,10 +9,10 @@ import math
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.ops.linear import gated_linear, linear
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
@@ -30,6 +30,9 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -120,5 +123,4 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(gated_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias))

@@ -1,0 +1,159 @@
+"""The products' kernels against their definition.  Under Triton's interpreter where there is no GPU.
+
+Shapes: T rows, I in, O out, F of a gated pair.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from specdec.ops import linear_triton  # noqa: E402
+from specdec.ops.linear import Tiles, gated_linear, linear, silu_mul, tiles_for  # noqa: E402
+from specdec.ops.linear_triton import ARRIVALS, launch_linear, launch_silu_mul  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and partial sums start as NaN: what is read or returned unwritten shows."""
+    plain = Tensor.new_empty
+
+    def new_nan(self: Tensor, *shape: int, **kwargs: torch.dtype) -> Tensor:
+        out = plain(self, *shape, **kwargs)
+        return out.fill_(NAN) if out.is_floating_point() else out
+
+    monkeypatch.setattr(Tensor, "new_empty", new_nan)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def strided(T: int, I: int, dtype: torch.dtype) -> Tensor:
+    """[T, I] inside a larger tensor that is NaN elsewhere: rows beyond T and columns beyond I are poison."""
+    room = torch.full((T + 20, I + 16), NAN).to(DEVICE, dtype)
+    room[:T, :I] = rand(T, I, dtype=dtype)
+    return room[:T, :I]
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    product = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    return silu_mul(product) if gated else product
+
+
+def check(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype and got.shape == want.shape
+    error = (got.double() - want).norm() / want.norm()
+    assert error < BOUNDS[dtype], f"off by {float(error):.1e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("T", "O", "I"), [(1, 64, 128), (6, 44, 90), (16, 32, 20), (19, 40, 72)])
+def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool, dtype: torch.dtype) -> None:
+    """Keeps out: padding that counts, gate and up swapped, a bias per tile, a split without columns, dense rows assumed."""
+    x, weight, bias = (
+        strided(T, I, dtype),
+        rand(2 * O if gated else O, I, dtype=dtype),
+        rand(2 * O if gated else O, dtype=dtype),
+    )
+    tiles = Tiles(max(8, 1 << (T - 1).bit_length()), 32, 32, splits, 4, 3)
+    check(launch_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
+    check(launch_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
+
+
+def test_a_split_leaves_its_counters_as_it_found_them() -> None:
+    """Keeps out: stale arrivals, by which a second launch or a graph's replay sums too early; sums in order of arrival."""
+    x, weight = rand(5, 256), rand(48, 256)
+    tiles = Tiles(8, 16, 32, 4, 4, 2)
+    outs = [launch_linear(x, weight, None, False, tiles) for _ in range(3)]
+    check(outs[0], exact(x, weight, None, False), torch.float32)
+    assert all(torch.equal(outs[0], out) for out in outs)
+    assert not linear_triton._arrivals(x.device).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "F_"), [(1, 64), (5, 100), (3, 2049)])
+def test_silu_mul_equals_the_definition(T: int, F_: int, dtype: torch.dtype) -> None:
+    """Keeps out: halves swapped, a block that reads on into the up half, NaN where exp overflows."""
+    gate_up = strided(T, 2 * F_, dtype)
+    gate_up[0, :2] = torch.tensor([-2e4, 2e4])
+    check(launch_silu_mul(gate_up), silu_mul(gate_up.double()), dtype)
+    assert launch_silu_mul(gate_up[:0]).shape == (0, F_)
+
+
+def test_without_a_gpu_or_with_gradients_it_is_torch() -> None:
+    """Keeps out: a kernel that training would differentiate through, and an input of three dims refused."""
+    x, weight, bias = rand(2, 3, 16).requires_grad_(), rand(12, 16), rand(12)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+    out = gated_linear(x, weight, bias)
+    assert torch.equal(out, F.silu(gate) * up)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
+    """Keeps out: more shared memory than an SM has, more split tiles than counters, rows that no tile holds."""
+    for T in range(66):
+        for O in (2, 256, 1400, 4096, 6144, 16383, 28672, 128256):
+            for I in (16, 256, 4096, 14336, 28672):
+                tiles = tiles_for(T, O, I, dtype, O == 28672)
+                assert (tiles is None) == (T in (0, 65)) or dtype == torch.float32
+                if tiles is not None:
+                    assert tiles.block_t >= T and tiles.shared_bytes(dtype.itemsize) <= 232_448
+                    assert tiles.splits == 1 or -(-O // tiles.block_o) <= ARRIVALS
+
+
+MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 4096, False),
+         (6144, 8192, False), (4096, 12288, False), (1400, 256, False), (256, 700, False)]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 60, 64, 192])
+def test_real_shapes_on_a_gpu(T: int, dtype: torch.dtype) -> None:
+    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
+    for O, I, gated in MODEL:
+        x, weight = rand(T, I, dtype=dtype), (torch.randn(O, I, device=DEVICE) * I**-0.5).to(dtype)
+        bias = rand(O, dtype=dtype) if O == 6144 else None
+        with torch.no_grad():
+            got = gated_linear(x, weight, bias) if gated else linear(x, weight, bias)
+        check(got, exact(x, weight, bias, gated), dtype)
+
+
+@pytest.mark.gpu
+def test_chained_products_in_a_graph() -> None:
+    """Keeps out: a product that reads its input before the one before it is done; counters that a replay finds stale."""
+    with torch.no_grad():
+        weights = [(torch.randn(O, I, device=DEVICE) * I**-0.5).bfloat16() for O, I in [(28672, 4096), (4096, 14336)] * 6]
+        x = rand(6, 4096, dtype=torch.bfloat16)
+
+        def forward() -> Tensor:
+            h = x
+            for gate_up, down in zip(weights[::2], weights[1::2]):
+                h = F.rms_norm(h + linear(gated_linear(h, gate_up), down), (4096,))
+            return h
+
+        want = forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = forward()
+        for _ in range(20):
+            out.fill_(NAN)
+            graph.replay()
+            assert torch.equal(out, want)
