@@ -84,12 +84,15 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     shapes = " and ".join(f"{s.num_steps},{s.topk},{s.num_draft_tokens}" for s in DEFAULT_SPECS)
     add("--prompts", metavar="FILE", help="text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)")
     add("--num-prompts", type=int, metavar="N", help="the file's first N; default: the first 8, or all if there are fewer")
-    add("--spec", type=_spec, action="append", metavar="S,k,nd", help=f"tree shape, repeatable; default: {shapes}")
+    add("--spec", type=_spec, action="append", metavar="S,k,nd", help=f"tree shape, repeatable (S: or auto); default: {shapes}")
     add("--batch-sizes", type=_ints, default=(1, 8), metavar="N,N", help="default: 1,8")
     add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
     add("--repeats", type=int, default=3, metavar="N", help="timed passes a side; default: %(default)s")
     add("--chat", action="store_true", help="apply the target's chat template to the prompts")
     add("--threads", type=int, metavar="N", help="CPU threads of both sides; default: 1 for the shipped pair, else torch's own")
+    add("--profile", action="store_true", help="print where each millisecond of a round goes, beside the byte limit")
+    forced = "force acceptance, one probability a level, for capacity planning; the numbers are marked SYNTHETIC"
+    add("--synthetic-acceptance", type=_floats, metavar="P,P,..", help=forced)
     add("--json", metavar="FILE", help="write raw counters, all times, settings and definitions")
     add("--plot", metavar="FILE.png", help="write a figure (needs specdec[plots])")
     _sampling_flags(parser)
@@ -99,7 +102,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
 def _generate_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="default: read from stdin")
-    add("--spec", type=_spec, metavar="S,k,nd", help="tree shape; default: 5,4,16")
+    add("--spec", type=_spec, metavar="S,k,nd", help="tree shape; S may be auto; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
     add("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
@@ -133,11 +136,11 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def _spec(text: str) -> SpecConfig:
     try:
-        steps, topk, nodes = (int(part) for part in text.split(","))
+        steps, topk, nodes = (part if part == "auto" and not i else int(part) for i, part in enumerate(text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected three numbers S,k,nd such as 5,4,16, got {text!r}") from None
     try:
-        return SpecConfig(steps, topk, nodes)
+        return SpecConfig(steps, topk, nodes)  # type: ignore[arg-type]  # "auto" is the first alone
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -149,11 +152,19 @@ def _ints(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected numbers such as 1,8, got {text!r}") from None
 
 
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected probabilities such as 0.8,0.7,0.6, got {text!r}") from None
+
+
 def _sampling(args: argparse.Namespace) -> SamplingParams:
     """Flags that greedy decoding would not look at are errors: nothing is ignored."""
     given = {name: getattr(args, name) for name in ("top_p", "top_k", "seed") if getattr(args, name) is not None}
-    if args.temperature == 0 and given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+    idle = given.keys() - ({"seed"} if getattr(args, "synthetic_acceptance", None) else set())  # forced draws have one
+    if args.temperature == 0 and idle:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given if name in idle)
         raise ValueError(f"{flags} would do nothing at --temperature 0 (greedy); give a temperature, or leave it out")
     return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos, **given)
 
@@ -199,6 +210,8 @@ def _bench(args: argparse.Namespace) -> int:
         chat=args.chat,
         engine=_engine(args),
         max_seq_len=args.max_seq_len,
+        profile=args.profile,
+        synthetic_acceptance=args.synthetic_acceptance,
     )
     _set_threads(args)
     measurement = _with_progress(options)
@@ -250,7 +263,9 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
     stats = _stream(decoder, [{"role": "user", "content": prompt}] if args.chat else prompt, sampling)
     if args.stats:
-        print(stats, file=sys.stderr)
+        from specdec.startup import STARTUP
+
+        print(f"{stats}\nstart-up, first round included: {STARTUP.report()}", file=sys.stderr)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter, defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from specdec.bench.report import print_report
 from specdec.bench.run import BenchOptions
 from specdec.config import SamplingParams, SpecConfig
 from specdec.generation import Generation, Stats
+from specdec.phase_clock import PhaseClock
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=9)
@@ -47,24 +47,30 @@ class StubDecoder:
     outputs: ids of a prompt, the same for every one.
     """
 
-    def __init__(self, wrong: list[int] | None = None, logits: list[float] = (0.0,) * 9, dtype=torch.float32) -> None:
+    def __init__(
+        self, wrong: list[int] | None = None, logits: list[float] = (0.0,) * 9, dtype=torch.float32, synthetic: bool = False
+    ) -> None:
         self.model, self.head = StubModel(list(logits)), None
         self.settings = SimpleNamespace(
-            spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4
-        )
+            spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4,
+            cuda_graphs=False,
+        )  # fmt: skip
+        self.clock = PhaseClock(torch.device("cpu"))
         self.engine = SimpleNamespace(
-            phase_seconds=defaultdict(float), phase_calls=Counter(), time_phases=False, pool=SimpleNamespace(num_pages=3)
+            rounds=SimpleNamespace(clock=self.clock),
+            pool=SimpleNamespace(num_pages=3),
+            verifier=SimpleNamespace(synthetic="forced" if synthetic else None),
         )
         self.right, self.wrong = [5, 6, 7, 8, 5, 6], wrong
         self.calls: list[tuple[bool, bool]] = []
 
     def generate(self, prompts, params, *, speculate):
-        self.calls.append((speculate, self.engine.time_phases))
+        self.calls.append((speculate, self.clock.enabled))
         self.asked = prompts, params
-        if self.engine.time_phases:
+        if self.clock.enabled:
             for name in ("prefill", *(["draft", "verify", "extend"] if speculate else ["decode"] * 5)):
-                self.engine.phase_seconds[name] += 0.001
-                self.engine.phase_calls[name] += 1
+                self.clock.seconds[name] += 0.001
+                self.clock.calls[name] += 1
         ids = self.wrong if speculate and self.wrong else self.right
         return [self._output(prompt, ids, speculate) for prompt in prompts]
 
@@ -112,8 +118,18 @@ def test_both_sides_do_the_same_work_in_alternating_order():
     assert decoder.calls == [plain, fast, plain, fast, fast, plain, plain, fast, (False, True), (True, True)]
     assert decoder.asked == (PROMPTS, [GREEDY, GREEDY])
     assert len(cell.baseline.seconds) == len(cell.speculative.seconds) == 3
-    assert decoder.engine.time_phases is False
+    assert decoder.clock.enabled is False
     assert cell.outputs.passes == 5
+
+
+def test_phases_that_get_graphs_of_their_own_are_captured_first():
+    """Keeps out: the seconds of a capture in the milliseconds of a phase."""
+    decoder = StubDecoder()
+    decoder.settings.cuda_graphs = "round"
+    cell = bench(decoder)
+    assert decoder.calls[-4:] == [(False, True), (False, True), (True, True), (True, True)]
+    assert cell.outputs.passes == 6
+    assert cell.speculative.phases.calls == {"prefill": 1, "draft": 1, "verify": 1, "extend": 1}
 
 
 def test_phases_are_switched_off_when_a_pass_fails():
@@ -122,14 +138,14 @@ def test_phases_are_switched_off_when_a_pass_fails():
     good = decoder.generate
 
     def generate(*args, **kwargs):
-        if decoder.engine.time_phases:
+        if decoder.clock.enabled:
             raise KeyboardInterrupt
         return good(*args, **kwargs)
 
     decoder.generate = generate
     with pytest.raises(KeyboardInterrupt):
         bench(decoder)
-    assert decoder.engine.time_phases is False
+    assert decoder.clock.enabled is False
 
 
 def test_every_prompt_has_its_seed_and_keeps_it():
@@ -173,6 +189,27 @@ def test_different_outputs_have_no_speed_up():
     assert measurement.diverged
     derived = measurement.as_json()["cells"][0]["derived"]
     assert derived["speed_up"] is None and derived["speed_up_of_each_repeat"] is None
+
+
+def test_forced_acceptance_is_marked_everywhere_and_compared_nowhere():
+    """Keeps out: a plan that is read as a measurement, near-ties of a text that nobody chose, exit code 1 for it."""
+    decoder = StubDecoder(wrong=[5, 6, 1, 8, 5, 6], synthetic=True)
+    cell = replace(with_times(bench(decoder), 1.0, 2.0), spec=(64, 64, 1024), batch_size=64, repeat_ratio=0.5)
+    measurement = replace(measured(cell, cell), synthetic_acceptance=[0.8, 0.5])
+    text = shown(measurement)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "acceptance by depth is forced to 0.8, 0.5" in text and "not compared" in " ".join(text.split())
+    for title in ("Speed", "Milliseconds by phase", "Acceptance by depth"):
+        table = text[text.index(f"SYNTHETIC: {title}") :].split("\n\n")[0]
+        rows = [line for line in table.splitlines() if "64,64,1024" in line]
+        assert len(rows) >= 2 and all("SYNTHETIC" in row for row in rows)
+    assert "SYNTHETIC batch 64, 64,64,1024: SLOWER THAN BASELINE" in text
+    assert "DIVERGED" not in text and "repetitive" not in text and not measurement.diverged
+    data = json.loads(json.dumps(measurement.as_json()))
+    assert data["synthetic_acceptance"] == [0.8, 0.5] and "synthetic_acceptance" in data["definitions"]
+    derived = data["cells"][0]["derived"]
+    assert (derived["outputs"], derived["outputs_equal"], derived["speed_up"]) == ("SYNTHETIC", None, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +334,12 @@ def test_a_text_file_holds_one_prompt_a_line(tmp_path):
         ({"specs": ()}, "spec must name each value once, and at least one"),
         ({"repeats": 0}, "repeats must be >= 1"),
         ({"sampling": SamplingParams(temperature=1.0)}, "sampling needs a seed"),
+        ({"synthetic_acceptance": (0.5,) * 4}, "one probability a level, 5 for the shape 5,4,16; got 4"),
+        ({"synthetic_acceptance": (0.5,) * 6}, "nearest setting that works: a --spec of 6 levels, or 5 numbers"),
+        ({"synthetic_acceptance": (0.5, 1.5, 0.5, 0.5, 0.5)}, r"synthetic_acceptance\[1\] must be in \[0.0, 1.0\], got 1.5"),
+        ({"synthetic_acceptance": (float("nan"),) * 5}, "got nan"),
+        ({"profile": True}, "max_tokens of at least 25 with num_steps=5.* got 9"),
+        ({"profile": True, "specs": (SpecConfig("auto", 1, 8),)}, "a profile needs a number of levels"),
     ],
 )
 def test_options_that_measure_nothing_are_refused(change, message):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def test_help_is_quick(tmp_path):
         (["bench", "--json", "/no/such/folder/out.json"], "can't be written"),
         (["bench", "--prompts", "/no/such/file.jsonl"], "no prompts file '/no/such/file.jsonl'"),
         (["bench", "--plot", "out.nonsense"], "--plot must end in one of"),
+        (["bench", "--synthetic-acceptance", "0.8;0.7"], "expected probabilities such as 0.8,0.7,0.6, got '0.8;0.7'"),
+        (["bench", "--synthetic-acceptance", "0.8,0.7"], "one probability a level, 5 for the shape 5,4,16; got 2"),
+        (["bench", "--synthetic-acceptance", "1,1,1,1,-1"], "synthetic_acceptance[4] must be in [0.0, 1.0], got -1.0"),
+        (["bench", "--synthetic-acceptance", "1,1,1,1,1", "--top-p", "1", "--seed", "3"], "--top-p would do nothing"),
+        (["bench", "--profile", "--max-tokens", "9"], "--max-tokens 25"),
+        (["bench", "--profile", "--target", "somewhere"], "--target needs --draft"),
         (["generate", "--max-tokens", "0", "hi"], "max_tokens must be >= 1"),
         (["generate", "--seed", "1", "hi"], "--seed would do nothing at --temperature 0"),
         (["generate", "--no-speculate", "--spec", "5,4,16", "hi"], "would do nothing with --no-speculate"),
@@ -134,7 +141,7 @@ def test_generate_streams_the_text_and_nothing_else(capsys):
     assert (code, out) == (0, plain.text + "\n")
     assert "accept length" in err and "tok/s" in err
     _, same, err = run(capsys, *argv, "--no-speculate", "--stats")
-    assert same == out and err.rstrip().endswith("plain decoding")
+    assert same == out and "; plain decoding\n" in err
 
 
 @needs_pair
@@ -161,11 +168,37 @@ def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
     data = json.loads((tmp_path / "o.json").read_text())
     assert [cell["batch_size"] for cell in data["cells"]] == [1, 2]
     for cell in data["cells"]:
-        assert cell["outputs"] == {"prompts": 2, "passes": 3, "differing": []}
+        assert cell["outputs"] == {"prompts": 2, "passes": 3, "differing": [], "is_synthetic": False}
         assert cell["baseline"]["output_tokens"] == cell["speculative"]["output_tokens"]
         assert cell["derived"]["speed_up"] > 0 and cell["derived"]["ms_per_round_by_phase"]["verify"] > 0
     assert len(data["prompts"]["sha256"]) == 64 and data["versions"]["torch"] and data["machine"]["cpu"]
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_pair
+def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
+    """Keeps out: forced acceptance that some line forgets to mention, draws that no seed repeats, a profile of one kind."""
+    from specdec.bench import byte_limit
+    from specdec.bench import run as bench_run
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setitem(byte_limit.READ_BYTES, "cpu", 4 << 20)
+    monkeypatch.setattr(bench_run, "profile_work", partial(bench_run.profile_work, rounds=5))
+    flags = ["--synthetic-acceptance", "1,0.5", "--seed", "5", "--max-tokens", "16"]
+    more, found = ["--profile", "--plot", str(tmp_path / "o.png")], []
+    for name in ("a.json", "b.json"):
+        code, out, err = run(capsys, "bench", *TINY, *flags, *(more if not found else ()), "--json", str(tmp_path / name))
+        assert (code, err) == (0, "") and max(len(line.rstrip()) for line in out.splitlines()) <= 80
+        found.append((json.loads((tmp_path / name).read_text()), out))
+    (data, out), (again, _) = found
+    assert out.count("SYNTHETIC") > 20 and "plain step, batch 2" in out and "SYNTHETIC: round 2,2,4, batch 2" in out
+    assert data["synthetic_acceptance"] == [1.0, 0.5] and data["settings"]["sampling"]["ignore_eos"] is True
+    assert [budget["spec"] for budget in data["budgets"]] == [None, [2, 2, 4], None, [2, 2, 4]]
+    for budget in data["budgets"]:
+        assert budget["derived"]["ms"] > 0 < budget["derived"]["byte_limit_ms"] and sum(budget["phases_ms"].values()) > 0
+    counters = [cell["speculative"]["counters"] for cell in data["cells"]]
+    assert all(c["accepted_by_depth"][0] == c["rounds"] for c in counters), "the first level is always accepted"
+    assert counters == [cell["speculative"]["counters"] for cell in again["cells"]]
 
 
 @needs_pair

@@ -15,6 +15,7 @@ import torch
 
 from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, Side, repeat_ratio
 from specdec.bench.near_tie import explain_divergence, first_divergence
+from specdec.bench.profile import timed_phases
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.generation import Generation, Stats
@@ -28,7 +29,10 @@ def measure_cell(
     repeats: int,
     on_pass: Callable[[str, int], None] = lambda *_: None,
 ) -> Cell:
-    """Both sides on one decoder: a warm-up pass each, the timed repeats, and a pass that times the phases."""
+    """Both sides on one decoder: a warm-up pass each, the timed repeats, and a pass that times the phases.
+
+    Where the decoder's acceptance is forced, outputs are not compared.
+    """
     params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
     sides = {speculate: _SideRun(decoder, list(prompts), params, speculate) for speculate in (False, True)}
     done = 0
@@ -43,6 +47,7 @@ def measure_cell(
     both("warm-up", (False, True), _SideRun.warm_up)
     for repeat in range(repeats):  # alternating, so that a machine that slows down hits both
         both(f"repeat {repeat + 1} of {repeats}", (False, True) if repeat % 2 == 0 else (True, False), _SideRun.time)
+    memory = _memory(decoder)  # before phases get graphs of their own
     both("phases", (False, True), _SideRun.time_phases)
     baseline, speculative = sides[False], sides[True]
     spec = decoder.settings.spec
@@ -54,7 +59,7 @@ def measure_cell(
         speculative.side(),
         _compare(decoder, prompts, params, baseline.passes, speculative.passes),
         repeat_ratio([output.token_ids for output in baseline.passes[0]]),
-        _memory(decoder),
+        memory,
     )
 
 
@@ -76,15 +81,12 @@ class _SideRun:
         self.timed.append(self.passes[-1])
 
     def time_phases(self) -> None:
-        engine = self.decoder.engine
-        engine.phase_seconds.clear()
-        engine.phase_calls.clear()
-        engine.time_phases = True
-        try:
+        with timed_phases(self.decoder.engine) as clock:
+            if self.decoder.settings.cuda_graphs == "round":  # phases get graphs of their own now
+                self._run()
+            clock.clear()
             wall = self._run()
-        finally:
-            engine.time_phases = False
-        self.phases = Phases(wall, dict(engine.phase_seconds), dict(engine.phase_calls))
+        self.phases = Phases(wall, dict(clock.seconds), dict(clock.calls))
 
     def side(self) -> Side:
         assert self.phases is not None
@@ -112,6 +114,8 @@ def _compare(
     speculative: list[list[Generation]],
 ) -> Outputs:
     """Every pass of one side against the same pass of the other; a difference seen in several passes is listed once."""
+    if decoder.engine.verifier.synthetic is not None:
+        return Outputs(len(prompts), len(baseline), [], is_synthetic=True)
     found: dict[tuple[int, int, int | None, int | None], Divergence] = {}
     for plain, fast in zip(baseline, speculative, strict=True):
         for i, (a, b) in enumerate(zip(plain, fast, strict=True)):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from specdec.bench.budget import BUDGET_DEFINITIONS, Budget
 from specdec.generation import Stats
 
 REPEAT_N = 6  # tokens of an n-gram, about four or five words
@@ -33,6 +34,10 @@ DEFINITIONS = {
     f"output; above {REPEAT_FLAG} the text loops, which inflates acceptance",
     "counters": "rounds: verify passes of one sequence. drafted, accepted: draft tokens. emitted: accepted + bonus. truncated: "
     "cut behind the end. prefill_tokens + emitted - truncated = output tokens, asserted per request",
+    "synthetic_acceptance": "if not null: acceptance was forced, depth by depth, to these conditional probabilities along each "
+    "tree's best path (less where that path was pruned: acceptance_by_depth is what happened). The speculative text is not the "
+    "target's, so outputs are not compared, and repeat_ratio says nothing about acceptance",
+    **{f"budgets.{name}": text for name, text in BUDGET_DEFINITIONS.items()},
 }
 
 
@@ -100,18 +105,21 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Whether both sides wrote the same."""
+    """Whether both sides wrote the same.  is_synthetic: acceptance was forced, so nothing was compared."""
 
     prompts: int
     passes: int
     differing: list[Divergence]
+    is_synthetic: bool = False
 
     @property
-    def num_equal(self) -> int:
-        return self.prompts - len({d.prompt for d in self.differing})
+    def num_equal(self) -> int | None:
+        return None if self.is_synthetic else self.prompts - len({d.prompt for d in self.differing})
 
     @property
-    def verdict(self) -> Literal["equal", "near-tie", "DIVERGED"]:
+    def verdict(self) -> Literal["equal", "near-tie", "DIVERGED", "SYNTHETIC"]:
+        if self.is_synthetic:
+            return "SYNTHETIC"
         if any(d.verdict == "DIVERGED" for d in self.differing):
             return "DIVERGED"
         return "near-tie" if self.differing else "equal"
@@ -129,10 +137,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size with one tree shape (S, k, nd)."""
+    """One batch size with one tree shape (S, k, nd); S may be "auto"."""
 
     batch_size: int
-    spec: tuple[int, int, int]
+    spec: tuple[int | str, int, int]
     baseline: Side
     speculative: Side
     outputs: Outputs
@@ -166,13 +174,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All cells, and what is needed to repeat them."""
+    """All cells, budgets if they were asked for, and what is needed to repeat them.
+
+    synthetic_acceptance: the probabilities that acceptance was forced to, by depth.
+    """
 
     machine: dict[str, Any]
     versions: dict[str, str]
     settings: dict[str, Any]
     prompts: dict[str, Any]
     cells: list[Cell] = field(default_factory=list)
+    budgets: list[Budget] = field(default_factory=list)
+    synthetic_acceptance: list[float] | None = None
 
     @property
     def diverged(self) -> bool:
@@ -183,6 +196,7 @@ class Measurement:
         data = asdict(self)
         for cell, raw in zip(self.cells, data["cells"], strict=True):
             raw["derived"] = _derived(cell)
+        data["budgets"] = [budget.as_json() for budget in self.budgets]
         return {"format": "specdec bench 1", "definitions": DEFINITIONS, **data}
 
 

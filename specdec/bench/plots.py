@@ -32,11 +32,14 @@ def write_plot(measurement: Measurement, path: Path) -> None:
     figure = Figure(figsize=(width, 4.6), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(width - 5, 5))
-    _speed(left, measurement.cells)
-    _acceptance(right, measurement.cells)
+    forced = measurement.synthetic_acceptance
+    tag = "" if forced is None else "SYNTHETIC: "
+    _speed(left, measurement.cells, tag)
+    _acceptance(right, measurement.cells, tag)
     settings = measurement.settings
     figure.suptitle(
-        f"{_short(settings['target'])} with {_short(settings['draft'])}, {settings['dtype']}, "
+        ("" if forced is None else f"{tag}acceptance forced to {', '.join(map(str, forced))} by depth\n")
+        + f"{_short(settings['target'])} with {_short(settings['draft'])}, {settings['dtype']}, "
         f"{settings['attention']} attention\n{measurement.machine['runs_on']}",
         fontsize=10,
     )
@@ -47,7 +50,7 @@ def _short(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def _speed(axes: Any, cells: list[Cell]) -> None:
+def _speed(axes: Any, cells: list[Cell], tag: str) -> None:
     """Bars of tok/s, a group a batch size; each shape stands beside its own baseline, with its speed-up on the bar."""
     sizes = list(dict.fromkeys(cell.batch_size for cell in cells))
     names = list(dict.fromkeys(cell.name for cell in cells))
@@ -63,7 +66,7 @@ def _speed(axes: Any, cells: list[Cell]) -> None:
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set_xlabel("batch size")
     axes.set_ylabel("output tokens per second")
-    axes.set_title("Speed (on the bars: against the baseline beside)", fontsize=10)
+    axes.set_title(f"{tag}Speed (on the bars: against the baseline beside)", fontsize=10)
     axes.margins(y=0.2)
     _clean(axes)
     _legend_below(axes, 4)
@@ -74,7 +77,7 @@ def _bar(axes: Any, x: float, height: float, width: float, colour: str, label: s
     axes.bar_label(bars, [note], padding=4, fontsize=8, rotation=90)
 
 
-def _acceptance(axes: Any, cells: list[Cell]) -> None:
+def _acceptance(axes: Any, cells: list[Cell], tag: str) -> None:
     """Lines of the smallest batch: acceptance doesn't depend on the batch size."""
     smallest = min(cell.batch_size for cell in cells)
     for i, cell in enumerate(cell for cell in cells if cell.batch_size == smallest):
@@ -87,7 +90,7 @@ def _acceptance(axes: Any, cells: list[Cell]) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("depth in the draft tree (tokens behind the root)")
     axes.set_ylabel("accepted / reached")
-    axes.set_title(f"Acceptance by depth, batch size {smallest}", fontsize=10)
+    axes.set_title(f"{tag}Acceptance by depth, batch size {smallest}", fontsize=10)
     _clean(axes)
     _legend_below(axes, 2)
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specdec.bench.budget_report import SYNTHETIC, print_budgets, tag_of
 from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement
 
 DEPTHS_SHOWN = 10
@@ -19,15 +20,16 @@ SHOWN_DIVERGENCES = 3  # a cell; the JSON holds all
 def print_report(measurement: Measurement, console: Console) -> None:
     """Everything but the JSON."""
     console.print(_facts(measurement))
-    cells = measurement.cells
-    _print(console, "Speed", _speed_table(cells))
+    cells, tag = measurement.cells, tag_of(measurement)
+    _print(console, f"{tag}Speed", _speed_table(cells))
     for line in _warnings(cells):
         console.print(line)
-    _print(console, "Milliseconds by phase, from a separate pass that waits for each", _phase_table(cells))
+    _print(console, f"{tag}Milliseconds by phase, from a separate pass that waits for each", _phase_table(cells))
     depths = _depths(cells)
     more = f"; the first {DEPTHS_SHOWN} of {depths}, all in --json" if depths > DEPTHS_SHOWN else ""
-    _print(console, f"Acceptance by depth (accepted / reached{more})", _depth_table(cells, min(depths, DEPTHS_SHOWN)))
+    _print(console, f"{tag}Acceptance by depth (accepted / reached{more})", _depth_table(cells, min(depths, DEPTHS_SHOWN)))
     _print(console, f"Memory (peak: {cells[0].memory.peak_of}), and text that repeats itself", _memory_table(cells))
+    print_budgets(measurement, console)
     console.print(_definitions(measurement), style="dim")
 
 
@@ -54,13 +56,19 @@ def _facts(m: Measurement) -> Table:
         ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
         ("output", f"at most {sampling['max_tokens']} tokens, {how}" + (", EOS ignored" if sampling["ignore_eos"] else "")),
     ]
+    if m.synthetic_acceptance is not None:
+        forced = ", ".join(f"{p:g}" for p in m.synthetic_acceptance)
+        said = (
+            f"acceptance by depth is forced to {forced}. The speculative text is not the target's, so outputs are not compared"
+        )
+        rows.append((SYNTHETIC, f"{said} and near-ties not looked for: a plan, no measurement of this head"))
     if busy := _busy(m.machine):
         rows.append(("BUSY", f"{busy}: these timings suffer from it"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, Text(value, "bold yellow" if name == "BUSY" else ""))
+        table.add_row(name, Text(value, "bold yellow" if name in ("BUSY", SYNTHETIC) else ""))
     return table
 
 
@@ -79,20 +87,25 @@ def _sampled(sampling: dict[str, object]) -> str:
     return "sampled with " + ", ".join(parts) + " (+ prompt number)"
 
 
-def _table(*columns: str) -> Table:
-    """A table whose first two columns name the cell."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="cyan")
-    for column in ("batch", "S,k,nd", *columns):
+def _table(*columns: str, synthetic: bool = False) -> Table:
+    """A table whose first two columns name the cell, behind a mark on each row if its numbers come of forced acceptance."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=synthetic, pad_edge=False, header_style="cyan")
+    for column in (*([""] if synthetic else []), "batch", "S,k,nd", *columns):
         table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
     return table
+
+
+def _cell_row(table: Table, cell: Cell, *values: str | Text, synthetic: bool = False) -> None:
+    mark = [Text(SYNTHETIC, "yellow")] if synthetic else []
+    table.add_row(*mark, str(cell.batch_size), cell.name, *values)
 
 
 def _speed_table(cells: list[Cell]) -> Table:
     table = _table("accept\nlength", "baseline\ntok/s", "specdec\ntok/s", "speed-up", "predicted", "outputs")
     for cell in cells:
-        table.add_row(
-            str(cell.batch_size),
-            cell.name,
+        _cell_row(
+            table,
+            cell,
             f"{cell.speculative.counters.accept_length:.2f}",
             _number(cell.baseline.tokens_per_second),
             _number(cell.speculative.tokens_per_second),
@@ -111,14 +124,15 @@ def _speed_up(value: float | None) -> Text:
 
 def _outputs(cell: Cell) -> Text:
     verdict = cell.outputs.verdict
-    return Text(verdict, {"equal": "green", "near-tie": "yellow", "DIVERGED": "bold red"}[verdict])
+    return Text(verdict, {"equal": "green", "near-tie": "yellow", "DIVERGED": "bold red", SYNTHETIC: "yellow"}[verdict])
 
 
 def _warnings(cells: list[Cell]) -> list[Text]:
     """What must not be overlooked."""
     lines = []
     for cell in cells:
-        name = f"batch {cell.batch_size}, {cell.name}: "
+        is_synthetic = cell.outputs.is_synthetic
+        name = f"{SYNTHETIC} " * is_synthetic + f"batch {cell.batch_size}, {cell.name}: "
         if cell.speed_up is not None and cell.speed_up < 1:
             lines.append(Text(f"{name}SLOWER THAN BASELINE ({cell.speed_up:.2f}x)", "bold red"))
         equal = f"{cell.outputs.num_equal} of {cell.outputs.prompts} equal"
@@ -133,7 +147,7 @@ def _warnings(cells: list[Cell]) -> list[Text]:
         if cell.speed_up is not None and max(cell.speed_ups) > NOISY * min(cell.speed_ups):
             low, high = min(cell.speed_ups), max(cell.speed_ups)
             lines.append(Text(f"{name}noisy machine: single repeats gave {low:.2f}x to {high:.2f}x", "yellow"))
-        if cell.repeat_ratio > REPEAT_FLAG:
+        if cell.repeat_ratio > REPEAT_FLAG and not is_synthetic:  # the text accepts nothing then
             share = f"{cell.repeat_ratio:.0%} of {REPEAT_N}-grams occurred before"
             lines.append(Text(f"{name}repetitive outputs ({share}), which inflates acceptance", "bold yellow"))
     return lines
@@ -149,13 +163,19 @@ def _divergence(part: Divergence) -> str:
 
 
 def _phase_table(cells: list[Cell]) -> Table:
-    table = _table("baseline\nstep", "specdec\nround", "draft", "verify", "extend", "rest", "all\nprefills")
+    table = _table(
+        "baseline\nstep", "specdec\nround", "draft", "verify", "extend", "rest", "all\nprefills", synthetic=_any(cells)
+    )
     for cell in cells:
         phases = cell.speculative.phases
         parts = [phases.ms(name) for name in ("draft", "verify", "extend", "rest")]
         numbers = [cell.baseline.phases.ms_per_round, phases.ms_per_round, *parts, phases.prefill_ms]
-        table.add_row(str(cell.batch_size), cell.name, *(f"{number:.2f}" for number in numbers))
+        _cell_row(table, cell, *(f"{number:.2f}" for number in numbers), synthetic=_any(cells))
     return table
+
+
+def _any(cells: list[Cell]) -> bool:
+    return any(cell.outputs.is_synthetic for cell in cells)
 
 
 def _depths(cells: list[Cell]) -> int:
@@ -163,10 +183,11 @@ def _depths(cells: list[Cell]) -> int:
 
 
 def _depth_table(cells: list[Cell], depths: int) -> Table:
-    table = _table(*(str(i + 1) for i in range(depths)))
+    table = _table(*(str(i + 1) for i in range(depths)), synthetic=_any(cells))
     for cell in cells:
         values = cell.speculative.counters.acceptance_by_depth
-        table.add_row(str(cell.batch_size), cell.name, *(f"{values[i]:.2f}" if i < len(values) else "" for i in range(depths)))
+        shown = (f"{values[i]:.2f}" if i < len(values) else "" for i in range(depths))
+        _cell_row(table, cell, *shown, synthetic=_any(cells))
     return table
 
 
@@ -175,7 +196,7 @@ def _memory_table(cells: list[Cell]) -> Table:
     for cell in cells:
         memory = cell.memory
         sizes = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)]
-        table.add_row(str(cell.batch_size), cell.name, *sizes, f"{cell.repeat_ratio:.2f}")
+        _cell_row(table, cell, *sizes, f"{cell.repeat_ratio:.2f}")
     return table
 
 

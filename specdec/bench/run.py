@@ -11,15 +11,19 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdec.bench.byte_limit import read_bandwidth
 from specdec.bench.cell import measure_cell
 from specdec.bench.measurement import Measurement
+from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.prompt_file import FilePrompt
-from specdec.config import SamplingParams, SpecConfig, require_int
+from specdec.config import SamplingParams, SpecConfig, require_float, require_int
 from specdec.decoder import SpecDecoder
 from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
@@ -28,6 +32,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoint import resolve_folder
 from specdec.models.loader import read_target_config
 from specdec.prompts import Tokenizer, check_length, encode_prompt
+from specdec.verify.synthetic import SyntheticAcceptance
 
 Progress = Callable[[str, int, int], None]  # what runs now, passes done, passes in all
 
@@ -36,7 +41,8 @@ Progress = Callable[[str, int, int], None]  # what runs now, passes done, passes
 class BenchOptions:
     """What to measure.  sampling: for every prompt; when it samples, prompt i gets seed + i.  chat: apply the chat template.
 
-    max_seq_len None: what the longest prompt and max_tokens need.
+    max_seq_len None: what the longest prompt and max_tokens need.  profile: measure budgets too.  synthetic_acceptance: the
+    conditional probability of each level to force; EOS is then ignored, and greedy requests get seeds for the draws.
     """
 
     target: str | Path
@@ -50,6 +56,8 @@ class BenchOptions:
     chat: bool = False
     engine: dict[str, Any] = field(default_factory=dict)  # device, dtype, attention, page_size, cuda_graphs
     max_seq_len: int | None = None
+    profile: bool = False
+    synthetic_acceptance: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         require_int("repeats", self.repeats, 1)
@@ -65,6 +73,42 @@ class BenchOptions:
                 raise ValueError(f"{name} must name each value once, and at least one; got {', '.join(map(str, values))}")
         if self.sampling.temperature > 0 and self.sampling.seed is None:
             raise ValueError("sampling needs a seed: both sides must draw the same; nearest setting that works: seed=0")
+        if self.synthetic_acceptance is not None:
+            check_probabilities(self.synthetic_acceptance, self.specs)
+        if self.profile:
+            for spec in self.specs:
+                check_profile(self.sampling.max_tokens, spec)
+
+    @property
+    def effective_sampling(self) -> SamplingParams:
+        """What each prompt runs with, its own seed aside.  Forced acceptance draws by seed, and forces EOS tokens too."""
+        if self.synthetic_acceptance is None:
+            return self.sampling
+        return replace(self.sampling, ignore_eos=True, seed=self.sampling.seed or 0)
+
+
+def check_probabilities(probs: Sequence[float], specs: Sequence[SpecConfig]) -> None:
+    """ValueError unless there is one probability a level of every tree."""
+    for i, value in enumerate(probs):
+        require_float(f"synthetic_acceptance[{i}]", value, 0.0, 1.0)
+    for spec in specs:
+        if len(probs) != spec.max_steps:
+            raise ValueError(
+                f"synthetic_acceptance must hold one probability a level, {spec.max_steps} for the shape {spec.label}; got "
+                f"{len(probs)}; nearest setting that works: a --spec of {len(probs)} levels, or {spec.max_steps} numbers"
+            )
+
+
+def check_profile(max_tokens: int, spec: SpecConfig) -> None:
+    """ValueError unless a round of the shape has one cost, and outputs are long enough to measure it."""
+    if spec.is_auto:
+        raise ValueError(f"a profile needs a number of levels, got num_steps={spec.num_steps!r}; nearest setting: num_steps=5")
+    if rounds_in(max_tokens, spec) < 1:
+        enough = next(n for n in count(max_tokens) if rounds_in(n, spec) >= 1)
+        raise ValueError(
+            f"a profile needs max_tokens of at least {enough} with num_steps={spec.num_steps}, so that a round can be measured "
+            f"behind the first ones; got {max_tokens}; nearest setting that works: --max-tokens {enough}"
+        )
 
 
 def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) -> Measurement:
@@ -73,27 +117,57 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     tokenizer = Tokenizer(resolve_folder(options.target))
     prompts = _encode(options, tokenizer)
     model, head, settings = _load(options, max(map(len, prompts)))
-    passes_a_cell = 2 * (options.repeats + 2)
-    total = len(options.batch_sizes) * len(options.specs) * passes_a_cell
+    forced = options.synthetic_acceptance
     result = Measurement(
-        machine_facts(settings.device), versions(), _settings(options, settings), _prompt_facts(options, prompts)
+        machine_facts(settings.device),
+        versions(),
+        _settings(options, settings),
+        _prompt_facts(options, prompts),
+        synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )
+    if options.profile:
+        on_progress("read bandwidth", 0, 1)
+        result.machine["read_bandwidth"] = read_bandwidth(settings.device)
     steal, total_cpu = steal_and_total()
-    for size in options.batch_sizes:
-        for spec in options.specs:
-            done = len(result.cells) * passes_a_cell
-            name = f"batch {size}, {spec.num_steps},{spec.topk},{spec.num_draft_tokens}"
-            _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
-            decoder = SpecDecoder(model, head, replace(settings, spec=spec, max_batch_size=size), tokenizer)
-
-            def on_pass(what: str, index: int, name: str = name, done: int = done) -> None:
-                on_progress(f"{name}: {what}", done + index, total)
-
-            result.cells.append(measure_cell(decoder, prompts, options.sampling, options.repeats, on_pass))
-            del decoder
+    for number, (size, spec) in enumerate(product(options.batch_sizes, options.specs)):
+        _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
+        decoder = SpecDecoder(model, head, replace(settings, spec=spec, max_batch_size=size), tokenizer)
+        if forced is not None:
+            decoder.engine.verifier.synthetic = SyntheticAcceptance.of(forced, model.config.vocab_size, settings.device)
+        _measure(options, decoder, prompts, result, partial(_report_pass, options, on_progress, number))
+        del decoder
     steal, total_cpu = (now - before for now, before in zip(steal_and_total(), (steal, total_cpu)))
     result.machine["cpu_steal"] = steal / total_cpu if total_cpu else 0.0
     return result
+
+
+def _measure(
+    options: BenchOptions,
+    decoder: SpecDecoder,
+    prompts: list[list[int]],
+    result: Measurement,
+    on_pass: Callable[[str, int], None],
+) -> None:
+    """One batch size with one tree shape: its cell, and if asked for its budgets; plain decoding's once a batch size."""
+    sampling, size = options.effective_sampling, decoder.settings.max_batch_size
+    result.cells.append(measure_cell(decoder, prompts, sampling, options.repeats, on_pass))
+    if not options.profile:
+        return
+    done = any(budget.spec is None and budget.batch_size == size for budget in result.budgets)
+    params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(size)]
+    for speculate in (True,) if done else (False, True):
+        on_pass("profile (speculative)" if speculate else "profile (plain)", 2 * (options.repeats + 2) + speculate)
+        bandwidth = result.machine["read_bandwidth"]
+        result.budgets.append(profile_work(decoder, prompts[:size], params, speculate, bandwidth))
+
+
+def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what: str, index: int) -> None:
+    """Passes of all cells, counted on."""
+    passes = 2 * (options.repeats + 2) + 2 * options.profile
+    size, spec = list(product(options.batch_sizes, options.specs))[number]
+    on_progress(
+        f"batch {size}, {spec.label}: {what}", number * passes + index, len(options.batch_sizes) * len(options.specs) * passes
+    )
 
 
 def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
@@ -106,7 +180,7 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
             raise ValueError(f"{name} holds token ids, to which no chat template can be applied; leave --chat out")
         message = [{"role": "user", "content": prompt}]
         ids = encode_prompt(message if options.chat else prompt, name, tokenizer, config.vocab_size)
-        check_length(ids, options.sampling, name, options.max_seq_len or config.max_position)
+        check_length(ids, options.effective_sampling, name, options.max_seq_len or config.max_position)
         encoded.append(ids)
     return encoded
 
@@ -122,11 +196,16 @@ def _load(options: BenchOptions, longest_prompt: int) -> tuple[CausalLM, DraftHe
     for spec in options.specs:
         if spec.topk > head.config.draft_vocab_size:
             raise ValueError(f"topk must be at most the draft vocabulary {head.config.draft_vocab_size}, got {spec.topk}")
+        if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
+            raise ValueError(
+                f"synthetic_acceptance needs a token that no branch holds: topk must be below the vocabulary "
+                f"{model.config.vocab_size}, got {spec.topk}; nearest setting that works: topk={model.config.vocab_size - 1}"
+            )
     return model, head, settings
 
 
 def _settings(options: BenchOptions, settings: EngineSettings) -> dict[str, Any]:
-    sampling = options.sampling
+    sampling = options.effective_sampling
     return {
         "target": str(options.target),
         "draft": str(options.draft),

@@ -1,0 +1,132 @@
+"""A finished profile: what a step or a round took, part by part, beside the least it could take.
+
+Raw fields and what derives from them; measuring is `profile`'s business, showing `budget_report`'s.  Knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+PHASES = ("draft", "verify", "extend", "decode")
+TRACED_PHASES = ("draft", "build", "verify", "decode", "accept, commit", "extend")
+GEMM, ATTENTION, NORM, TREE, COPY, OTHER = KINDS = (
+    "GEMM", "attention", "norm, rope, elementwise", "top-k, tree, accept", "copy", "other",
+)  # fmt: skip
+
+BUDGET_DEFINITIONS = {
+    "byte_limit": "bytes that a step or round must read / read bandwidth. Every weight once a pass (an embedding table only by "
+    "its rows), keys and values of the committed tokens once a pass; the draft makes one pass a level. Writes and activations "
+    "are left out. A model that fits a cache can be faster than this",
+    "read_bandwidth": "bytes per second, measured here: the fastest of a few sums over a tensor larger than any cache, median",
+    "ms": "median wall milliseconds of the engine's rounds in which every sequence runs, as in normal use, host included",
+    "phases_ms": "medians of rounds in which each phase was waited for (in step mode where a round is one graph), so their sum "
+    "exceeds ms; rest is what no phase took",
+    "kernels": "of a profiler's trace: every instant belongs to the kernel that started first; idle is the time between the "
+    "first and the last kernel in which none ran, between rounds included. Tracing itself slows launches",
+    "host_ms": "median milliseconds of a round that the calling thread did not wait for the GPU; none without a GPU",
+}
+
+
+@dataclass(frozen=True)
+class RoundBytes:
+    """Bytes that one plain step or one round must read at least, every one once a pass.
+
+    target, draft: weights, the draft's times its passes, embedding tables counted by the rows that are read.
+    target_kv, draft_kv: keys and values of the committed tokens; the draft reads its own in every pass.
+    draft_passes: one a level, the extend included.
+    """
+
+    target: int
+    target_kv: int
+    draft: int = 0
+    draft_kv: int = 0
+    draft_passes: int = 0
+
+    @property
+    def weights(self) -> int:
+        return self.target + self.draft
+
+    @property
+    def kv(self) -> int:
+        return self.target_kv + self.draft_kv
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv
+
+    def of_phase(self, phase: str) -> float | None:
+        """Bytes of one phase, the fusing of features spread over all passes of the draft; None where nothing need be read."""
+        passes = {"draft": self.draft_passes - 1, "extend": 1}.get(phase, 0)
+        if passes > 0 and self.draft_passes:
+            return passes * (self.draft + self.draft_kv) / self.draft_passes
+        return self.target + self.target_kv if phase in ("verify", "decode") else None
+
+
+@dataclass(frozen=True)
+class KernelSplit:
+    """Milliseconds, and numbers, a round, under the profiler.  Times of all kinds (or all phases) and `idle` add up to `span`.
+
+    by_kind, by_phase: of the kernels, every instant counted once, by KINDS and TRACED_PHASES; by_phase is empty where our own
+    kernels did not run, which tell phases apart.  idle: between the first kernel and the last, none ran.  kernels: launches a
+    round, those inside a graph too, copies left out.
+    longest: (short name, ms, launches) of the kernels that took most.
+    """
+
+    rounds: int
+    by_kind: dict[str, float]
+    by_phase: dict[str, float]
+    idle: float
+    kernels: float
+    longest: list[tuple[str, float, float]]
+
+    @property
+    def span(self) -> float:
+        return sum(self.by_kind.values()) + self.idle
+
+    @property
+    def idle_share(self) -> float:
+        return self.idle / self.span if self.span else 0.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One batch size with one tree shape (S,k,nd), or with plain decoding (spec None).
+
+    context: committed tokens of a sequence, mean over the rounds measured.  bandwidth: bytes per second.  graphs: how the
+    rounds ran.  round_ms: of each round.  host_ms, phases_ms: see BUDGET_DEFINITIONS.  kernels: None without a GPU.
+    """
+
+    batch_size: int
+    spec: tuple[int, int, int] | None
+    context: float
+    bandwidth: float
+    bytes: RoundBytes
+    graphs: str | bool
+    round_ms: list[float]
+    host_ms: float | None
+    phases_ms: dict[str, float]
+    kernels: KernelSplit | None
+
+    @property
+    def name(self) -> str:
+        return "plain step" if self.spec is None else "round " + ",".join(map(str, self.spec))
+
+    @property
+    def ms(self) -> float:
+        return median(self.round_ms)
+
+    @property
+    def limit_ms(self) -> float:
+        return self.ms_of(self.bytes.total)
+
+    def ms_of(self, count: float) -> float:
+        """Milliseconds that reading so many bytes takes at least."""
+        return 1e3 * count / self.bandwidth
+
+    def as_json(self) -> dict[str, Any]:
+        derived: dict[str, Any] = {"ms": self.ms, "byte_limit_ms": self.limit_ms, "times_limit": self.ms / self.limit_ms}
+        if self.kernels is not None:
+            derived |= {"gpu_span_ms": self.kernels.span, "gpu_idle_share": self.kernels.idle_share}
+        return {**asdict(self), "derived": derived}

@@ -1,0 +1,137 @@
+"""Shows budgets: for each kind of work, what a round took part by part, beside the least that part could take.
+
+Legible at 80 columns.  Knows no model and measures nothing.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specdec.bench.budget import ATTENTION, GEMM, PHASES, Budget
+from specdec.bench.measurement import Measurement
+
+SYNTHETIC = "SYNTHETIC"
+LONGEST_SHOWN = 5
+NAME_SHOWN = 28  # characters of a kernel's name
+
+HOW = {"round": "one graph a round", "step": "one graph a phase", False: "no graphs"}
+
+
+def tag_of(measurement: Measurement) -> str:
+    """In front of what forced acceptance has a part in."""
+    return "" if measurement.synthetic_acceptance is None else f"{SYNTHETIC}: "
+
+
+def print_budgets(measurement: Measurement, console: Console) -> None:
+    """Nothing if no budgets were asked for."""
+    if not measurement.budgets:
+        return
+    rate = measurement.budgets[0].bandwidth
+    console.print(Text("\nWhere each millisecond goes", "bold"))
+    shown = f"{rate / 1e12:.2f} TB/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GB/s"
+    console.print(f"Read bandwidth, measured here: {shown}")
+    for budget in measurement.budgets:
+        tag = tag_of(measurement) if budget.spec else ""
+        what = f"{budget.name}, batch {budget.batch_size}, {budget.context:,.0f} tokens of context"
+        console.print(Text(f"\n{tag}{what}", "bold"))
+        console.print(_budget_table(budget, tag))
+    console.print(_definitions(measurement), style="dim")
+
+
+class _Rows:
+    """A table of parts; each group's share is of the time on its first line."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag.rstrip(": ")
+        self.table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=bool(tag), header_style="cyan")
+        self.table.add_column("part", no_wrap=True)
+        for name in ("ms", "share", "limit ms", "x limit"):
+            self.table.add_column(name, justify="right", no_wrap=True)
+        if tag:
+            self.table.add_column("", no_wrap=True, style="yellow")
+
+    def add(
+        self, part: str, ms: float | None = None, whole: float | None = None, limit: float | None = None, style: str = ""
+    ) -> None:
+        cells = [
+            "" if ms is None else _ms(ms),
+            "" if ms is None or not whole else f"{ms / whole:.1%}",
+            "" if limit is None else _ms(limit),
+            "" if ms is None or not limit else f"{ms / limit:.2f}",
+        ]
+        self.table.add_row(Text(part, style), *cells, *([self.tag] if self.tag else []), style=style)
+
+
+def _budget_table(budget: Budget, tag: str) -> Table:
+    rows = _Rows(tag)
+    _add_round(rows, budget)
+    _add_phases(rows, budget)
+    if budget.kernels is not None:
+        _add_kernels(rows, budget)
+    return rows.table
+
+
+def _add_round(rows: _Rows, budget: Budget) -> None:
+    rows.add(f"as it runs ({HOW[budget.graphs]})", budget.ms, budget.ms, budget.limit_ms, "bold")
+    if budget.host_ms is not None:
+        rows.add("  host at work meanwhile", budget.host_ms, budget.ms)
+    count = budget.bytes
+    for name, size in (
+        ("target weights", count.target),
+        ("target KV", count.target_kv),
+        (f"draft weights, {count.draft_passes} times", count.draft),
+        (f"draft KV, {count.draft_passes} times", count.draft_kv),
+    ):
+        if size:
+            rows.add(f"  {name}, {_size(size)}", limit=budget.ms_of(size))
+
+
+def _add_phases(rows: _Rows, budget: Budget) -> None:
+    whole = sum(budget.phases_ms.values())
+    rows.add("phases, each waited for", whole, whole, style="bold")
+    for name in (*PHASES, "rest"):
+        if name in budget.phases_ms:
+            count = budget.bytes.of_phase(name)
+            rows.add(f"  {name}", budget.phases_ms[name], whole, None if count is None else budget.ms_of(count))
+
+
+def _add_kernels(rows: _Rows, budget: Budget) -> None:
+    gpu = budget.kernels
+    assert gpu is not None
+    rows.add(f"GPU, {gpu.rounds} rounds traced", gpu.span, gpu.span, style="bold")
+    limits = {GEMM: budget.bytes.weights, ATTENTION: budget.bytes.kv}
+    for kind, ms in gpu.by_kind.items():
+        rows.add(f"  {kind}", ms, gpu.span, budget.ms_of(limits[kind]) if limits.get(kind) else None)
+    rows.add("  idle", gpu.idle, gpu.span)
+    if gpu.by_phase:
+        rows.add("the same by phase", style="bold")
+    for phase, ms in gpu.by_phase.items():
+        size = budget.bytes.of_phase(phase)
+        rows.add(f"  {phase}", ms, gpu.span, None if size is None else budget.ms_of(size))
+    rows.add(f"longest of {gpu.kernels:.0f} kernels", style="bold")
+    for name, ms, launches in gpu.longest[:LONGEST_SHOWN]:
+        shown = name if len(name) <= NAME_SHOWN else name[: NAME_SHOWN - 2] + ".."
+        rows.add(f"  {launches:.0f} x {shown}", ms, gpu.span)
+
+
+def _definitions(measurement: Measurement) -> str:
+    traced = (
+        " GPU: a profiler's trace, which slows launches; a kernel that waits for the one before it counts from that one's end."
+    )
+    return (
+        "\nLimit: every weight, key and value that a pass needs, read once at this bandwidth; a model that fits a cache can be "
+        "faster. As it runs: the median round, host included. Phases are waited for one by one, so their sum exceeds the round."
+        + traced
+        * any(budget.kernels for budget in measurement.budgets)
+    )
+
+
+def _ms(value: float) -> str:
+    """Three digits that say something."""
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,103 @@
+"""How fast a step could be: the bytes that it must read, and how fast this machine reads them.
+
+At small batches decoding is bound by reading weights.  A step can't be faster than its bytes at the machine's bandwidth, except
+where models are so small that a cache holds them.  Knows no engine and measures no step.
+
+Shapes: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from specdec.bench.budget import RoundBytes
+from specdec.config import SpecConfig
+from specdec.cuda_graph import on_device
+from specdec.draft.eagle import DraftHead, Eagle3Head
+from specdec.models.causal_lm import CausalLM
+from specdec.models.config import ModelConfig
+
+READ_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than any cache holds
+READ_REPEATS = {"cuda": 15, "cpu": 5}
+READ_COLUMNS = 16384
+
+
+def byte_limit(model: CausalLM, head: DraftHead | None, spec: SpecConfig | None, batch: int, context: float) -> RoundBytes:
+    """Bytes of a round of `spec`, or of a plain step if it is None.  context: committed tokens of each of `batch` sequences."""
+    nodes = batch * (spec.num_draft_tokens if spec else 1)
+    target, target_kv = _weights(model) + nodes * _row_bytes(model), int(batch * context * _kv_bytes(model, model.config))
+    if spec is None:
+        return RoundBytes(target, target_kv)
+    assert head is not None
+    passes = spec.max_steps
+    rows = batch * (spec.topk * (passes - 1) + passes + 1)  # of all passes: the tree's branches, then the extend's
+    once = _bytes(head.fc.weight) if isinstance(head, Eagle3Head) else 0  # features are fused in the extend only
+    draft = passes * (_weights(head) - once) + once + rows * _row_bytes(head)
+    draft_kv = int(passes * batch * context * _kv_bytes(head, head.config.model))
+    return RoundBytes(target, target_kv, draft, draft_kv, passes)
+
+
+def read_bandwidth(device: torch.device, size: int | None = None) -> float:
+    """Bytes per second that this device reads: the fastest of a few sums over a large tensor, the median of repeats of each.
+
+    size: bytes to read; None for more than any cache holds, but never more than half of what a GPU has free.
+    """
+    size = READ_BYTES[device.type] if size is None else size
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 2)
+    data_RC = torch.rand(max(1, size // 4 // READ_COLUMNS), READ_COLUMNS, device=device)
+    ways: tuple[Callable[[], Tensor], ...] = (data_RC.sum, lambda: data_RC.sum(1), lambda: data_RC.amax(1))
+    timer = _cuda_seconds if device.type == "cuda" else _host_seconds
+    with on_device(device):
+        return _bytes(data_RC) / min(timer(way, READ_REPEATS[device.type]) for way in ways)
+
+
+def _cuda_seconds(work: Callable[[], Tensor], repeats: int) -> float:
+    """Median seconds on the GPU, by events."""
+    for _ in range(3):
+        work()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in pairs:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in pairs) / 1e3
+
+
+def _host_seconds(work: Callable[[], Tensor], repeats: int) -> float:
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def _weights(module: CausalLM | DraftHead) -> int:
+    """Bytes of all weights that a pass reads, shared ones once, without an embedding table that is no output layer too."""
+    tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
+    embedding = module.embed_tokens.weight
+    if module.lm_head.weight.data_ptr() != embedding.data_ptr():
+        tensors.pop(embedding.data_ptr(), None)
+    return sum(map(_bytes, tensors.values()))
+
+
+def _row_bytes(module: CausalLM | DraftHead) -> int:
+    """Of one row of the embedding table."""
+    return _bytes(module.embed_tokens.weight[0])
+
+
+def _kv_bytes(module: nn.Module, config: ModelConfig) -> int:
+    """Of one token in all layers; KV is kept in the dtype that the model computes in."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * next(module.parameters()).element_size()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,158 @@
+"""Forced acceptance: the asked probabilities, along the best path only, the same at every repetition.
+
+Keeps out: capacity plans from acceptance that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from toolkit.drafters import chain_shape, random_shape
+from toolkit.models import Zoo
+
+from specdec import SamplingParams, SpecConfig
+from specdec.generation import Stats
+from specdec.tree import DraftTree
+from specdec.verify.accept import accept_path
+from specdec.verify.synthetic import SyntheticAcceptance
+
+VOCAB = 40
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random_rows(rows: int, nd: int, steps: int, vocab: int, seed: int, chain: bool = False) -> DraftTree:
+    """Trees of random shape whose siblings hold distinct tokens."""
+    rng = random.Random(seed)
+    all_parents, all_tokens = [], []
+    for _ in range(rows):
+        parents = chain_shape(nd)[0] if chain else random_shape(nd, steps, rng)[0]
+        tokens = [rng.randrange(vocab)]
+        for node in range(1, nd):
+            siblings = {tokens[n] for n in range(1, node) if parents[n] == parents[node]}
+            tokens.append(rng.choice([t for t in range(vocab) if t not in siblings]))
+        all_parents.append(parents)
+        all_tokens.append(tokens)
+    if chain:
+        return DraftTree.chain(torch.tensor(all_tokens))
+    return DraftTree.from_parents(torch.tensor(all_tokens), torch.tensor(all_parents), min(steps, nd - 1))
+
+
+def children_of(parents: list[int]) -> dict[int, list[int]]:
+    return {n: [m for m in range(1, len(parents)) if parents[m] == n] for n in range(len(parents))}
+
+
+def best_path(parents: list[int]) -> list[int]:
+    """From the root to each first child's first child."""
+    children, path = children_of(parents), [0]
+    while children[path[-1]]:
+        path.append(children[path[-1]][0])
+    return path
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("probs", [[0.8, 0.7, 0.6, 0.5], [0.2, 0.9, 1.0, 0.4]])
+def test_each_depth_is_accepted_as_often_as_asked(probs: list[float], chain: bool) -> None:
+    """Keeps out: one draw for a whole path, draws that repeat from round to round, probabilities of the wrong depth."""
+    S, rows = len(probs), 150
+    synthetic = SyntheticAcceptance.of(probs, VOCAB, "cpu")
+    seed_B, lens_B = torch.arange(rows) * 7 - 300, torch.randint(500, (rows,), dtype=torch.int32)
+    reached, accepted = [0] * S, [0] * S
+    for number in range(20):  # 3,000 rounds; lengths move on as they would
+        tree = random_rows(rows, S + 1 if chain else 14, S, VOCAB, number, chain)
+        target_BN = torch.randint(VOCAB, tree.tokens_BN.shape)
+        got = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B))
+        for row in range(rows):
+            path, a = best_path(tree.parents_BN[row].tolist()), int(got.accepted_B[row])
+            assert got.path_BE[row, : a + 1].tolist() == path[: a + 1], "only the best path is accepted"
+            for depth in range(min(a + 1, len(path) - 1)):
+                reached[depth] += 1
+                accepted[depth] += a > depth
+        lens_B += got.accepted_B + 1
+    assert min(reached) > 50
+    for n, hits, p in zip(reached, accepted, probs, strict=True):
+        assert abs(hits - n * p) <= 4 * (n * p * (1 - p)) ** 0.5, (n, hits, p)
+
+
+def test_nothing_and_everything() -> None:
+    """Keeps out: a bound of the noise (0 or 1) that a comparison lets through."""
+    for chain in (False, True):
+        tree = random_rows(200, 6 if chain else 16, 5, VOCAB, 3, chain)
+        target_BN = torch.randint(VOCAB, tree.tokens_BN.shape)
+        seed_B, lens_B = torch.arange(200), torch.arange(200)
+        longest = [len(best_path(parents)) - 1 for parents in tree.parents_BN.tolist()]
+        for p, wanted in ((0.0, [0] * 200), (1.0, longest)):
+            synthetic = SyntheticAcceptance.of([p] * 5, VOCAB, "cpu")
+            accepted = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B)).accepted_B
+            assert accepted.tolist() == wanted
+
+
+@pytest.mark.parametrize("vocab", [15, 16, VOCAB])
+def test_a_refused_node_holds_none_of_its_childrens_tokens(vocab: int) -> None:
+    """Keeps out: a second child that is accepted by chance.  15 tokens: fewer than nodes, shifts run over the end."""
+    tree = random_rows(100, 15, 3, vocab, vocab)
+    target_BN = torch.randint(vocab, tree.tokens_BN.shape)
+    refused = SyntheticAcceptance.of([0.0] * 3, vocab, "cpu").force(tree, target_BN, torch.arange(100), torch.arange(100))
+    for row in range(100):
+        tokens, own = tree.tokens_BN[row].tolist(), target_BN[row].tolist()
+        for node, children in children_of(tree.parents_BN[row].tolist()).items():
+            held = {tokens[child] for child in children}
+            shift = next(s for s in range(vocab) if (own[node] + s) % vocab not in held)
+            assert int(refused[row, node]) == (own[node] + shift) % vocab
+
+
+def test_what_is_accepted_depends_on_seed_and_position_alone() -> None:
+    """Keeps out: noise of the row or the batch, and rows that all accept alike."""
+    synthetic = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cpu")
+    tree = DraftTree.chain(torch.randint(VOCAB, (64, 6)))
+    target_BN = torch.randint(VOCAB, (64, 6))
+    seed_B, lens_B = torch.full((64,), 11), torch.full((64,), 90)
+    seed_B[32:], lens_B[::2] = torch.arange(32), torch.arange(32)
+    order = torch.randperm(64)
+    accepted = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B)).accepted_B
+    shuffled = DraftTree.chain(tree.tokens_BN[order])
+    again = accept_path(shuffled, synthetic.force(shuffled, target_BN[order], seed_B[order], lens_B[order])).accepted_B
+    assert torch.equal(accepted[order], again)
+    assert len(set(accepted[1:32:2].tolist())) == 1  # one seed, one position
+    assert len(set(accepted[:32:2].tolist())) > 2 and len(set(accepted[33::2].tolist())) > 2
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(4, 1, 5), SpecConfig(3, 3, 9)], ids=str)
+def test_the_engine_accepts_what_is_forced(zoo: Zoo, spec: SpecConfig) -> None:
+    """Keeps out: a hook that the engine passes by, and a baseline that it changes."""
+    decoder = zoo.decoder("llama", "eagle3", spec, max_batch_size=2)
+    prompts = [[1, 2, 3], [4, 5]]
+    sampling = SamplingParams(max_tokens=40, seed=0, ignore_eos=True)
+    plain = [output.token_ids for output in decoder.generate(prompts, sampling, speculate=False)]
+    for p, tau in ((0.0, 1), (1.0, spec.num_steps + 1)):
+        decoder.engine.verifier.synthetic = SyntheticAcceptance.of([p] * spec.num_steps, VOCAB, "cpu")
+        outputs = decoder.generate(prompts, sampling)
+        stats = Stats.total([output.stats for output in outputs])
+        if spec.topk == 1 or p == 0:
+            assert stats.accept_length == tau
+        assert 1 <= stats.accept_length <= tau
+        assert [output.token_ids for output in decoder.generate(prompts, sampling, speculate=False)] == plain
+
+
+@pytest.mark.gpu
+def test_it_runs_inside_a_graph() -> None:
+    """Keeps out: a host read, or a copy from the host, that can't be captured."""
+    tree = random_rows(8, 16, 5, VOCAB, 1)
+    target_BN, seed_B, lens_B = torch.randint(VOCAB, (8, 16)), torch.arange(8), torch.arange(8, dtype=torch.int32)
+    wanted = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cpu").force(tree, target_BN, seed_B, lens_B)
+    on_gpu = DraftTree.from_parents(tree.tokens_BN.cuda(), tree.parents_BN.cuda(), tree.max_depth)
+    synthetic = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cuda")
+    inputs = target_BN.cuda(), seed_B.cuda(), lens_B.cuda()
+    synthetic.force(on_gpu, *inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = synthetic.force(on_gpu, *inputs)
+    for _ in range(3):
+        got.fill_(-1)
+        graph.replay()
+        assert torch.equal(got.cpu(), wanted)
