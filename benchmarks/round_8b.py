@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Milliseconds per plain step and per round at the Llama-3.1-8B shape with an EAGLE-3 head of the real shape, random weights.
+"""Milliseconds a round at the Llama-3.1-8B shape with an EAGLE-3 head of the real shape, random bf16 weights: the speed table.
 
     python benchmarks/round_8b.py --out benchmarks/results/round_8b.json
 
-Random weights accept next to nothing, which does not change what a round costs.  Prints wall time per round through
-`generate()` (host included), the phases waited for one by one, and where the GPU's time goes by kind of kernel.
+Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine, host
+included, as in `generate()`: wall time from one read of tokens to the next; then a profiler's trace of its kernels.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from specdec.attention.attend import choose_backend
+from specdec.bench.byte_limit import byte_limit
+from specdec.bench.kernels import trace
+from specdec.bench.profile import Work, full_rounds, rounds_in, timed_walls
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
@@ -29,6 +33,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.loader import build
 from specdec.prompts import Tokenizer
+from specdec.rounds import GraphMode
 
 TARGET = ModelConfig(
     family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -36,14 +41,31 @@ TARGET = ModelConfig(
 )  # fmt: skip
 DRAFT_VOCAB = 32000
 READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB (DESIGN 11)
-KINDS = {  # the first that a kernel's name contains
-    "attention": ("_paged_", "paged_attention", "suffix", "store_kv", "_store"),
-    "gemm": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "gemv"),
-    "norm": ("norm",),
-    "top-k, sort": ("topk", "sort", "radix", "gather_topk", "bitonic"),
-    "elementwise": ("elementwise", "vectorized", "copy", "CatArray", "cat", "fill"),
-    "index": ("index", "gather", "scatter", "roll", "reduce", "scan", "search"),
-}
+TRACED = 10
+
+
+class Case(NamedTuple):
+    """One line of the table.  spec: S,k,nd; "plain"; or "auto", which with random weights settles at no levels."""
+
+    spec: str
+    batch: int
+    context: int
+    bar: float
+    stretch: float
+
+
+CASES = (
+    Case("plain", 1, 1024, 5.9, 5.3),
+    Case("plain", 32, 1024, 8.0, 7.3),
+    Case("5,1,6", 1, 1024, 7.4, 6.9),
+    Case("5,1,6", 8, 1024, 8.2, 7.6),
+    Case("5,1,6", 32, 1024, 10.6, 9.5),
+    Case("5,8,32", 1, 1024, 7.8, 7.1),
+    Case("7,10,60", 1, 1024, 8.8, 7.8),
+    Case("5,1,6", 1, 32768, 9.2, 8.5),
+)
+PREFILLS = ((1, 1024, 28.0, 23.0), (32, 1024, 800.0, 720.0))
+PAUSES = (1, 32)  # batch sizes at which "auto" is held against plain decoding
 
 
 def random_pair(max_positions: int, device: torch.device) -> tuple[CausalLM, DraftHead]:
@@ -58,117 +80,110 @@ def random_pair(max_positions: int, device: torch.device) -> tuple[CausalLM, Dra
     return model, head
 
 
+def spec_of(text: str) -> SpecConfig | None:
+    if text == "plain":
+        return None
+    return SpecConfig("auto", 1, 6) if text == "auto" else SpecConfig(*map(int, text.split(",")))
+
+
 def make_decoder(
-    model: CausalLM, head: DraftHead, spec: SpecConfig, batch: int, context: int, device: torch.device
+    model: CausalLM, head: DraftHead, spec: SpecConfig | None, batch: int, context: int, graphs: GraphMode
 ) -> SpecDecoder:
+    device = torch.device("cuda", 0)
     choice = choose_backend("auto", device, torch.bfloat16)
-    settings = EngineSettings(spec, batch, context + 512, 16, choice, True, device, torch.bfloat16)
-    return SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
+    settings = EngineSettings(spec, batch, context + 1024, 16, choice, graphs, device, torch.bfloat16)
+    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")))
 
 
-def wall_ms(decoder: SpecDecoder, prompts: list[list[int]], rounds: int, speculate: bool) -> float:
-    """Median wall milliseconds of a round of the engine, everything captured, the pipeline warm."""
-    sampling = SamplingParams(max_tokens=rounds * 6 if speculate else rounds, ignore_eos=True)
-    requests = [decoder._request(prompt, sampling, "prompt", streaming=False) for prompt in prompts]
-    decoder._start(requests, speculate)
-    times = []
-    for index in range(rounds + 8):
-        start = time.perf_counter()
-        decoder.engine.step()
-        if index >= 8:  # prefill, captures and first replays
-            times.append(time.perf_counter() - start)
-        if all(request.is_done for request in requests):
-            break
-    for request in requests:
-        decoder.engine.cancel(request)
-    return statistics.median(times) * 1e3
+def random_prompts(batch: int, context: int) -> list[list[int]]:
+    return torch.randint(1000, 100000, (batch, context), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def kernel_ms(decoder: SpecDecoder, prompts: list[list[int]], speculate: bool, rounds: int = 10) -> dict[str, float]:
-    """GPU milliseconds per round by kind of kernel, and `idle`: the rest of the GPU's time between first and last kernel."""
-    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
-    requests = [decoder._request(prompt, sampling, "prompt", streaming=False) for prompt in prompts]
-    decoder._start(requests, speculate)
-    for _ in range(5):
-        decoder.engine.step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(rounds):
-            decoder.engine.step()
+def measure(model: CausalLM, head: DraftHead, case: Case, rounds: int, graphs: GraphMode) -> dict[str, Any]:
+    """One line: wall, host and GPU milliseconds a round."""
+    spec = spec_of(case.spec)
+    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs)
+    sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
+    work = Work(decoder, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
+    settle = 100 if case.spec == "auto" else 8  # compiles, captures; "auto" looks around first
+    full_rounds(work, decoder.engine.step, settle)
+    found = [walls for walls, _ in full_rounds(work, lambda: timed_walls(decoder.engine), rounds)]
+    limit = byte_limit(model, head if spec else None, spec, case.batch, case.context)
+    row: dict[str, Any] = {
+        **case._asdict(), "ms": 1e3 * median(wall for wall, _ in found), "rounds": len(found), "graphs": graphs,
+        "host_ms": 1e3 * median(wall - waited for wall, waited in found), "limit_ms": 1e3 * limit.total / READ_BANDWIDTH,
+    }  # fmt: skip
+    if case.spec == "auto":
+        row["mean_ms"] = 1e3 * sum(wall for wall, _ in found) / len(found)
+        return row
+    traced = min(TRACED, rounds_in(900, spec))
+    with work.running():
+        split = trace(decoder.engine.step, traced, decoder.settings.device)
+    row |= {"gpu_ms": split.span, "idle_share": split.idle_share, "kernels": split.kernels, "kinds_ms": split.by_kind,
+            "phases_ms": split.by_phase, "longest": split.longest}  # fmt: skip
+    return row
+
+
+def prefill_ms(model: CausalLM, head: DraftHead, batch: int, tokens: int, repeats: int = 8) -> float:
+    """Wall milliseconds from the request to its first token, both models; of all prompts if there are several."""
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, False)
+    prompts, times = random_prompts(batch, tokens), []
+    for _ in range(repeats):
         torch.cuda.synchronize()
-    for request in requests:
-        decoder.engine.cancel(request)
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spent: dict[str, float] = {}
-    for event in events:
-        kind = next((k for k, parts in KINDS.items() if any(p.lower() in event.name.lower() for p in parts)), "other")
-        spent[kind] = spent.get(kind, 0.0) + event.time_range.elapsed_us() / 1e3 / rounds
-    span = (max(e.time_range.end for e in events) - min(e.time_range.start for e in events)) / 1e3 / rounds
-    spent["kernels"] = len(events) / rounds
-    spent["idle"] = span - sum(v for k, v in spent.items() if k != "kernels")
-    return spent
+        start = time.perf_counter()
+        decoder.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
+        times.append(time.perf_counter() - start)
+    return 1e3 * median(times[2:])
 
 
-def phase_ms(decoder: SpecDecoder, prompts: list[list[int]], speculate: bool) -> dict[str, float]:
-    """Milliseconds per round of each phase, waited for one by one (so their sum exceeds a round's wall time)."""
-    engine = decoder.engine
-    engine.time_phases = True
-    engine.phase_seconds.clear()
-    outputs = decoder.generate(prompts, SamplingParams(max_tokens=60, ignore_eos=True), speculate=speculate)
-    engine.time_phases = False
-    rounds = max(output.stats.rounds for output in outputs)
-    return {name: seconds * 1e3 / rounds for name, seconds in engine.phase_seconds.items() if name != "prefill"}
-
-
-def limit_ms(model: CausalLM, head: DraftHead, spec: SpecConfig | None, batch: int, context: int) -> float:
-    """Every weight and KV byte read once, at the bandwidth above."""
-
-    def size(module: torch.nn.Module) -> int:
-        return sum(p.numel() * p.element_size() for p in module.parameters())
-
-    embedding = model.embed_tokens.weight.numel() * 2
-    total = size(model) - embedding + batch * context * TARGET.num_layers * 2 * TARGET.num_kv_heads * TARGET.head_dim * 2
-    if spec is not None:
-        step = size(head) - embedding - head.fc.weight.numel() * 2
-        step += batch * context * 2 * TARGET.num_kv_heads * TARGET.head_dim * 2
-        total += spec.num_steps * step + head.fc.weight.numel() * 2
-    return total / READ_BANDWIDTH * 1e3
+def show(row: dict[str, Any]) -> None:
+    ms, bar = row["ms"], row["bar"]
+    print(
+        f"{row['spec']:>8} batch {row['batch']:>2} context {row['context']:>5}: {ms:6.2f} ms  limit {row['limit_ms']:5.2f}"
+        f"  bar {bar:5.1f} {'ok  ' if ms <= bar else 'MISS'} stretch {row['stretch']:5.1f}  host {row['host_ms']:.2f}",
+        end="",
+    )
+    if "kinds_ms" in row:
+        phases = ", ".join(f"{name} {ms:.2f}" for name, ms in row["phases_ms"].items())
+        kinds = ", ".join(f"{name} {ms:.2f}" for name, ms in row["kinds_ms"].items())
+        print(f"  idle {row['idle_share']:.1%}  {row['kernels']:.0f} kernels\n         {phases}\n         {kinds}", end="")
+        for name, spent, launches in row["longest"]:
+            print(f"\n         {spent:7.3f} ms {launches:6.1f} x {name}", end="")
+    print(flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--specs", default="5,1,6;5,4,16")
+    parser.add_argument("--only", help="cases whose spec:batch:context starts with this, as 5,1,6:8")
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--graphs", choices=("round", "step"), default="round")
+    parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--no-auto", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = torch.device("cuda")
-    start = time.perf_counter()
     torch.manual_seed(0)
-    model, head = random_pair(args.context + 1024, device)
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(1000, 100000, (args.batch, args.context), generator=generator).tolist()
-    rows: list[dict[str, Any]] = []
-    specs = [SpecConfig(*map(int, text.split(","))) for text in args.specs.split(";")]
-    for spec in [None, *specs]:
-        decoder = make_decoder(model, head, spec or specs[0], args.batch, args.context, device)
-        speculate = spec is not None
-        row: dict[str, Any] = {
-            "work": "plain step" if spec is None else f"round {spec.num_steps},{spec.topk},{spec.num_draft_tokens}",
-            "ms": wall_ms(decoder, prompts, args.rounds, speculate),
-            "limit_ms": limit_ms(model, head, spec, args.batch, args.context),
-            "phases_ms": phase_ms(decoder, prompts, speculate),
-            "gpu_ms": kernel_ms(decoder, prompts, speculate),
-        }
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        del decoder
+    model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
+    rows = []
+    for case in CASES:
+        if args.only and not f"{case.spec}:{case.batch}:{case.context}".startswith(args.only):
+            continue
+        rows.append(measure(model, head, case, args.rounds, args.graphs))
+        show(rows[-1])
+        torch.cuda.empty_cache()
+    for batch in () if args.no_auto else PAUSES:
+        rows.append(measure(model, head, Case("auto", batch, 1024, 0.0, 0.0), 600, args.graphs))
+        print(f"auto (no levels), batch {batch}: median {rows[-1]['ms']:.2f} ms, mean {rows[-1]['mean_ms']:.2f} ms", flush=True)
+        torch.cuda.empty_cache()
+    prefills = []
+    for batch, tokens, bar, stretch in () if args.no_prefill else PREFILLS:
+        ms = prefill_ms(model, head, batch, tokens)
+        prefills.append({"batch": batch, "tokens": tokens, "ms": ms, "bar": bar, "stretch": stretch})
+        print(f"prefill {batch} x {tokens}: {ms:.1f} ms  bar {bar:.0f} {'ok' if ms <= bar else 'MISS'}", flush=True)
         torch.cuda.empty_cache()
     result = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "batch": args.batch, "context": args.context, "dtype": "bfloat16", "weights": "random", "rows": rows,
-        "date": time.strftime("%Y-%m-%d"), "total_seconds": time.perf_counter() - start,
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+        "read_bandwidth": READ_BANDWIDTH, "rows": rows, "prefill": prefills,
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

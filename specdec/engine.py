@@ -20,6 +20,7 @@ from specdec.pages import PagePool
 from specdec.readback import Readback, Ticket
 from specdec.request import Request
 from specdec.rounds import Drafter, GraphMode, Round, RoundRunner
+from specdec.startup import STARTUP
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
 MAX_PREFILL_TOKENS = {"cuda": 8192, "cpu": 1024}  # in one prefill pass: bounds its activations, and on a CPU its mask
@@ -65,22 +66,6 @@ class Engine:
         self.in_flight: deque[InFlight] = deque()
         self.speculate = drafter is not None
         self.max_prefill_tokens = MAX_PREFILL_TOKENS[device.type]
-
-    @property
-    def time_phases(self) -> bool:
-        return self.rounds.clock.enabled
-
-    @time_phases.setter
-    def time_phases(self, enabled: bool) -> None:
-        self.rounds.clock.enabled = enabled
-
-    @property
-    def phase_seconds(self) -> Any:
-        return self.rounds.clock.seconds
-
-    @property
-    def phase_calls(self) -> Any:
-        return self.rounds.clock.calls
 
     @property
     def is_idle(self) -> bool:
@@ -163,6 +148,7 @@ class Engine:
             try:
                 with self.rounds.clock.phase("prefill"):
                     self._prefill(batch)
+                STARTUP.lap("first prefill")
             except Exception as error:
                 for request in batch:
                     self._fail(request, error)
@@ -252,6 +238,7 @@ class Engine:
         with self.rounds.clock.phase("rest"):
             flight = self.in_flight.popleft()
             emitted = flight.ticket.read()
+            STARTUP.lap("first round")
             if self.chooser and self.speculate:
                 self.chooser.observe_cost(flight.rows, flight.round.depths, flight.ticket.seconds())
                 self.chooser.observe_acceptance(flight.round.depths, [row[0] for row in emitted[: len(flight.requests)]])

@@ -25,6 +25,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.loader import DTYPES, load_target, read_target_config
 from specdec.pages import PagePool
 from specdec.rounds import GraphMode
+from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
 
 POOL_SHARE = 0.85  # of the GPU memory that is free behind the weights: the rest is for activations and graphs
@@ -110,6 +111,7 @@ def load_pair(
         raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
     if cuda_graphs is not False and cuda_graphs not in ("round", "step"):
         raise ValueError(f"cuda_graphs must be 'round', 'step' or False, got {cuda_graphs!r}; nearest setting: 'round'")
+    STARTUP.lap("imports")
     where = resolve_device(device)
     folder = resolve_folder(target)
     config = read_target_config(folder)
@@ -121,9 +123,10 @@ def load_pair(
     )  # fmt: skip
     max_positions = settings.max_seq_len + settings.lookahead
     model = load_target(folder, config, max_positions, where, number)
-    if draft is None:
-        return model, None, settings, folder
-    return model, load_head(resolve_folder(draft), model, max_positions, where, number), settings, folder
+    STARTUP.lap("target")
+    head = None if draft is None else load_head(resolve_folder(draft), model, max_positions, where, number)
+    STARTUP.lap("draft")
+    return model, head, settings, folder
 
 
 def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> Engine:
@@ -151,6 +154,7 @@ def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettin
         device=settings.device,
         dtype=settings.dtype,
     )
+    STARTUP.lap("KV pool")
     return Engine(verifier, drafter, spec, state, pool, settings.lookahead, settings.cuda_graphs)
 
 

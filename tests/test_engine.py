@@ -236,13 +236,14 @@ def test_requests_wait_for_pages_too(zoo: Zoo, decoder: SpecDecoder) -> None:
 def test_phases_count_batch_wide_rounds(decoder: SpecDecoder) -> None:
     """Keeps out: rounds of the batch guessed from rounds of the rows, which differ whenever rows enter and leave."""
     engine = decoder.engine
-    engine.phase_calls.clear()
-    engine.time_phases = True
+    clock = engine.rounds.clock
+    clock.clear()
+    clock.enabled = True
     outputs = decoder.generate(ragged_prompts(40, 3), SamplingParams(max_tokens=9))
-    engine.time_phases = False
-    assert engine.phase_calls["prefill"] == 1
-    assert engine.phase_calls["draft"] == engine.phase_calls["verify"] == max(out.stats.rounds for out in outputs)
-    assert engine.phase_seconds.keys() >= {"prefill", "draft", "verify", "extend", "rest"}
+    clock.enabled = False
+    assert clock.calls["prefill"] == 1
+    assert clock.calls["draft"] == clock.calls["verify"] == max(out.stats.rounds for out in outputs)
+    assert clock.seconds.keys() >= {"prefill", "draft", "verify", "extend", "rest"}
 
 
 def test_a_stream_returns_its_generation(zoo: Zoo, decoder: SpecDecoder) -> None:

@@ -96,6 +96,43 @@ def test_no_phase_waits_for_the_device() -> None:
     stream.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("cuda_graphs", ["round", "step"])
+@pytest.mark.parametrize("speculate", [True, False])
+def test_one_wait_a_round(cuda_graphs: GraphMode, speculate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a host that waits for the round it has just launched, or waits twice.  Counts the waits of 20 rounds;
+    any other synchronisation is an error."""
+    decoder = load(cuda_graphs=cuda_graphs, max_seq_len=400)
+    engine = decoder.engine
+    engine.set_speculate(speculate)
+    texts = prompts(3)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    for request in [decoder._request(text, params, "prompt", streaming=False) for text in texts]:
+        engine.check(request)
+        engine.add(request)
+    for _ in range(4):
+        engine.step()
+    before, forbidden = engine.readback.waits, lambda *args: pytest.fail("the host waited for the device")
+    monkeypatch.setattr(torch.cuda, "synchronize", forbidden)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            engine.step()
+            assert len(engine.in_flight) == 1, "the next round runs while this one's tokens are handed out"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.readback.waits - before == 20 and len(engine.running) == 3
+    for request in list(engine.running):
+        engine.cancel(request)
+
+
+@pytest.mark.parametrize("spec", [SpecConfig("auto", 4, 16), SpecConfig("auto", 1, 6)], ids=str)
+def test_auto_writes_the_same_text(spec: SpecConfig, expected: list[list[int]]) -> None:
+    """Keeps out: a pause or a change of levels that replays a graph of other shapes or leaves a stale first level."""
+    decoder = load(spec=spec)
+    for _ in range(2):
+        assert ids(decoder.generate(prompts(11), GREEDY)) == expected
+
+
 def test_sampled_ids_do_not_depend_on_speculation_or_graphs() -> None:
     """Keeps out: noise that depends on the row, the bucket or the draft instead of (seed, position)."""
     sampling = [SamplingParams(max_tokens=48, temperature=0.8, top_p=0.95, top_k=50, seed=i) for i in range(5)]
