@@ -4,6 +4,9 @@ Knows pages, not what the keys are: prefixes, prompts and chains look alike.  Qu
 packed into one tile, so keys and values are read once for all of them.  Each split leaves its own state; who merges
 them, and how many there are, is the launcher's business.
 
+Chained (see specdec/ops/launch.py), it reads the page table and the lengths before it waits, and starts the first keys on
+their way to L2: they must be older than the kernel right before it, which in a model stores the queries' own keys.
+
 Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R rows, T queries, H heads, K kv heads,
 S splits.
 """
@@ -13,6 +16,19 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def prefetch_to_l2(address, wanted):
+    """A hint, not a read: what the predecessor still writes may lie among it."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address.to(tl.int64), wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(
@@ -47,8 +63,6 @@ def paged_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:  # the merge may start its own suffix; it waits for all of this kernel before it reads a partial state
-        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) % tiles  # neighbours share keys, so all but the first find them in L2
     if CAUSAL:
         tile = tiles - 1 - tile  # the longest first
@@ -71,6 +85,23 @@ def paged_attention_kernel(
     per_split = tl.cdiv(tl.cdiv(tl.maximum(end, 0), splits), BLOCK_N) * BLOCK_N
     low = split * per_split
     high = tl.minimum(low + per_split, end)
+    pages = page_table + row.to(tl.int64) * stride_row
+    kv += kv_head.to(tl.int64) * stride_kv_head
+    n = tl.arange(0, BLOCK_N)
+    # A block's page numbers are read one block ahead: its keys then wait for nothing but themselves.
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
+
+    if PDL:
+        LINE: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+        LINES: tl.constexpr = (PADDED_DIM + LINE - 1) // LINE  # of a key, and as many of its value
+        key_A = low + tl.arange(0, BLOCK_N)
+        page_A = tl.load(pages + key_A // PAGE_SIZE, mask=key_A < high, other=0)
+        slot_A = page_A.to(tl.int64) * PAGE_SIZE + key_A % PAGE_SIZE
+        line_I = tl.arange(0, 2 * LINES)
+        at_AI = kv + (slot_A * stride_slot)[:, None] + (line_I // LINES * stride_v + line_I % LINES * LINE)[None, :]
+        prefetch_to_l2(at_AI, (key_A < high)[:, None] & (line_I % LINES * LINE < HEAD_DIM)[None, :])
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     d = tl.arange(0, PADDED_DIM)
     ok_D = d < HEAD_DIM
@@ -80,28 +111,26 @@ def paged_attention_kernel(
         mask=ok_M[:, None] & ok_D[None, :],
         other=0.0,
     )
-    pages = page_table + row.to(tl.int64) * stride_row
-    kv += kv_head.to(tl.int64) * stride_kv_head
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     scale2 = scale * LOG2E
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-        key_N = start + tl.arange(0, BLOCK_N)
+        key_N = start + n
         ok_N = key_N < high
-        page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N, other=0)
         slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+        page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         ok_ND = ok_N[:, None] & ok_D[None, :]  # values too: 0 times the NaN of an unwritten slot is NaN
         k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if CAUSAL:
             visible_MN = ok_N[None, :] & (key_N[None, :] < (length - (queries - 1 - query_M))[:, None])
-            s_MN = tl.where(visible_MN, s_MN, -float("inf"))
+            s_MN = tl.where(visible_MN, s_MN * scale2, -float("inf"))
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # a query that has seen nothing yet
         else:
-            s_MN = tl.where(ok_N[None, :], s_MN, -float("inf"))
+            s_MN = s_MN * scale2 + tl.where(ok_N, 0.0, -float("inf"))[None, :]  # one fused multiply-add: scale and mask
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = new_M
         p_MN = tl.exp2(s_MN - shift_M[:, None])

@@ -75,10 +75,14 @@ def suffix_merge_kernel(
             acc_GD = tl.dot(p_GN.to(v_ND.dtype), v_ND, acc_GD * decay_G[:, None], input_precision="ieee")
             top_G = new_G
 
-    if PDL:  # everything above was written before the splits' kernel began; its states are complete only from here on
+    # Chained, everything above was complete before the splits' kernel passed its own wait: queries, the suffix's keys, its
+    # table.  Only the splits' states are not, until here.
+    if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     state_G = (token * (KV_HEADS * GROUP) + head_G) * splits
-    for start in range(0, splits, CHUNK):
+    start = 0
+    while start < splits:
         split_C = start + tl.arange(0, CHUNK)
         at_CG = state_G[None, :] + split_C[:, None]
         ok_CG = (split_C < splits)[:, None] & ok_G[None, :]
@@ -94,6 +98,10 @@ def suffix_merge_kernel(
         total_G = total_G * decay_G + tl.sum(weight_CG, 0)
         acc_GD = acc_GD * decay_G[:, None] + tl.sum(weight_CG[:, :, None] * out_CGD, 0)
         top_G = new_G
+        start += CHUNK
+        if start < splits:  # splits fill from the left: behind an idle one lie only idle ones
+            last = tl.max(tl.where((split_C == start - 1)[:, None], lse_CG, -float("inf")))
+            start = tl.where(last == -float("inf"), splits, start)
 
     some_G = total_G > 0
     safe_G = tl.where(some_G, total_G, 1.0)

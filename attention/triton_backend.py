@@ -24,6 +24,7 @@ from specdec.attention.rope_store_triton import launch_rope_store
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.attention.suffix_triton import suffix_merge_kernel
+from specdec.ops.launch import chained
 from specdec.ops.rope import HeadPrep
 
 
@@ -121,7 +122,7 @@ def launch_paged(q_THD: Tensor, kv: Tensor, segment: Segment, state: AttentionSt
         D**-0.5, *q_THD.stride()[:2], *kv.stride()[:3], segment.page_table.stride(0), num_tiles,
         KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        STAGES=tiles.stages, PDL=has_pdl(q_THD.device), num_warps=tiles.warps, num_stages=tiles.stages,
+        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(q_THD.device),
     )  # fmt: skip
 
 
@@ -130,17 +131,16 @@ def launch_suffix_merge(
 ) -> None:
     T, H, D = q_THD.shape
     K = kv.shape[2]
-    padded_group = triton.next_power_of_2(H // K)
+    groups = K if suffix else H  # a merge alone shares no keys: a program a head
+    padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.page_table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
-    pdl = has_pdl(q_THD.device)
-    options = {"launch_pdl": True} if pdl else {}
     # One warp: its few numbers need no barrier, and many programs fit an SM.
-    suffix_merge_kernel[(T, K)](
+    suffix_merge_kernel[(T, groups)](
         q_THD, kv, table, lens, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH,
         D**-0.5, *q_THD.stride()[:2], *kv.stride()[:3], table.stride(0), splits,
-        KV_HEADS=K, GROUP=H // K, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D),
-        BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), HAS_SUFFIX=suffix is not None, PDL=pdl,
-        num_warps=1, num_stages=1, **options,
+        KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D),
+        BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), HAS_SUFFIX=suffix is not None,
+        num_warps=1, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
 
 
@@ -210,9 +210,3 @@ def chunk_for(splits: int, group_elements: int) -> int:
 @lru_cache
 def programs_at_once(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-
-
-@lru_cache
-def has_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch, Hopper's: the merge kernel starts before the splits are done, and waits inside."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,12 +1,13 @@
-"""What only our kernels can get wrong: poison, splits, strides, ragged tiles, scratch memory, policy, CUDA graphs.
+"""What only our kernels can get wrong: poison, splits, strides, ragged tiles, scratch memory, policy.
 
-test_backends.py holds them against the definition on every shape.  Without a GPU they run under Triton's interpreter.
+test_backends.py holds them against the definition on every shape, test_triton_gpu.py on a GPU.  Without one they run here
+under Triton's interpreter.
 
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -235,46 +236,3 @@ def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int) -> N
     row = triton_backend.padded(head_dim) * itemsize
     assert tiles.block_m * row + 2 * tiles.stages * tiles.block_n * row <= 227 * 1024
     assert tiles.block_m >= 16 and tiles.block_n >= 16
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("with_suffix", [False, True])
-def test_a_captured_graph_follows_the_lengths(with_suffix: bool) -> None:
-    """Keeps out: a length, a split's range or a scratch address frozen at capture."""
-    table, view = scattered([2000, 1000], seed=29, spare=1)
-    lens, q_THD = ints(1, 1), rand(4, H, D, seed=30)
-    prefix = prefix_segment(table, lens, 2, P)
-    segments = (prefix, suffix_rows(view, [2, 1, 1, 2], seed=31)) if with_suffix else (prefix,)
-    plan, backend = AttentionPlan(segments), TritonBackend()
-
-    def layers() -> list[Tensor]:
-        prepared = backend.prepare(plan)
-        return [backend.attend(q_THD, view, prepared) for _ in range(3)]
-
-    layers()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = layers()
-    for new in ((2000, 1000), (5, 0), (64, 999)):
-        lens.copy_(ints(*new))
-        for out in outs:
-            out.fill_(NAN)
-        graph.replay()
-        for out in outs:
-            check(out, q_THD, view, plan)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("make", [causal_segment, prefix_segment], ids=["causal", "prefix"])
-def test_one_compilation_serves_every_batch(make: Callable[..., Segment]) -> None:
-    """Keeps out: seconds of compiling in the middle of serving because a batch of 1 or 16 is special to Triton."""
-    kernel = triton_backend.paged_attention_kernel
-    counts = []
-    for lens in ([40], [700, 16], [16] * 16, [1]):
-        table, view = scattered(lens, seed=32)
-        q_THD = rand(2 * len(lens), H, D, seed=33)
-        attend(q_THD, view, make(table, ints(*lens), 2, P), programs=264)
-        counts.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
-    assert len(set(counts)) == 1, counts
