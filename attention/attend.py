@@ -15,6 +15,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.kv_cache import MHACache
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
+from specdec.ops.rows import select_rows
 
 BACKENDS = ("torch", "triton", "fa2", "fa3", "fa4")
 
@@ -22,17 +23,31 @@ BACKENDS = ("torch", "triton", "fa2", "fa3", "fa4")
 class PagedAttention:
     """One forward pass's attention, called by each layer with its qkv projection: `attn(layer, qkv_TXD, prep) -> out_TQD`.
 
-    cache: where keys and values go; plan: who reads what; slots_T: int64, where this pass's tokens are stored.
+    cache: where keys and values go; plan: who reads what; slots_T: int64, where this pass's tokens are stored.  rows_plan:
+    who reads what where a layer asks for some rows only, `attn(layer, qkv_TXD, prep, rows_R) -> out_RQD`.
     """
 
-    def __init__(self, backend: Backend, cache: MHACache, plan: AttentionPlan, slots_T: Tensor) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        cache: MHACache,
+        plan: AttentionPlan,
+        slots_T: Tensor,
+        rows_plan: AttentionPlan | None = None,
+    ) -> None:
         self.backend, self.cache, self.slots_T = backend, cache, slots_T
         self.prepared = backend.prepare(plan)
+        self.rows_prepared = None if rows_plan is None else backend.prepare(rows_plan)
 
-    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor:
+    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
         view = self.cache.view(layer)
         q_TQD = self.backend.store(view, qkv_TXD, self.slots_T, prep)
-        return self.backend.attend(q_TQD, view, self.prepared)
+        if rows_R is None:
+            return self.backend.attend(q_TQD, view, self.prepared)
+        assert self.rows_prepared is not None, "rows need a plan of their own"
+        return self.backend.attend(
+            select_rows(q_TQD.flatten(1), rows_R).unflatten(1, q_TQD.shape[1:]), view, self.rows_prepared
+        )
 
 
 class BackendChoice(NamedTuple):

@@ -46,8 +46,8 @@ def rope_store_kernel(
     is_query_X = x < QUERY_HEADS
     ok_XE = (x < QUERY_HEADS + 2 * KV_HEADS)[:, None] & (e < HALF)[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at_XE = qkv + token * stride_t + x[:, None] * (2 * HALF) + e[None, :]
     low_XE = tl.load(at_XE, mask=ok_XE, other=0.0).to(tl.float32)
     high_XE = tl.load(at_XE + HALF, mask=ok_XE, other=0.0).to(tl.float32)

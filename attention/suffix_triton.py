@@ -42,6 +42,8 @@ def suffix_merge_kernel(
     HAS_SUFFIX: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     g = tl.arange(0, PADDED_GROUP)
@@ -79,7 +81,6 @@ def suffix_merge_kernel(
     # table.  Only the splits' states are not, until here.
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     state_G = (token * (KV_HEADS * GROUP) + head_G) * splits
     start = 0
     while start < splits:

@@ -3,8 +3,8 @@
 
     python benchmarks/round_8b.py --out benchmarks/results/round_8b.json
 
-Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine, host
-included, as in `generate()`: wall time from one read of tokens to the next; then a profiler's trace of its kernels.
+Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine,
+host included, as in `generate()`: wall time from one read of tokens to the next; then a profiler's trace of its kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ TRACED = 10
 
 
 class Case(NamedTuple):
-    """One line of the table.  spec: S,k,nd; "plain"; or "auto", which with random weights settles at no levels."""
+    """One line of the table.  spec: S,k,nd; "plain"; or "auto", which with random weights settles at no levels.  bar: 0 for
+    lines that are only held against each other."""
 
     spec: str
     batch: int
@@ -105,7 +106,7 @@ def measure(model: CausalLM, head: DraftHead, case: Case, rounds: int, graphs: G
     decoder = make_decoder(model, head, spec, case.batch, case.context, graphs)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     work = Work(decoder, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
-    settle = 100 if case.spec == "auto" else 8  # compiles, captures; "auto" looks around first
+    settle = 100 if case.bar == 0 else 8  # compiles, captures; "auto" looks around first
     full_rounds(work, decoder.engine.step, settle)
     found = [walls for walls, _ in full_rounds(work, lambda: timed_walls(decoder.engine), rounds)]
     limit = byte_limit(model, head if spec else None, spec, case.batch, case.context)
@@ -113,7 +114,7 @@ def measure(model: CausalLM, head: DraftHead, case: Case, rounds: int, graphs: G
         **case._asdict(), "ms": 1e3 * median(wall for wall, _ in found), "rounds": len(found), "graphs": graphs,
         "host_ms": 1e3 * median(wall - waited for wall, waited in found), "limit_ms": 1e3 * limit.total / READ_BANDWIDTH,
     }  # fmt: skip
-    if case.spec == "auto":
+    if case.bar == 0:
         row["mean_ms"] = 1e3 * sum(wall for wall, _ in found) / len(found)
         return row
     traced = min(TRACED, rounds_in(900, spec))
@@ -171,9 +172,13 @@ def main() -> None:
         show(rows[-1])
         torch.cuda.empty_cache()
     for batch in () if args.no_auto else PAUSES:
-        rows.append(measure(model, head, Case("auto", batch, 1024, 0.0, 0.0), 600, args.graphs))
-        print(f"auto (no levels), batch {batch}: median {rows[-1]['ms']:.2f} ms, mean {rows[-1]['mean_ms']:.2f} ms", flush=True)
-        torch.cuda.empty_cache()
+        for spec in ("plain", "auto"):  # both over the same 600 rounds, so of the same lengths
+            rows.append(measure(model, head, Case(spec, batch, 1024, 0.0, 0.0), 600, args.graphs))
+            print(
+                f"600 rounds of {spec}, batch {batch}: median {rows[-1]['ms']:.2f} ms, mean {rows[-1]['mean_ms']:.2f} ms",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
     prefills = []
     for batch, tokens, bar, stretch in () if args.no_prefill else PREFILLS:
         ms = prefill_ms(model, head, batch, tokens)

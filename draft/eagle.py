@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from specdec.models.causal_lm import DecoderLayer
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
 from specdec.ops.norm import pair_rms_norm
+from specdec.ops.rows import select_rows
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ class DraftHead(nn.Module):
         """Target features to the head's own width [T, H]; done once, when they come from the target."""
 
     @abstractmethod
-    def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
-        """One step over pairs: hidden [T, H], the next pair's feature and what `logits` reads."""
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """One step over pairs: hidden [T, H], the next pair's feature and what `logits` reads; of rows_R only, if given."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -95,13 +99,16 @@ class Eagle3Head(DraftHead):
     def fuse(self, features_TF: Tensor) -> Tensor:
         return self.fc(features_TF)
 
-    def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
         embed, norm, H = self.embed_tokens.weight, self.hidden_norm, hidden_TH.shape[-1]
         x = pair_rms_norm(ids_T, embed, self.input_layernorm.weight, hidden_TH, norm.weight, norm.eps)
-        residual_TH = x[:, H:] if self.config.norm_before_residual else hidden_TH
-        attended_TH = self.self_attn(x, self.rotary.at(positions_T), attn, 0)
-        residual_TH, normed_TH = self.post_attention_layernorm.add(residual_TH, attended_TH)
-        return residual_TH + self.mlp(normed_TH)
+        residual = x[:, H:] if self.config.norm_before_residual else hidden_TH
+        residual = residual if rows_R is None else select_rows(residual, rows_R)
+        attended = self.self_attn(x, self.rotary.at(positions_T), attn, 0, rows_R)
+        residual, normed = self.post_attention_layernorm.add(residual, attended)
+        return residual + self.mlp(normed)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -120,13 +127,17 @@ class Eagle1Head(DraftHead):
     def fuse(self, features_TF: Tensor) -> Tensor:
         return features_TF
 
-    def forward(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn) -> Tensor:
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
         x = self.fc(torch.cat((self.embed_tokens(ids_T), hidden_TH), dim=-1))
         rotation = self.rotary.at(positions_T)
-        x, delta = self.layers[0](x, x, rotation, attn, 0)
-        for index, layer in enumerate(self.layers[1:], start=1):
-            x, normed = layer.input_layernorm.add(x, delta)
+        layers = [cast(DecoderLayer, layer) for layer in self.layers]
+        normed = x
+        for index, layer in enumerate(layers[:-1]):
             x, delta = layer(x, normed, rotation, attn, index)
+            x, normed = layers[index + 1].input_layernorm.add(x, delta)
+        x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
         return x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:

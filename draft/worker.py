@@ -25,9 +25,12 @@ from specdec.draft.build_tree import best_nodes
 from specdec.draft.eagle import DraftHead
 from specdec.draft.expand import Candidates, expand, first_level
 from specdec.models.packed import PackedPrompts
+from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens, top_tokens
 from specdec.tree import DraftTree
+
+FEW_ROWS = 64  # of an extend: up to here what counts is reading the weights, and rows that nobody reads come for free
 
 
 class DraftWorker:
@@ -79,24 +82,29 @@ class DraftWorker:
         B, E = tokens_BE.shape
         rows = next_tokens(state.page_table_BW, base_lens_B, E, self.page_size)
         segment = causal_segment(state.page_table_BW, rows.ends_PB[-1], E, self.page_size)
-        attn = self._attention((segment,), rows.slots.flatten())
         features_TH = self.head.fuse(features_BEF.flatten(0, 1))
-        hidden_TH = self.head(tokens_BE.flatten(), features_TH, rows.positions.flatten(), attn)
-        self._set_first_level(state, hidden_TH.view(B, E, -1), last_B[:, None])
+        inputs = (tokens_BE.flatten(), features_TH, rows.positions.flatten())
+        if B * E <= FEW_ROWS:
+            hidden_TH = self.head(*inputs, self._attention((segment,), rows.slots.flatten()))
+            hidden_BH = take_rows(hidden_TH.view(B, E, -1), last_B[:, None])[:, 0]
+        else:
+            ends_B = (base_lens_B + last_B + 1).int()
+            last = AttentionPlan((causal_segment(state.page_table_BW, ends_B, 1, self.page_size),))
+            attn = PagedAttention(self.backend, self.cache, AttentionPlan((segment,)), rows.slots.flatten(), last)
+            hidden_BH = self.head(*inputs, attn, last_B + arange(B, last_B.device) * E)
+        self._set_first_level(state, hidden_BH)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, features_TF: Tensor) -> None:
         """Extend over whole prompts.  `state` holds the prompts' rows, in their order, bonus tokens set."""
-        attn = self._attention(prompts.plan.segments, prompts.slots_T)
+        attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
         next_ids_T = prompts.next_ids(state.bonus_B)
-        hidden_TH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn)
-        self._set_first_level(state, hidden_TH[None], prompts.last_B[None])
+        hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
+        self._set_first_level(state, hidden_BH)
 
     def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor) -> PagedAttention:
         return PagedAttention(self.backend, self.cache, AttentionPlan(segments), slots_T)
 
-    def _set_first_level(self, state: BatchState, hidden: Tensor, last: Tensor) -> None:
-        """The next tree's first level, from the rows `last` of `hidden` (as `take_rows` has them), one a sequence."""
-        level1_hidden = state.level1_hidden_BH.view(*last.shape, -1)
-        take_rows(hidden, last, out=level1_hidden)
-        logits_BV = self.head.logits(state.level1_hidden_BH)
+    def _set_first_level(self, state: BatchState, hidden_BH: Tensor) -> None:
+        state.level1_hidden_BH.copy_(hidden_BH)
+        logits_BV = self.head.logits(hidden_BH)
         top_tokens(logits_BV, self.topk, self.head.d2t_V, out=(state.level1_logp_BK, state.level1_tokens_BK))

@@ -77,6 +77,7 @@ class RoundRunner:
         def decode() -> Round:
             tree = DraftTree.chain(state.bonus_B[:, None])
             result = verifier.verify(state, tree, mode)
+            assert result.features_BEF is not None
             state.keep_pending(result.tokens_BE[:, 0], result.features_BEF[:, 0])
             return _round(result, tree)
 

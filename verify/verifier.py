@@ -56,9 +56,15 @@ class TargetVerifier:
         self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode, with_features: bool = True
     ) -> tuple[Tensor, Tensor]:
         """(first tokens [B], features [T, F]).  sampling: of each prompt.  Without features, what comes is not for a draft."""
-        attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T)
-        out = self.model(prompts.ids_T, prompts.positions_T, attn, self.aux_layers if with_features else ())
-        logits_BV = self.model.logits(out.hidden_TH.index_select(0, prompts.last_B))
+        attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
+        aux_layers = self.aux_layers if with_features else ()
+        if with_features and not aux_layers:  # the draft reads every final hidden state
+            out = self.model(prompts.ids_T, prompts.positions_T, attn)
+            hidden_BH = out.hidden_TH.index_select(0, prompts.last_B)
+        else:
+            out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers, prompts.last_B)
+            hidden_BH = out.hidden_TH
+        logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
         return choose_tokens(logits_BV, sampling, last_positions_B, mode), self._features(out)
 

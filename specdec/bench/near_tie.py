@@ -71,7 +71,7 @@ def _last_logits(decoder: SpecDecoder, ids: list[int]) -> Tensor:
     return model.logits(out.hidden_TH[-1:])[0].float()
 
 
-def _dense_attention(layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor:
+def _dense_attention(layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
     q_TQD, kv_T2KD = prep.apply_(qkv_TXD)
     q_1QTD = q_TQD.transpose(0, 1)[None]
     k_1KTD, v_1KTD = (kv_T2KD[:, i].transpose(0, 1)[None] for i in (0, 1))

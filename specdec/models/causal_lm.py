@@ -9,7 +9,7 @@ Shapes: T tokens, H hidden, V vocabulary, A captured states side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
 from specdec.ops.rope import Rotation
+from specdec.ops.rows import select_rows
 
 
 class TargetOutput(NamedTuple):
-    """hidden_TH: after the final norm, what the language-model head reads.  aux_TA: captured residual streams, or None."""
+    """hidden_TH: after the final norm, what the language-model head reads; of the rows asked for.
+
+    aux_TA: captured residual streams of all tokens, or None.
+    """
 
     hidden_TH: Tensor
     aux_TA: Tensor | None
@@ -38,14 +42,22 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x_TH: Tensor, normed_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int
+        self,
+        x_TH: Tensor,
+        normed_TH: Tensor,
+        rotation: Rotation,
+        attn: AttentionFn,
+        layer: int,
+        rows_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(residual stream, what is still to be added to it), from the stream and its norm.
+        """(residual stream, what is still to be added to it), from the stream and its norm; of rows_R only, if given.
 
         The sum is left to the next norm, which does it in the same launch.
         """
-        x_TH, normed_TH = self.post_attention_layernorm.add(x_TH, self.self_attn(normed_TH, rotation, attn, layer))
-        return x_TH, self.mlp(normed_TH)
+        attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
+        x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
+        x, normed = self.post_attention_layernorm.add(x, attended)
+        return x, self.mlp(normed)
 
 
 class CausalLM(nn.Module):
@@ -62,19 +74,32 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor, attn: AttentionFn, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """aux_layers: ascending 0-based layers whose output (the residual stream, not normed) is captured."""
-        x_TH = F.embedding(ids_T, self.embed_tokens.weight)
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attn: AttentionFn,
+        aux_layers: Sequence[int] = (),
+        rows_R: Tensor | None = None,
+    ) -> TargetOutput:
+        """aux_layers: ascending 0-based layers whose output (the residual stream, not normed) is captured, of all tokens.
+
+        rows_R: the tokens whose final hidden state is wanted, None for all: the last layer does no more than it must.
+        """
+        x = F.embedding(ids_T, self.embed_tokens.weight)
         rotation = self.rotary.at(positions_T)
-        normed_TH = self.layers[0].input_layernorm(x_TH)
-        captured = []
-        next_norms = [layer.input_layernorm for layer in self.layers[1:]] + [self.norm]
-        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            x_TH, delta_TH = layer(x_TH, normed_TH, rotation, attn, index)
-            x_TH, normed_TH = next_norm.add(x_TH, delta_TH)
+        layers = [cast(DecoderLayer, layer) for layer in self.layers]
+        next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
+        normed, captured = layers[0].input_layernorm(x), []
+        last = len(layers) - 1
+        early = rows_R if last not in aux_layers else None
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            x, delta = layer(x, normed, rotation, attn, index, early if index == last else None)
+            x, normed = next_norm.add(x, delta)
             if index in aux_layers:
-                captured.append(x_TH)
-        return TargetOutput(normed_TH, torch.cat(captured, dim=-1) if captured else None)
+                captured.append(x)
+        hidden = normed if rows_R is None or early is not None else select_rows(normed, rows_R)
+        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] for the rows given."""

@@ -19,10 +19,11 @@ from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 class AttentionFn(Protocol):
     """Attention of one forward pass: paged when serving, dense when training.  It owns the rest of a head's way in: `prep`
-    says how queries and keys are normed and rotated (X = Q + 2K rows of heads: queries, keys, values).
+    says how queries and keys are normed and rotated (X = Q + 2K rows of heads: queries, keys, values).  With rows_R only
+    those tokens' queries are answered, [R, Q, D]; the others' keys and values are kept all the same.
     """
 
-    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep) -> Tensor: ...
+    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor: ...
 
 
 class Linear(nn.Linear):
@@ -107,11 +108,11 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.qk_norm = HeadsRMSNorm(config) if config.qk_norm else None
 
-    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int) -> Tensor:
+    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attn(layer, qkv_TXD, prep).flatten(1))
+        return self.o_proj(attn(layer, qkv_TXD, prep, rows_R).flatten(1))
 
 
 class MLP(nn.Module):

@@ -19,7 +19,8 @@ class PackedPrompts:
     """Prompts, or one chunk of a long prompt whose earlier tokens are in the cache already.
 
     ids_T, positions_T, slots_T: int64, of each token.  last_B: int64 row of each prompt's last token here.  plan: who reads
-    what.  follower_B: int64, the prompt's own token behind the last one here; -1 where the prompt ends.
+    what; last_plan: what the last tokens alone read.  follower_B: int64, the prompt's own token behind the last one here;
+    -1 where the prompt ends.
     """
 
     ids_T: Tensor
@@ -28,6 +29,7 @@ class PackedPrompts:
     last_B: Tensor
     follower_B: Tensor
     plan: AttentionPlan
+    last_plan: AttentionPlan
 
     @classmethod
     def pack(
@@ -49,6 +51,7 @@ class PackedPrompts:
             last_B=(lens_B.cumsum(0) - 1).to(device),
             follower_B=torch.tensor([[*p, -1][end] for p, end in zip(prompts, ends)], device=device),
             plan=AttentionPlan((ragged_causal_segment(page_table_BW, lens_B.tolist(), ends, page_size),)),
+            last_plan=AttentionPlan((ragged_causal_segment(page_table_BW, [1] * len(parts), ends, page_size),)),
         )
 
     def next_ids(self, bonus_B: Tensor) -> Tensor:

@@ -1,8 +1,12 @@
 """When our kernels run, and how they chain.  Shared by every room that launches Triton; knows no kernel.
 
 Chaining (programmatic dependent launch, Hopper and later): a kernel is launched while its predecessor still runs.  It may
-first touch what no kernel of this run writes (weights), then waits for the predecessor with `gdc_wait`, and only then lets
-its own successor start with `gdc_launch_dependents`.  So whoever starts may rely on everything before its predecessor.
+first touch what no kernel of this run writes (weights), then waits with `gdc_wait` until its predecessor is complete.  Since
+every kernel waits, all before the predecessor is complete by then too, so memory is reused as if nothing overlapped.
+`gdc_launch_dependents` lets the successor start, as early as its own waiting allows: before the wait, where the successor
+waits before it reads what is new (2 to 3 percent of a decode step on an H100).  Attention's kernels read more than weights
+before they wait: the paged kernel its tables, which were complete before the norm in front of its layer's projections; the
+merge also the queries and the tree's keys, so the paged kernel in front of it lets it start only behind its own wait.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def _finish(
 @triton.jit(do_not_specialize=["blocks"])
 def silu_mul_kernel(gate_up, out, stride, blocks, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = (tl.program_id(0) // blocks).to(tl.int64)
     f = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     ok = f < F

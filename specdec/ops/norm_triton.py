@@ -23,8 +23,8 @@ def add_rms_norm_kernel(
     ok = h < SIZE
     scale = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)  # no kernel writes weights: before the wait
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row * stride_x + h, mask=ok, other=0.0)
     if HAS_DELTA:
         value = (value.to(tl.float32) + tl.load(delta + row * stride_delta + h, mask=ok, other=0.0).to(tl.float32)).to(
@@ -45,8 +45,8 @@ def pair_rms_norm_kernel(
     h = tl.arange(0, PADDED)
     ok = h < SIZE
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if tl.program_id(1) == 0:
         value = tl.load(table + tl.load(ids + row).to(tl.int64) * SIZE + h, mask=ok, other=0.0).to(tl.float32)
         scale = tl.load(table_weight + h, mask=ok, other=0.0).to(tl.float32)

@@ -20,3 +20,8 @@ def take_rows(x_BNF: Tensor, index_BE: Tensor, out: Tensor | None = None) -> Ten
         return launch_take_rows(x_BNF, index_BE, out)
     taken_BEF = x_BNF.gather(1, index_BE[..., None].expand(-1, -1, x_BNF.shape[2]))
     return taken_BEF if out is None else out.copy_(taken_BEF)
+
+
+def select_rows(x_TF: Tensor, rows_R: Tensor) -> Tensor:
+    """[R, F]: the rows (int64) of a whole batch."""
+    return take_rows(x_TF[None], rows_R[None])[0]

@@ -26,7 +26,7 @@ class DenseCausal:
     def __init__(self, batch: int) -> None:
         self.batch = batch
 
-    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep) -> Tensor:
+    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
         q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
         q, k, v = (_rows(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -40,7 +40,7 @@ class DraftSteps:
         self.batch = batch
         self.steps: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep) -> Tensor:
+    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
         assert layer == 0, "the training-time test knows heads of one layer"
         q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
         q, k, v = (_rows(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))

@@ -25,7 +25,7 @@ from specdec.verify.tables import path_tables  # noqa: E402
 from specdec.verify.tables_triton import launch_path_tables  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-SHAPES = [(3, 2, 1), (4, 16, 5), (5, 60, 7), (2, 33, 32), (3, 7, 2)]
+SHAPES = [(3, 2, 1), (4, 16, 5), (2, 60, 7), (2, 33, 32), (3, 7, 2)]
 LARGE = [(1, 6, 5), (1, 32, 5), (64, 60, 7), (2, 1024, 64), (32, 1000, 6)]
 
 
@@ -93,7 +93,7 @@ def test_acceptance_equals_the_definition(B: int, N: int, S: int) -> None:
         check_acceptance(tree, targets_BN)
 
 
-@pytest.mark.parametrize("N", [1, 2, 6, 33])
+@pytest.mark.parametrize("N", [1, 2, 6, 17])
 def test_acceptance_of_chains(N: int) -> None:
     """Keeps out: a kernel that takes a chain's shared parents for one row a sequence; a root alone that needs children."""
     tree = random_trees(5, N, N, chain=True)
