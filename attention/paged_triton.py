@@ -4,8 +4,8 @@ Knows pages, not what the keys are: prefixes, prompts and chains look alike.  Qu
 packed into one tile, so keys and values are read once for all of them.  Each split leaves its own state; who merges
 them, and how many there are, is the launcher's business.
 
-Chained (see specdec/ops/launch.py), it reads the page table and the lengths before it waits, and starts the first keys on
-their way to L2: they must be older than the kernel right before it, which in a model stores the queries' own keys.
+Chained (see specdec/ops/launch.py), it reads the page table and the lengths before it waits: they must be older than the
+kernel right before it, which in a model stores the queries' own keys.
 
 Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R rows, T queries, H heads, K kv heads,
 S splits.
@@ -16,19 +16,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def prefetch_to_l2(address, wanted):
-    """A hint, not a read: what the predecessor still writes may lie among it."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address.to(tl.int64), wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(
@@ -60,6 +47,7 @@ def paged_attention_kernel(
     CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -82,7 +70,8 @@ def paged_attention_kernel(
     if CAUSAL:  # keys up to the tile's last query
         end = length - tl.maximum(queries - 1 - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.where(tile * BLOCK_M < queries * GROUP, end, 0)
-    per_split = tl.cdiv(tl.cdiv(tl.maximum(end, 0), splits), BLOCK_N) * BLOCK_N
+    # At least so many keys, or merging costs more than splitting gains: of many splits, a short row uses the first few.
+    per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end, 0), splits), LEAST), BLOCK_N) * BLOCK_N
     low = split * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
@@ -92,14 +81,6 @@ def paged_attention_kernel(
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
 
     if PDL:
-        LINE: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-        LINES: tl.constexpr = (PADDED_DIM + LINE - 1) // LINE  # of a key, and as many of its value
-        key_A = low + tl.arange(0, BLOCK_N)
-        page_A = tl.load(pages + key_A // PAGE_SIZE, mask=key_A < high, other=0)
-        slot_A = page_A.to(tl.int64) * PAGE_SIZE + key_A % PAGE_SIZE
-        line_I = tl.arange(0, 2 * LINES)
-        at_AI = kv + (slot_A * stride_slot)[:, None] + (line_I // LINES * stride_v + line_I % LINES * LINE)[None, :]
-        prefetch_to_l2(at_AI, (key_A < high)[:, None] & (line_I % LINES * LINE < HEAD_DIM)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

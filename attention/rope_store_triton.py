@@ -1,7 +1,8 @@
 """The kernel between projection and attention: q/k norm, rotary positions, and keys and values into their slots.
 
 `specdec.ops.rope.HeadPrep` defines what it computes.  Queries are rotated where they lie.  A thread holds both halves of a
-head's pair, so nothing is overwritten before it is read.
+head's pair, so nothing is overwritten before it is read.  Chained, positions and slots are read before the wait: they were
+complete before the norm in front of the projection.
 
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K rows of a token, D head dim, E = D / 2.
 """
@@ -47,10 +48,6 @@ def rope_store_kernel(
     ok_XE = (x < QUERY_HEADS + 2 * KV_HEADS)[:, None] & (e < HALF)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    at_XE = qkv + token * stride_t + x[:, None] * (2 * HALF) + e[None, :]
-    low_XE = tl.load(at_XE, mask=ok_XE, other=0.0).to(tl.float32)
-    high_XE = tl.load(at_XE + HALF, mask=ok_XE, other=0.0).to(tl.float32)
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
     turn_E = table + position * (4 * HALF) + e
@@ -58,6 +55,11 @@ def rope_store_kernel(
     cos_high_E = tl.load(turn_E + HALF, mask=e < HALF, other=0.0).to(tl.float32)
     sin_low_E = tl.load(turn_E + 2 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
     sin_high_E = tl.load(turn_E + 3 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at_XE = qkv + token * stride_t + x[:, None] * (2 * HALF) + e[None, :]
+    low_XE = tl.load(at_XE, mask=ok_XE, other=0.0).to(tl.float32)
+    high_XE = tl.load(at_XE + HALF, mask=ok_XE, other=0.0).to(tl.float32)
     a_XE, b_XE = low_XE, high_XE
     if HAS_NORM:
         rms_X = tl.rsqrt((tl.sum(a_XE * a_XE, 1) + tl.sum(b_XE * b_XE, 1)) / (2 * HALF) + eps)

@@ -88,6 +88,9 @@ def suffix_merge_kernel(
         at_CG = state_G[None, :] + split_C[:, None]
         ok_CG = (split_C < splits)[:, None] & ok_G[None, :]
         lse_CG = tl.load(partial_lse + at_CG, mask=ok_CG, other=-float("inf"))
+        # Splits fill from the left: behind an idle one lie only idle ones, of which a table wider than its row leaves many.
+        more_G = ok_G & (start + CHUNK + g * 0 < splits)
+        next_G = tl.load(partial_lse + state_G + start + CHUNK, mask=more_G, other=-float("inf"))
         ok_CGD = ok_CG[:, :, None] & ok_D[None, None, :]
         out_CGD = tl.load(partial_out + at_CG[:, :, None] * HEAD_DIM + d[None, None, :], mask=ok_CGD, other=0.0)
         # An idle split wrote no output.  Loading it and looking away is faster than waiting for its lse.
@@ -99,10 +102,7 @@ def suffix_merge_kernel(
         total_G = total_G * decay_G + tl.sum(weight_CG, 0)
         acc_GD = acc_GD * decay_G[:, None] + tl.sum(weight_CG[:, :, None] * out_CGD, 0)
         top_G = new_G
-        start += CHUNK
-        if start < splits:  # splits fill from the left: behind an idle one lie only idle ones
-            last = tl.max(tl.where((split_C == start - 1)[:, None], lse_CG, -float("inf")))
-            start = tl.where(last == -float("inf"), splits, start)
+        start = tl.where(tl.max(next_G) == -float("inf"), splits, start + CHUNK)
 
     some_G = total_G > 0
     safe_G = tl.where(some_G, total_G, 1.0)

@@ -29,12 +29,18 @@ from specdec.ops.rope import HeadPrep
 
 
 class Tiles(NamedTuple):
-    """What one program of the paged kernel works on: packed queries x heads, keys a step; and its warps and stages."""
+    """What one program of the paged kernel works on: packed queries x heads, keys a step; and its warps and stages.
+
+    least: keys of a split, or merging costs more than splitting gains.  registers: the most a thread may use, so that two
+    programs fit an SM; None leaves it to the compiler.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    least: int = 128
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,10 @@ class TritonBackend(Backend):
         K = view.kv.shape[2]
         assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
         assert view.kv.shape[3] == D and H % K == 0 and view.kv.stride(3) == 1
-        tiles = tiles_for(prefix.max_seqlen_q * (H // K), D, q_THD.element_size())
-        num_tiles = triton.cdiv(prefix.max_seqlen_q * (H // K), tiles.block_m)
-        programs = self.programs or programs_at_once(q_THD.device)
-        splits = splits_for(prefix.rows * K * num_tiles, prefix.max_keys, tiles.block_n, programs)
+        programs, packed = self.programs or programs_at_once(q_THD.device), prefix.max_seqlen_q * (H // K)
+        tiles = tiles_for(packed, D, q_THD.element_size(), prefix.causal, prefix.rows * K / programs)
+        num_tiles = triton.cdiv(packed, tiles.block_m)
+        splits = splits_for(prefix.rows * K * num_tiles, prefix.max_keys, tiles.least, programs)
         state = AttentionState(*new_state((T, H, D), dtype, q_THD.device))
         if not T:
             return state
@@ -122,7 +128,8 @@ def launch_paged(q_THD: Tensor, kv: Tensor, segment: Segment, state: AttentionSt
         D**-0.5, *q_THD.stride()[:2], *kv.stride()[:3], segment.page_table.stride(0), num_tiles,
         KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, **chained(q_THD.device),
+        LEAST=tiles.least, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        **chained(q_THD.device),
     )  # fmt: skip
 
 
@@ -164,30 +171,40 @@ def padded(D: int) -> int:
 
 
 @lru_cache
-def tiles_for(packed_queries: int, D: int, itemsize: int) -> Tiles:
-    """Measured on an H100 with heads of 128; other dims keep a stage's 16 KiB of keys and of values.
+def tiles_for(packed_queries: int, D: int, itemsize: int, causal: bool, waves: float) -> Tiles:
+    """Measured on an H100 with heads of 128; other dims keep a stage's bytes.  waves: of the GPU, at one tile a row and head.
 
-    float32 has no tensor cores to fill, and spills registers beyond these.  Up to 128 packed queries (32 nodes in groups
-    of 4), tiles of 64 win at 1k keys, since they leave half as many splits to merge; at 32k tiles of 128 would (73 us
-    against 81), but the host does not know the lengths.
+    Up to 64 packed queries the keys decide: large blocks where a row is split over SMs that hold one program each, small
+    ones where rows are many and SMs hold two.  A lone token has so little to merge that it is split further.  Beyond 64,
+    the arithmetic decides.  Long prompts have enough tiles for two programs an SM, one of which computes while the other
+    waits.  float32 has no tensor cores to fill, and spills beyond its tiles.
     """
-    block_n = max(16, min(64, 16384 // (padded(D) * itemsize)))
+
+    def keys(most: int) -> int:
+        return max(16, min(most, most * 256 // (padded(D) * itemsize)))
+
     wanted = max(16, triton.next_power_of_2(packed_queries))
     if itemsize == 4:
-        return Tiles(min(wanted, 32), block_n, 8, 2)
-    if packed_queries > 128 and D <= 128:
-        return Tiles(128, block_n, 8, 5)
-    return Tiles(min(wanted, 64), block_n, 4, 5)
+        return Tiles(min(wanted, 32), keys(64), 8, 2)
+    if wanted == 16:
+        return Tiles(16, keys(128), 4, 3) if waves > 0.1 else Tiles(16, keys(64), 4, 3, least=64)
+    if wanted == 32:
+        return Tiles(32, keys(128), 4, 3) if waves < 0.8 else Tiles(32, keys(64), 4, 3)
+    if wanted == 64 or D > 128:
+        return Tiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
+    if causal and wanted > 128:
+        return Tiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else Tiles(64, 64, 4, 3)
+    return Tiles(128, 64, 8, 3)
 
 
 @lru_cache
-def splits_for(programs_per_split: int, max_keys: int, block_n: int, programs: int) -> int:
-    """As many splits as fill the GPU, none below one block.  Of those that fill its waves about equally, the fewest.
+def splits_for(programs_per_split: int, max_keys: int, least: int, programs: int) -> int:
+    """As many splits as fill the GPU, none of fewer than `least` keys.  Of those that fill its waves about equally, the fewest.
 
     max_keys is the table's capacity, not the rows' length, which only the device knows: a split finds its own range there,
-    of at least one block, so a short row in a large table merely leaves splits idle.
+    so a short row in a large table merely leaves splits idle.
     """
-    most = max(1, min(triton.cdiv(max_keys, block_n), 128))
+    most = max(1, min(triton.cdiv(max_keys, least), 128))
     if programs_per_split * most <= programs:
         return most
     if programs_per_split >= 0.8 * programs:

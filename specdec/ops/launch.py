@@ -5,8 +5,8 @@ first touch what no kernel of this run writes (weights), then waits with `gdc_wa
 every kernel waits, all before the predecessor is complete by then too, so memory is reused as if nothing overlapped.
 `gdc_launch_dependents` lets the successor start, as early as its own waiting allows: before the wait, where the successor
 waits before it reads what is new (2 to 3 percent of a decode step on an H100).  Attention's kernels read more than weights
-before they wait: the paged kernel its tables, which were complete before the norm in front of its layer's projections; the
-merge also the queries and the tree's keys, so the paged kernel in front of it lets it start only behind its own wait.
+before they wait: their tables, which were complete before the norm in front of the layer's projections; and the merge also
+the queries and the tree's keys, so the paged kernel in front of it lets it start only behind its own wait.
 """
 
 from __future__ import annotations

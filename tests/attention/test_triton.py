@@ -216,23 +216,25 @@ def test_no_queries_no_launch() -> None:
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
-    """Keeps out: batch 1 on eight of 264 places, a full batch split for nothing, splits shorter than a block."""
-    assert splits_for(8, 32_768, 64, 264) in (32, 33)
-    assert splits_for(8, 1_024, 64, 264) == 16
-    assert splits_for(256, 32_768, 64, 264) == 1 and splits_for(2000, 32_768, 64, 264) == 1
-    assert splits_for(8, 0, 64, 264) == 1 and splits_for(8, 10, 64, 264) == 1
+    """Keeps out: batch 1 on eight of 264 places, a full batch split for nothing, splits of a few keys."""
+    assert splits_for(8, 32_768, 128, 264) in (32, 33)
+    assert splits_for(8, 1_024, 128, 264) == 8
+    assert splits_for(256, 32_768, 128, 264) == 1 and splits_for(2000, 32_768, 128, 264) == 1
+    assert splits_for(8, 0, 128, 264) == 1 and splits_for(8, 10, 128, 264) == 1
     for programs_per_split in range(1, 300):
-        splits = splits_for(programs_per_split, 32_768, 64, 264)
+        splits = splits_for(programs_per_split, 32_768, 128, 264)
         waves = programs_per_split * splits / 264
         assert 1 <= splits <= 128 and (splits in (1, 128) or waves / -(-waves // 1) > 0.75)
 
 
+@pytest.mark.parametrize("waves", [0.06, 2.0])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
-@pytest.mark.parametrize("packed", [1, 4, 24, 128, 240, 4096])
-def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int) -> None:
+@pytest.mark.parametrize("packed", [1, 4, 24, 64, 128, 240, 4096])
+def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int, causal: bool, waves: float) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
-    tiles = tiles_for(packed, head_dim, itemsize)
+    tiles = tiles_for(packed, head_dim, itemsize, causal, waves)
     row = triton_backend.padded(head_dim) * itemsize
     assert tiles.block_m * row + 2 * tiles.stages * tiles.block_n * row <= 227 * 1024
     assert tiles.block_m >= 16 and tiles.block_n >= 16

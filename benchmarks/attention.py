@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""Attention alone: prefix, tree suffix and merge of one layer, ours against flash-attn 4.  Prints a table, and writes JSON.
+
+    python benchmarks/attention.py --out benchmarks/results/attention_h100.json
+
+32/8 heads of 128, bf16, pages of 16 that lie scattered.  Times are medians of CUDA-graph replays, per layer.  A graph holds
+several layers, each with its own cache, so that a layer finds its keys in memory and not in L2, as in a model.  The share of
+bandwidth counts the prefix's keys and values once, and neither queries, suffix, partial states nor output.
+
+flash-attn 4 answers a prefix call and a suffix call (pages of one slot); a small kernel merges their states.  Its prefix
+call is also timed alone.  Where it is not installed, ours is timed alone.
+
+Shapes: B sequences, L prefix length, N tree nodes, T queries, H heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import itertools
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.attention.kv_cache import KVView
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.triton_backend import TritonBackend
+from specdec.ops.rope import HeadPrep, Rotation, rotary_table
+
+DEVICE = torch.device("cuda")
+H, K, D, PAGE_SIZE, DEPTH = 32, 8, 128, 16, 8  # DEPTH of the trees: the suffix's width
+READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB (DESIGN 11)
+TOKEN_BYTES = 2 * K * D * 2
+BARS_US = {(1, 1024, 6): 12.0, (1, 1024, 32): 15.0}
+BARS_TBPS = {(1, 32768, 6): 2.2, (1, 32768, 32): 1.9, (32, 8192, 6): 2.6}
+
+
+class Case(NamedTuple):
+    """kind: tree (prefix + suffix), chain (N causal queries that are stored already), decode (a chain of one)."""
+
+    kind: str
+    B: int
+    L: int
+    N: int
+
+
+TREES = [Case("tree", B, L, N) for B, L, N in itertools.product((1, 8, 32), (1024, 8192, 32768, 131072), (1, 6, 32, 64))]
+CAUSAL = [
+    Case("decode" if N == 1 else "chain", B, L, N) for N in (1, 6) for B, L in ((1, 1024), (1, 32768), (8, 1024), (32, 1024))
+]
+
+
+class World:
+    """One case's inputs.  pool: random bf16 numbers that every case's caches are cut from."""
+
+    def __init__(self, case: Case, pool: Tensor) -> None:
+        kind, B, L, N = case
+        self.case, width = case, -(-(L + N) // PAGE_SIZE)
+        numbers = B * width * PAGE_SIZE * 2 * K * D
+        self.layers = min(pool.numel() // numbers, max(2, min(32, -(-100_000_000 // numbers))))  # four times L2
+        shape = (self.layers, B * width * PAGE_SIZE, 2, K, D)
+        self.views = [KVView(layer) for layer in pool[: self.layers * numbers].view(shape)]
+        table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
+        lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
+        behind = L if kind == "tree" else L - N  # where this pass's tokens stand
+        positions = (behind + torch.arange(N, device=DEVICE)).expand(B, N)
+        self.slots_T = slots_at(table, positions, PAGE_SIZE).flatten()
+        self.qkv_TXD = torch.randn(B * N, H + 2 * K, D, device=DEVICE, dtype=torch.bfloat16)
+        self.q_THD = self.qkv_TXD[:, :H].contiguous()
+        rotary = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 1024).to(DEVICE, torch.bfloat16)
+        self.prep = HeadPrep(Rotation(rotary, torch.arange(B * N, device=DEVICE)), K)
+        if kind != "tree":
+            self.plan = AttentionPlan((causal_segment(table, lens, N, PAGE_SIZE),))
+            return
+        suffix = Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE)
+        fill_tree_suffix(suffix, self.slots_T.view(B, N), tree_mask(N).expand(B, N, N))
+        self.plan = AttentionPlan((prefix_segment(table, lens, N, PAGE_SIZE), suffix))
+
+
+def tree_mask(N: int) -> Tensor:
+    """[N, N]: a random tree at most DEPTH deep."""
+    mask = torch.eye(N, dtype=torch.bool)
+    for n in range(1, N):
+        shallow = [p for p in range(n) if mask[p].sum() < DEPTH]
+        mask[n] |= mask[shallow[int(torch.randint(len(shallow), ()))]]
+    return mask.to(DEVICE)
+
+
+def ours(world: World) -> list[Tensor]:
+    """Every layer's attention; as in a model, the layers share what is prepared."""
+    backend = TritonBackend()
+    prepared = backend.prepare(world.plan)
+    return [backend.attend(world.q_THD, view, prepared) for view in world.views]
+
+
+def ours_with_store(world: World) -> list[Tensor]:
+    """With what a model launches right before: rotary positions and the store."""
+    backend = TritonBackend()
+    prepared, outs = backend.prepare(world.plan), []
+    for view in world.views:
+        q_THD = backend.store(view, world.qkv_TXD, world.slots_T, world.prep)
+        outs.append(backend.attend(q_THD, view, prepared))
+    return outs
+
+
+@triton.jit
+def merge_kernel(a, lse_a, b, lse_b, out, T, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """States with out [T, H, D] and lse [H, T], as flash-attn 4 leaves them.  One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, HEADS), tl.arange(0, HEAD_DIM)
+    left_H, right_H = tl.load(lse_a + h * T + token), tl.load(lse_b + h * T + token)
+    at_HD = (token * HEADS + h)[:, None] * HEAD_DIM + d[None, :]
+    top_H = tl.maximum(left_H, right_H)
+    top_H = tl.where(top_H == -float("inf"), 0.0, top_H)
+    left_H, right_H = tl.exp(left_H - top_H), tl.exp(right_H - top_H)
+    total_H = left_H + right_H
+    x_HD = tl.load(a + at_HD) * left_H[:, None] + tl.load(b + at_HD) * right_H[:, None]
+    tl.store(out + at_HD, (x_HD / tl.where(total_H > 0, total_H, 1.0)[:, None]).to(out.dtype.element_ty))
+
+
+def flash_attn_4(world: World, prefix_only: bool = False) -> list[Tensor]:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    def call(view: KVView, segment: Segment) -> tuple[Tensor, Tensor]:
+        pages = view.kv.view(-1, segment.page_size, 2, K, D)
+        return flash_attn_varlen_func(
+            world.q_THD, pages[:, :, 0], pages[:, :, 1], cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q,
+            seqused_k=segment.cache_seqlens, page_table=segment.page_table, causal=segment.causal, return_lse=True,
+        )[:2]  # fmt: skip
+
+    outs = []
+    for view in world.views:
+        states = [call(view, segment) for segment in world.plan.segments[: 1 if prefix_only else 2]]
+        if len(states) == 1:
+            outs.append(states[0][0])
+            continue
+        (a, lse_a), (b, lse_b) = states
+        out = torch.empty_like(a)
+        merge_kernel[(a.shape[0],)](a, lse_a, b, lse_b, out, a.shape[0], HEADS=H, HEAD_DIM=D, num_warps=8)
+        outs.append(out)
+    return outs
+
+
+def timed(step: Callable[[World], list[Tensor]], world: World, replays: int) -> tuple[float, Tensor]:
+    """Microseconds a layer under a CUDA graph, and the last layer's output."""
+    step(world)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step(world)
+    for out in outs:
+        out.fill_(float("nan"))
+    times = []
+    for _ in range(replays + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[3:]) / world.layers, outs[-1]
+
+
+def apart(out: Tensor, want: Tensor) -> float:
+    return float((out.double() - want.double()).norm() / want.double().norm())
+
+
+def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str, Any]:
+    torch.cuda.empty_cache()
+    world = World(case, pool)
+    us, out = timed(ours, world, replays)
+    row: dict[str, Any] = {**case._asdict(), "layers": world.layers, "us": round(us, 2), **rates(case, us)}
+    if case.kind != "tree":
+        row["with_store_us"] = round(timed(ours_with_store, world, replays)[0], 2)
+        out = timed(ours, world, 1)[1]  # of the keys as they are now
+    if case.B * case.L <= 65_536:
+        oracle = TorchBackend()
+        view = KVView(world.views[-1].kv.double())
+        row["error"] = apart(out, oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan)))
+    if with_fa4:
+        fa4_us, fa4_out = timed(flash_attn_4, world, replays)
+        prefix_us = timed(partial(flash_attn_4, prefix_only=True), world, replays)[0]
+        row |= {
+            "fa4_prefix_us": round(prefix_us, 2),
+            "fa4_us": round(fa4_us, 2),
+            "fa4_TBps": rates(case, fa4_us)["TBps"],
+            "apart": apart(out, fa4_out),
+        }
+    return row
+
+
+def rates(case: Case, us: float) -> dict[str, float]:
+    speed = case.B * case.L * TOKEN_BYTES / us * 1e6
+    return {"TBps": round(speed / 1e12, 3), "share": round(speed / READ_BANDWIDTH, 3)}
+
+
+def show(row: dict[str, Any]) -> str:
+    case = Case(*(row[name] for name in Case._fields))
+    text = f"{case.kind:6} {case.B:3} {case.L:7} {case.N:3} {row['us']:9.2f} {row['TBps']:6.2f} {row['share']:6.0%}"
+    if "fa4_us" in row:
+        text += f" {row['fa4_prefix_us']:9.2f} {row['fa4_us']:9.2f} {row['fa4_TBps']:6.2f}   {row['fa4_us'] / row['us']:5.2f}x"
+    if "with_store_us" in row:
+        text += f"   with store {row['with_store_us']:.2f} us"
+    key = case[1:]
+    if case.kind == "tree" and key in BARS_US:
+        text += f"   bar {BARS_US[key]} us: {'met' if row['us'] <= BARS_US[key] else 'MISSED'}"
+    if case.kind == "tree" and key in BARS_TBPS:
+        text += f"   bar {BARS_TBPS[key]} TB/s: {'met' if row['TBps'] >= BARS_TBPS[key] else 'MISSED'}"
+    if max(row.get("error", 0.0), row.get("apart", 0.0)) > 1e-2:
+        text += f"   WRONG: {row.get('error')} {row.get('apart')}"
+    return text
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pool-gb", type=float, default=36.0, help="GPU memory for caches; larger cases are skipped")
+    parser.add_argument("--replays", type=int, default=21)
+    parser.add_argument("--trees-only", action="store_true", help="leave out decode and chains")
+    args = parser.parse_args()
+    installed = versions()
+    print(f"{torch.cuda.get_device_name()}, {installed}")
+    pool = torch.empty(int(args.pool_gb * 1e9) // 2, dtype=torch.bfloat16, device=DEVICE).normal_()
+    print("kind     B       L   N        us   TB/s  share fa4prefix    fa4 us   TB/s   fa4 / ours")
+    rows, skipped = [], []
+    for case in TREES if args.trees_only else CAUSAL + TREES:
+        if case.B * (case.L + case.N + PAGE_SIZE) * TOKEN_BYTES > pool.numel() * 2:
+            skipped.append(case._asdict())
+            continue
+        rows.append(measure(case, pool, installed["flash-attn-4"] is not None, args.replays))
+        print(show(rows[-1]), flush=True)
+    slower = [row for row in rows if row.get("fa4_us", float("inf")) < row["us"]]
+    print(f"flash-attn 4 is faster in {len(slower)} of {len(rows)} cells; skipped for memory: {len(skipped)}")
+    for row in slower:
+        print("  ", show(row))
+    print("Its prefix call alone takes less than all of ours in:")
+    for row in rows:
+        if row["kind"] == "tree" and row.get("fa4_prefix_us", float("inf")) < row["us"]:
+            print("  ", show(row))
+    if args.out:
+        about = {
+            "device": torch.cuda.get_device_name(), "python": platform.python_version(), "versions": installed,
+            "date": datetime.date.today().isoformat(), "heads": [H, K, D], "dtype": "bfloat16", "page_size": PAGE_SIZE,
+            "read_bandwidth": READ_BANDWIDTH, "replays": args.replays,
+        }  # fmt: skip
+        args.out.write_text(json.dumps({**about, "cells": rows, "skipped": skipped}, indent=1) + "\n")
+    return int(any(max(row.get("error", 0.0), row.get("apart", 0.0)) > 1e-2 for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""What only a GPU shows of our attention kernels: half precision, captured graphs, compilations, and chained launches.
+
+Shapes: B sequences, L prefix length, N queries of a sequence, T queries, H heads, K kv heads, D head dim.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from specdec.attention import triton_backend
+from specdec.attention.kv_cache import KVView
+from specdec.attention.plan import (
+    causal_segment,
+    fill_tree_suffix,
+    prefix_segment,
+    ragged_causal_segment,
+    slots_at,
+)
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.triton_backend import TritonBackend
+from specdec.ops import launch
+from specdec.ops.launch import chained
+from specdec.ops.rope import HeadPrep, Rotation, rotary_table
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+NAN = float("nan")
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm(out - ref) / norm(ref)
+
+
+class World(NamedTuple):
+    """lens_B: what the plan reads; slots_T: where this pass's tokens stand."""
+
+    plan: AttentionPlan
+    view: KVView
+    q_THD: Tensor
+    lens_B: Tensor
+    slots_T: Tensor
+    table: Tensor
+
+
+def world(
+    kind: str,
+    B: int,
+    L: int,
+    N: int,
+    P: int = 16,
+    heads: tuple[int, int, int] = (32, 8, 128),
+    dtype: torch.dtype = torch.bfloat16,
+) -> World:
+    """tree: prefix and suffix; chain: N causal queries; prompts: L causal queries (N ignored).  Pages lie scattered."""
+    H, K, D = heads
+    width = -(-(L + N) // P)
+    table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
+    lens_B = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
+    first = L if kind == "tree" else L - N
+    slots_BN = slots_at(table, (first + torch.arange(N, device=DEVICE)).expand(B, N), P)
+    kv = torch.randn(B * width * P, 2, K, D, device=DEVICE, dtype=dtype)
+    queries = L if kind == "prompts" else N
+    q_THD = torch.randn(B * queries, H, D, device=DEVICE, dtype=dtype)
+    if kind == "prompts":
+        plan = AttentionPlan((ragged_causal_segment(table, [L] * B, [L] * B, P),))
+    elif kind == "chain":
+        plan = AttentionPlan((causal_segment(table, lens_B, N, P),))
+    else:
+        mask = torch.eye(N, dtype=torch.bool)
+        for n in range(1, N):
+            mask[n] |= mask[(n - 1) // 2]
+        suffix = Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE)
+        fill_tree_suffix(suffix, slots_BN, mask.to(DEVICE).expand(B, N, N))
+        plan = AttentionPlan((prefix_segment(table, lens_B, N, P), suffix))
+    return World(plan, KVView(kv), q_THD, lens_B, slots_BN.flatten(), table)
+
+
+def error(out_THD: Tensor, w: World) -> float:
+    oracle = TorchBackend()
+    want = oracle.attend(w.q_THD.double(), KVView(w.view.kv.double()), oracle.prepare(w.plan))
+    return float((out_THD.double() - want).norm() / want.norm())
+
+
+def attend(w: World) -> Tensor:
+    backend = TritonBackend()
+    return backend.attend(w.q_THD, w.view, backend.prepare(w.plan))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("tree", 1, 1000, 6), ("tree", 1, 32_771, 32), ("tree", 9, 700, 60, 1), ("chain", 1, 1000, 1),
+        ("chain", 3, 5000, 6, 64), ("prompts", 3, 777, 0), ("chain", 2, 130, 5, 4, (6, 2, 24)),
+        ("tree", 2, 130, 5, 4, (8, 1, 80)),
+        ("tree", 3, 500, 7, 4, (4, 2, 256)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_against_float64(case: tuple, dtype: torch.dtype) -> None:
+    """Keeps out: a tile, a layout or a precision that is wrong only in compiled code.  Interpreted runs see none of it."""
+    w = world(*case, dtype=dtype)
+    assert error(attend(w), w) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_a_captured_graph_follows_the_lengths(kind: str) -> None:
+    """Keeps out: a length, a split's range or a scratch address frozen at capture."""
+    w = world(kind, 2, 2000, 2, heads=(6, 2, 24), dtype=torch.float32)
+    backend = TritonBackend()
+
+    def layers() -> list[Tensor]:
+        prepared = backend.prepare(w.plan)
+        return [backend.attend(w.q_THD, w.view, prepared) for _ in range(3)]
+
+    w.lens_B.fill_(3)
+    layers()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = layers()
+    for lens in ((2000, 1000), (5, 2), (64, 999)):
+        w.lens_B.copy_(torch.tensor(lens))
+        for out in outs:
+            out.fill_(NAN)
+        graph.replay()
+        for out in outs:
+            assert error(out, w) < 1e-5
+
+
+@pytest.mark.parametrize("make", [causal_segment, prefix_segment], ids=["causal", "prefix"])
+def test_one_compilation_serves_every_batch(make: Callable[..., Segment]) -> None:
+    """Keeps out: seconds of compiling in the middle of serving because a batch of 1 or 16 is special to Triton."""
+    counts = []
+    for B, L in ((1, 40), (2, 700), (16, 16), (1, 1)):
+        w = world("chain", B, L + 1, 2, P=4, heads=(6, 2, 24), dtype=torch.float32)
+        attend(w._replace(plan=AttentionPlan((make(w.table, w.lens_B, 2, 4),))))
+        kernel = triton_backend.paged_attention_kernel
+        counts.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
+    assert len(set(counts)) == 1, counts
+
+
+@triton.jit
+def overwrite_kernel(
+    out, qkv, kv, own_slots, prefix_slots, base,
+    H: tl.constexpr, X: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What follows attention in a model, but ruder: it overwrites queries, new keys, stored keys and some of the prefix."""
+    token, x, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = (token * X + x) * D + d
+    fresh = tl.load(base + at)
+    seen = tl.load(out + (token * H + x % H) * D + d)
+    tl.store(qkv + at, fresh + seen)
+    if x >= H:
+        own, behind = tl.load(own_slots + token), tl.load(prefix_slots + token)
+        tl.store(kv + (own * (X - H) + x - H) * D + d, tl.full([D], float("nan"), kv.dtype.element_ty))
+        tl.store(kv + (behind * (X - H) + x - H) * D + d, fresh - seen)
+
+
+@pytest.mark.parametrize(
+    "case", [("tree", 1, 1000, 6), ("tree", 1, 3000, 32), ("chain", 1, 1000, 1), ("chain", 3, 700, 6)], ids=str
+)
+def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a kernel that reads before its wait what its predecessor writes, or starts its successor too early.
+
+    Sixty layers, each of which overwrites all that the one before it read, in one graph, replayed on ever new inputs.  The
+    same arithmetic in the same order: equal to the last bit.
+    """
+    w, (kind, B, L, N) = world(*case), case
+    T, H, D = w.q_THD.shape
+    X, kv, backend = H + 16, w.view.kv, TritonBackend()
+    prefix_slots = slots_at(w.table, (17 * torch.arange(N, device=DEVICE)).expand(B, N), 16).flatten()
+    table = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 4096).to(DEVICE, kv.dtype)
+    prep = HeadPrep(Rotation(table, torch.arange(T, device=DEVICE)), 8)
+    base, qkv = (torch.randn(T, X, D, device=DEVICE, dtype=kv.dtype) for _ in range(2))
+
+    def layers() -> None:
+        prepared = backend.prepare(w.plan)
+        for _ in range(60):
+            out = backend.attend(backend.store(w.view, qkv, w.slots_T, prep), w.view, prepared)
+            overwrite_kernel[(T, X)](
+                out, qkv, kv, w.slots_T, prefix_slots, base, H=H, X=X, D=D, num_warps=1, **chained(DEVICE)
+            )  # fmt: skip
+
+    def capture() -> torch.cuda.CUDAGraph:
+        layers()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        return graph
+
+    with_pdl = capture()
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "has_pdl", lambda device: False)
+        without = capture()
+    for replay in range(12):
+        fresh = [torch.randn_like(x) for x in (base, qkv, kv)]
+        if kind == "tree":  # a chain reads its own tokens, which stand where they stand
+            w.lens_B.fill_(L - 31 * replay)
+        results = []
+        for graph in (with_pdl, without):
+            for x, value in zip((base, qkv, kv), fresh):
+                x.copy_(value)
+            graph.replay()
+            results.append(qkv.clone())
+        assert results[0].isfinite().all()
+        assert torch.equal(*results), f"replay {replay}: {(results[0] != results[1]).sum()} elements differ"
