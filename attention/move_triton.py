@@ -35,8 +35,8 @@ def move_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok_E = e < places
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     node_E = tl.load(path + b * stride_path + e, mask=ok_E, other=0)
     moves_E = ok_E & (node_E != e)
     from_E = tl.load(slots + b * num_slots + node_E, mask=moves_E, other=0)

@@ -44,8 +44,8 @@ def next_tokens_kernel(
     if BY_STEP:
         to = p * rows + b
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     position = tl.load(lens + b, mask=ok, other=0) + p
     tl.store(positions + to, position.to(tl.int64), mask=ok)
     tl.store(slots + to, slots_of(page_table + b.to(tl.int64) * stride_row, position, ok, PAGE_SIZE), mask=ok)

@@ -42,8 +42,8 @@ def fork_kernel(
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     w = tl.arange(0, PADDED_STEPS)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     parent = b * P
     if P > 1:
         parent += tl.load(parents + r)

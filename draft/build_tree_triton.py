@@ -40,8 +40,8 @@ def best_nodes_kernel(
     c = tl.arange(0, BLOCK)
     ok_C = c < count
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     score_C = tl.load(candidate_scores + b * stride_b + c, mask=ok_C, other=-float("inf"))
     token_C = tl.load(candidate_tokens + b * stride_b + c, mask=ok_C, other=0)
     parent_C = tl.load(candidate_parents + b * stride_b + c, mask=ok_C, other=0).to(tl.int32)

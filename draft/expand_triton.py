@@ -36,8 +36,8 @@ def first_level_kernel(
     ok = r < rows
     to = (r // K) * stride_b + r % K
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tl.store(candidate_tokens + to, tl.load(tokens + r, mask=ok), mask=ok)
     tl.store(candidate_scores + to, tl.load(logp + r, mask=ok), mask=ok)
     tl.store(candidate_parents + to, tl.full([BLOCK], -1, tl.int64), mask=ok)
@@ -74,8 +74,8 @@ def expand_kernel(
     ok_RC = ok_K[:, None] & ok_K[None, :]
     child_RC = k[:, None] * K + k[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token_RC, logp_RC = merge_rows(keys, sums, b * K + k, ok_K, slices, K, PADDED_K, PADDED_M, PADDED_S, True)
     token_RC = token_RC.to(tl.int64)
     if HAS_OFFSETS:
@@ -92,7 +92,7 @@ def expand_kernel(
     key_RC = tl.where(ok_RC, make_key(score_RC, child_RC), lowest)
     best_K = tl.full([PADDED_K], 0x7FFFFFFF, tl.int64)  # the padding needs an index too: 0
     for i in range(K):
-        best = tl.max(tl.max(key_RC, 1), 0)
+        best = tl.max(key_RC)
         key_RC = tl.where(key_RC == best, lowest, key_RC)
         best_K = tl.where(k == i, best, best_K)
     child_K = key_index(best_K)
@@ -126,6 +126,6 @@ def launch_expand(candidates: Candidates, level: int, beam: Beam, logits_RV: Ten
         candidates.tokens_BC, candidates.scores_BC, candidates.parents_BC, tokens, scores, indices, parents,
         keys.shape[1], K + K * K * (level - 2), candidates.tokens_BC.stride(0), beam.indices_BK.stride(0),
         **sizes, HAS_OFFSETS=offsets_V is not None,
-        num_warps=max(1, min(16, sizes["PADDED_K"] * sizes["PADDED_M"] // 512)), **chained(logits_RV.device),
+        num_warps=max(4, min(16, sizes["PADDED_K"] * sizes["PADDED_M"] // 512)), **chained(logits_RV.device),
     )  # fmt: skip
     return type(beam)(tokens, scores, indices, parents)

@@ -78,6 +78,7 @@ class DraftWorker:
 
         base_lens_B: int32 committed length before this round.  tokens_BE: the emitted tokens; columns behind last_B are
         padding whose rows nobody reads.  last_B: int64 column of the bonus token.  features_BEF: of the token before each.
+        state.lens_B: the length up to and with that column.
         """
         B, E = tokens_BE.shape
         rows = next_tokens(state.page_table_BW, base_lens_B, E, self.page_size)
@@ -86,25 +87,25 @@ class DraftWorker:
         inputs = (tokens_BE.flatten(), features_TH, rows.positions.flatten())
         if B * E <= FEW_ROWS:
             hidden_TH = self.head(*inputs, self._attention((segment,), rows.slots.flatten()))
-            hidden_BH = take_rows(hidden_TH.view(B, E, -1), last_B[:, None])[:, 0]
+            take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=state.level1_hidden_BH[:, None])
         else:
-            ends_B = (base_lens_B + last_B + 1).int()
-            last = AttentionPlan((causal_segment(state.page_table_BW, ends_B, 1, self.page_size),))
+            last = AttentionPlan((causal_segment(state.page_table_BW, state.lens_B, 1, self.page_size),))
             attn = PagedAttention(self.backend, self.cache, AttentionPlan((segment,)), rows.slots.flatten(), last)
-            hidden_BH = self.head(*inputs, attn, last_B + arange(B, last_B.device) * E)
-        self._set_first_level(state, hidden_BH)
+            state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
+        self._set_first_level(state)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, features_TF: Tensor) -> None:
         """Extend over whole prompts.  `state` holds the prompts' rows, in their order, bonus tokens set."""
         attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
         next_ids_T = prompts.next_ids(state.bonus_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
-        self._set_first_level(state, hidden_BH)
+        state.level1_hidden_BH.copy_(hidden_BH)
+        self._set_first_level(state)
 
     def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor) -> PagedAttention:
         return PagedAttention(self.backend, self.cache, AttentionPlan(segments), slots_T)
 
-    def _set_first_level(self, state: BatchState, hidden_BH: Tensor) -> None:
-        state.level1_hidden_BH.copy_(hidden_BH)
-        logits_BV = self.head.logits(hidden_BH)
+    def _set_first_level(self, state: BatchState) -> None:
+        """The next tree's first level, from its hidden state."""
+        logits_BV = self.head.logits(state.level1_hidden_BH)
         top_tokens(logits_BV, self.topk, self.head.d2t_V, out=(state.level1_logp_BK, state.level1_tokens_BK))

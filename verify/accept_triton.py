@@ -46,8 +46,8 @@ def accept_kernel(
     parents += b * stride_parents
     targets += b * stride_targets
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     length = tl.load(lens + b)
     target_N = tl.load(targets + n, mask=ok_N, other=0)
     depth_N = tl.zeros([BLOCK], tl.int32)

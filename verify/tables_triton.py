@@ -42,8 +42,8 @@ def path_tables_kernel(
     page_table += b * stride_row
     parents += b * stride_parents
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     length = tl.load(lens + b, mask=ok, other=0)
     depth = tl.zeros([BLOCK], tl.int32)
     at = node

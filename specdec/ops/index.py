@@ -40,9 +40,9 @@ def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @kept
-def arange(count: int, device: torch.device) -> Tensor:
-    """[count] int64: 0, 1, 2 ...  device: another tensor's."""
-    return torch.arange(count, device=device)
+def arange(count: int, device: torch.device, step: int = 1) -> Tensor:
+    """[count] int64: 0, step, 2 * step ...  device: another tensor's."""
+    return torch.arange(0, count * step, step, device=device)
 
 
 @kept

@@ -29,8 +29,8 @@ def take_rows_kernel(
     b, e = row // places, row % places
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     n = tl.load(index + b * stride_index + e)
     tl.store(out + row * SIZE + f, tl.load(x + b * stride_b + n * stride_n + f, mask=f < SIZE), mask=f < SIZE)
 

@@ -18,7 +18,7 @@ from specdec.ops.launch import chained
 LOWEST_32 = tl.constexpr(-(2**31))
 LOWEST_64 = tl.constexpr(-(2**63))
 PROGRAMS = 256  # enough to fill a GPU
-MAX_KEYS = 128  # of a row that are merged, if larger slices can bring that about
+MAX_KEYS = 80  # of a row that are merged, if larger slices can bring that about
 
 
 @triton.jit
@@ -64,6 +64,7 @@ def scan_kernel(
     vocab,
     stride_row,
     K: tl.constexpr,
+    PADDED_K: tl.constexpr,
     SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,31 +73,40 @@ def scan_kernel(
     place = row * tl.num_programs(1) + tl.program_id(1)
     first = tl.program_id(1) * SLICE
     i_N = tl.arange(0, SLICE)
+    c_C = tl.arange(0, PADDED_K)
     ok_N = first + i_N < vocab
     logits += row * stride_row
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x_N = tl.load(logits + first + i_N, mask=ok_N, other=-float("inf"))
-    if x_N.dtype == tl.float32:
-        key_N = (ordered_32(x_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
-        lowest = tl.full([], LOWEST_64, tl.int64)
-    else:  # 16 bits of value above 16 of place: comparing is one instruction
-        key_N = (ordered_16(x_N) << 16) | (SLICE - 1 - i_N)
-        lowest = tl.full([], LOWEST_32, tl.int32)
-    key_N = tl.where(ok_N, key_N, lowest)
+    wide_N = x_N.to(tl.float32)
+    top = tl.max(wide_N, 0)
     if SOFTMAX:
-        x_N = x_N.to(tl.float32)
-        top = tl.max(x_N, 0)
         shift = tl.where(top == -float("inf"), 0.0, top)
-        tl.store(sums + place, tl.sum(tl.exp(x_N - shift), 0))
-    for i in range(K):
-        best = tl.max(key_N, 0)
-        key_N = tl.where(key_N == best, lowest, key_N)
+        tl.store(sums + place, tl.sum(tl.exp(wide_N - shift), 0))
+    if K == 1:  # comparing floats takes half the instructions of making keys
+        wide_N = tl.where(wide_N != wide_N, float("inf"), wide_N)
+        best = tl.min(tl.where(wide_N < tl.max(wide_N, 0), SLICE - 1, i_N), 0)
+        token_C = first + best + c_C
+    else:
+        if x_N.dtype == tl.float32:
+            key_N = (ordered_32(x_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
+            lowest = tl.full([], LOWEST_64, tl.int64)
+        else:  # 16 bits of value above 16 of place: comparing is one instruction
+            key_N = (ordered_16(x_N) << 16) | (SLICE - 1 - i_N)
+            lowest = tl.full([], LOWEST_32, tl.int32)
+        key_N = tl.where(ok_N, key_N, lowest)
+        best_C = tl.zeros_like(c_C).to(key_N.dtype)
+        for i in range(K):
+            best = tl.max(key_N, 0)
+            key_N = tl.where(key_N == best, lowest, key_N)
+            best_C = tl.where(c_C == i, best, best_C)
         # A slice of fewer than K tokens runs dry: then the token lies behind the vocabulary, and its key below all others.
-        token = first + (SLICE - 1 - (best & (SLICE - 1)).to(tl.int32))
-        value = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
-        tl.store(keys + place * K + i, make_key(value, token))
+        token_C = first + (SLICE - 1 - (best_C & (SLICE - 1)).to(tl.int32))
+    ok_C = c_C < K
+    value_C = tl.load(logits + token_C, mask=ok_C & (token_C < vocab), other=-float("inf")).to(tl.float32)
+    tl.store(keys + place * K + c_C, make_key(value_C, token_C), mask=ok_C)
 
 
 @triton.jit
@@ -164,9 +174,13 @@ def merge_kernel(
 
 
 def slice_size(rows: int, vocab: int, k: int) -> int:
-    """Tokens that one program scans.  k = 1: slices that fill the GPU.  Else: as small as keeps the merge small."""
+    """Tokens that one program scans.  k = 1: slices that fill the GPU.  Else: as small as keeps the merge small.
+
+    Measured on an H100: 8 best of 8 rows of 32,000 take 3.7 us here and 4.0 in `expand_kernel` by slices of 4,096, 2.9 and
+    5.3 by 2,048, 5.0 and 3.4 by 8,192.  The best of 1,920 rows of 128,256 is read at 3.0 TB/s.
+    """
     if k == 1:
-        return min(8192, max(256, triton.next_power_of_2(rows * vocab // PROGRAMS)))
+        return min(4096, max(256, triton.next_power_of_2(rows * vocab // PROGRAMS)))
     sizes = (2048, 4096, 8192, 16384)
     return next((size for size in sizes if triton.cdiv(vocab, size) * k <= MAX_KEYS), sizes[-1])
 
@@ -182,7 +196,8 @@ def launch_scan(logits_RV: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tenso
     if R:
         scan_kernel[(R, slices)](
             logits_RV, keys, sums, V, logits_RV.stride(0),
-            K=k, SLICE=size, SOFTMAX=softmax, num_warps=max(1, min(16, size // 512)), **chained(logits_RV.device),
+            K=k, PADDED_K=triton.next_power_of_2(k), SLICE=size, SOFTMAX=softmax,
+            num_warps=max(1, size // 1024), **chained(logits_RV.device),
         )  # fmt: skip
     return keys, sums
 
