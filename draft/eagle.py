@@ -76,10 +76,6 @@ class DraftHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] over the draft vocabulary."""
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft-vocabulary ids to target-vocabulary ids."""
-        return draft_ids if self.d2t_V is None else draft_ids + self.d2t_V[draft_ids]
-
 
 class Eagle3Head(DraftHead):
     """One layer over [normed embedding, normed feature]; features are fused from several target layers by `fc`."""
