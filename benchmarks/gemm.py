@@ -1,11 +1,12 @@
 """Our products with few rows against cuBLAS, on a real GPU: the shapes of Llama-3.1-8B and its EAGLE-3 head, in bf16.
 
-    python benchmarks/gemm.py [--out gemm_h100.json]
+    python benchmarks/gemm.py [--out gemm_h100.json] [--rows 128 192]
 
 Times are medians of CUDA-graph replays.  A graph runs through copies of a weight that spill over L2, so each product reads
 its weight from memory, as in a model.  gate_up includes SiLU-mul on both sides (ours fused, cuBLAS and then our kernel).
 Then the shipped pair's shapes in float32 (these stay in L2), SiLU-mul alone at a prefill's sizes, and a whole forward:
-32 layers without and with their norms (one more norm stands in attention's place), and the LM head.
+32 layers without and with their norms (one more norm stands in attention's place), and the LM head.  With --rows only the
+bf16 shapes and the forward, at these rows.
 
 Shapes: T rows, I in, O weight rows.
 """
@@ -16,7 +17,7 @@ import argparse
 import datetime
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down
 SHAPES = LAYER | {"lm_head": (128256, 4096)}
 SHAPES |= {"draft qkv": (6144, 8192), "draft fc": (4096, 12288), "draft lm_head": (32000, 4096)}
 SMALL = {"small qkv": (384, 256), "small o": (256, 256), "small gate_up": (1400, 256), "small down": (256, 700)}
-ROWS = (1, 6, 8, 16, 32, 64)
+ROWS = (1, 6, 8, 16, 32, 64, 128, 192)
 PREFILL_ROWS = (1024, 8192, 32768)
-FORWARD_ROWS = (1, 6, 8, 32, 60)
+FORWARD_ROWS = (1, 6, 8, 32, 60, 128, 192)
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -76,7 +77,7 @@ def products(name: str) -> dict[str, Product]:
     return {"ours": linear, "cublas": F.linear}
 
 
-def time_shape(name: str, O: int, I: int, dtype: torch.dtype, rows: tuple[int, ...]) -> list[dict[str, Any]]:
+def time_shape(name: str, O: int, I: int, dtype: torch.dtype, rows: Sequence[int]) -> list[dict[str, Any]]:
     size = O * I * dtype.itemsize
     small = size < 8_000_000
     weights = [new_weight(O, I, dtype) for _ in range(8 if small else max(2, math.ceil(COLD_BYTES / size)))]
@@ -142,8 +143,9 @@ class Forward:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+")
     args = parser.parse_args()
-    about = {
+    about: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -151,13 +153,15 @@ def main() -> None:
     }
     print(json.dumps(about))
     with torch.no_grad():
-        shapes = [row for name, shape in SHAPES.items() for row in time_shape(name, *shape, DTYPE, ROWS)]
-        shapes += [row for name, shape in SMALL.items() for row in time_shape(name, *shape, torch.float32, ROWS[:4])]
-        silu_muls = [time_silu_mul(T) for T in PREFILL_ROWS]
+        shapes = [row for name, shape in SHAPES.items() for row in time_shape(name, *shape, DTYPE, args.rows or ROWS)]
+        result = about | {"shapes": shapes}
+        if not args.rows:
+            shapes += [row for name, shape in SMALL.items() for row in time_shape(name, *shape, torch.float32, ROWS[:4])]
+            result["silu_mul"] = [time_silu_mul(T) for T in PREFILL_ROWS]
         forward = Forward()
-        forwards = [forward.time(T) for T in FORWARD_ROWS]
+        result["forwards"] = [forward.time(T) for T in args.rows or FORWARD_ROWS]
     if args.out:
-        args.out.write_text(json.dumps(about | {"shapes": shapes, "silu_mul": silu_muls, "forwards": forwards}, indent=1))
+        args.out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up) and `silu_mul`.
 
 Each is its definition on a CPU and under autograd.  On a GPU few rows (a decode step, a tree) go through our kernel of
-`linear_triton.py` where it was measured faster than cuBLAS, and cuBLAS takes the rest: `tiles_for` decides.  Knows no model.
+`linear_triton.py`, and up to 192 on wide weights through that of `linear_wide_triton.py`, where they were measured faster
+than cuBLAS; cuBLAS takes the rest: `tiles_for` decides.  Knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
@@ -16,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
+
+FEW = 64  # rows of x up to which the kernel of linear_triton.py goes; linear_wide_triton.py has the one for more
+SMS, WAVE_FULL = 132, 0.8  # of the GPU measured on; the share of them that must have work, over all waves of tiles
 
 
 class Tiles(NamedTuple):
@@ -38,11 +42,7 @@ class Tiles(NamedTuple):
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + bias: [T, O], summed in float32 and rounded once."""
     tiles = _tiles(x_TI, weight_OI, gated=False)
-    if tiles is None:
-        return F.linear(x_TI, weight_OI, bias_O)
-    from specdec.ops.linear_triton import launch_linear
-
-    return launch_linear(x_TI, weight_OI, bias_O, False, tiles)
+    return F.linear(x_TI, weight_OI, bias_O) if tiles is None else _launch(x_TI, weight_OI, bias_O, False, tiles)
 
 
 def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None) -> Tensor:
@@ -54,9 +54,7 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
     tiles = _tiles(x_TI, weight_2FI, gated=True)
     if tiles is None:
         return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
-    from specdec.ops.linear_triton import launch_linear
-
-    return launch_linear(x_TI, weight_2FI, bias_2F, True, tiles)
+    return _launch(x_TI, weight_2FI, bias_2F, True, tiles)
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -76,8 +74,24 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
     tiles = tiles_for(x.shape[0], *weight.shape, x.dtype, gated)
-    fits = tiles is not None and tiles.shared_bytes(x.element_size()) <= _shared_memory(x.device)
-    return tiles if fits else None
+    if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
+        return None
+    return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
+
+
+def _tma_reads(*matrices: Tensor) -> bool:
+    """Whether the GPU's copy engine can: rows that start on 16 bytes."""
+    return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: Tiles) -> Tensor:
+    if tiles.block_t > FEW:
+        from specdec.ops.linear_wide_triton import launch_wide_linear
+
+        return launch_wide_linear(x, weight, bias, gated, tiles)
+    from specdec.ops.linear_triton import launch_linear
+
+    return launch_linear(x, weight, bias, gated, tiles)
 
 
 @cache
@@ -99,8 +113,8 @@ def tiles_for(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> Tiles 
     columns a step, taller tiles where there are enough of them.  At 64 rows cuBLAS is faster on qkv and o when products
     follow each other directly, and slower with a norm between, since it can't start early: in a model it never wins.
     """
-    if not 0 < T <= 64:
-        return None
+    if not 0 < T <= FEW:
+        return _tiles_many(T, O, dtype, gated)
     block_t = max(8, 1 << (T - 1).bit_length())
     if dtype == torch.float32:
         return _tiles_float32(T, O, I)
@@ -120,6 +134,32 @@ def tiles_for(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> Tiles 
         return Tiles(block_t, 64, 128, -(-I // 2048), 4, 5)
     splits = -(-I // 8192)
     return Tiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
+
+
+def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> Tiles | None:
+    """More than 64 rows: the kernel of linear_wide_triton.py for a gated pair, up to 128 rows for any wide weight, or None.
+
+    Measured on an H100 behind a norm, in us, cuBLAS (and SiLU-mul) against ours:
+                         T = 96           T = 128         T = 192
+        gate_up          96.4   88.8    96.1   88.2    103.2   98.8    more than half of it is SiLU-mul's own pass
+        lm_head         388.9  372.3   398    379      407    405      192: left to cuBLAS, as is the draft's
+        draft lm_head                  109.4   98.9    107.4  105.7
+        qkv                             24.5   27.7     25.8   33.4    our best of all tiles and splits: too few tiles for
+        o                               18.5   22.9     19.4   27.5    all SMs, and the partial sums of splits, T * O floats
+        down                            57.4   56.8     54.9   63.2    each, cost more than splits bring
+    Whole layers with their norms, clocks as after 0.3 s of them: 6635 against 6366 at 128 rows, 7275 against 7074 at 192.
+    At 192 tiles of 128 weight rows make gate_up's 98.8 to 94.6, but whole layers 7330: x comes out of L2 twice as often.
+    Rows beyond T are not free: 72 rows took 98.3 padded to 128, and 87.5 to 96.  160 is not measured with these tiles.
+    A program's 200 KiB fill an SM, so tiles go in waves, and a last wave that is mostly empty loses: 19456 x 2560, 192 rows
+    and tiles of 128, 58.6 against 52.2.
+    """
+    if not FEW < T <= (192 if gated else 128) or dtype == torch.float32 or O < 16384:
+        return None
+    tiles = Tiles(96 if T <= 96 else 128, 128, 64, 1, 4, 5)
+    if T > 128:
+        tiles = Tiles(160 if T <= 160 else 192, 256, 64, 1, 8, 4)
+    programs = -(-O // tiles.block_o)
+    return tiles if programs >= WAVE_FULL * SMS * -(-programs // SMS) else None
 
 
 def _tiles_float32(T: int, O: int, I: int) -> Tiles | None:

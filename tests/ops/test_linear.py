@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from specdec.ops import linear_triton  # noqa: E402
 from specdec.ops.linear import Tiles, gated_linear, linear, silu_mul, tiles_for  # noqa: E402
 from specdec.ops.linear_triton import ARRIVALS, launch_linear, launch_silu_mul  # noqa: E402
+from specdec.ops.linear_wide_triton import launch_wide_linear  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
@@ -75,6 +76,22 @@ def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool,
     check(launch_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("T", "block_t"), [(27, 32), (33, 48), (48, 48)])
+@pytest.mark.parametrize(("O", "I"), [(72, 64), (40, 104)])
+def test_wide_equals_the_definition(T: int, block_t: int, O: int, I: int, gated: bool, dtype: torch.dtype) -> None:
+    """Keeps out: the second piece of x or the second tile of the weight at the wrong rows, stores beyond T or O."""
+    x, weight, bias = (
+        strided(T, I, dtype),
+        rand(2 * O if gated else O, I, dtype=dtype),
+        rand(2 * O if gated else O, dtype=dtype),
+    )
+    tiles = Tiles(block_t, 128 if HAS_GPU else 32, 64, 1, 4, 3)
+    check(launch_wide_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
+    check(launch_wide_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
+
+
 def test_a_split_leaves_its_counters_as_it_found_them() -> None:
     """Keeps out: stale arrivals, by which a second launch or a graph's replay sums too early; sums in order of arrival."""
     x, weight = rand(5, 256), rand(48, 256)
@@ -109,23 +126,25 @@ def test_without_a_gpu_or_with_gradients_it_is_torch() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
     """Keeps out: more shared memory than an SM has, more split tiles than counters, rows that no tile holds."""
-    for T in range(66):
-        for O in (2, 256, 1400, 4096, 6144, 16383, 28672, 128256):
+    for T in (*range(66), 100, 128, 129, 160, 192, 193):
+        for O in (2, 256, 1400, 4096, 6144, 16383, 19456, 28672, 128256):
             for I in (16, 256, 4096, 14336, 28672):
                 tiles = tiles_for(T, O, I, dtype, O == 28672)
-                assert (tiles is None) == (T in (0, 65)) or dtype == torch.float32
+                ours = 0 < T <= 64 or (O == 28672 and 0 < T <= 192) or (O == 128256 and 0 < T <= 128)
+                assert (tiles is not None) == ours or dtype == torch.float32
                 if tiles is not None:
                     assert tiles.block_t >= T and tiles.shared_bytes(dtype.itemsize) <= 232_448
                     assert tiles.splits == 1 or -(-O // tiles.block_o) <= ARRIVALS
 
 
 MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 4096, False),
-         (6144, 8192, False), (4096, 12288, False), (1400, 256, False), (256, 700, False)]  # fmt: skip
+         (6144, 8192, False), (4096, 12288, False), (16600, 264, False), (16600, 264, True), (1400, 256, False),
+         (256, 700, False)]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 60, 64, 192])
+@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 60, 64, 65, 100, 128, 129, 160, 192])
 def test_real_shapes_on_a_gpu(T: int, dtype: torch.dtype) -> None:
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
     for O, I, gated in MODEL:
@@ -137,11 +156,12 @@ def test_real_shapes_on_a_gpu(T: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_chained_products_in_a_graph() -> None:
+@pytest.mark.parametrize("T", [6, 192])
+def test_chained_products_in_a_graph(T: int) -> None:
     """Keeps out: a product that reads its input before the one before it is done; counters that a replay finds stale."""
     with torch.no_grad():
         weights = [(torch.randn(O, I, device=DEVICE) * I**-0.5).bfloat16() for O, I in [(28672, 4096), (4096, 14336)] * 6]
-        x = rand(6, 4096, dtype=torch.bfloat16)
+        x = rand(T, 4096, dtype=torch.bfloat16)
 
         def forward() -> Tensor:
             h = x
