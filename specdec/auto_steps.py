@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 GAIN = 0.02  # a change of levels must promise this much more tokens per second
-PROBE_COST = 0.005  # the share of time that looking deeper than pays may cost
+PROBE_COST = 0.004  # the share of time that each kind of look may cost: all levels, and none
 MEMORY = 300  # row-rounds after which an observation of acceptance counts 1/e
 PRIOR_ACCEPTED, PRIOR_REACHED = 1.4, 2.0  # before anything was seen
 FIRST_LOOKS = 4  # rounds of no and of all levels that a new batch size begins with; of each the first is not timed
@@ -23,7 +23,7 @@ class StepChooser:
         self._costs: dict[int, dict[int, float]] = {}  # rows -> steps -> seconds
         self._seen: dict[tuple[int, int], int] = {}  # (rows, steps) -> rounds timed
         self._current: dict[int, int] = {}
-        self._since_probe: dict[int, int] = {}
+        self._since: dict[tuple[int, int], int] = {}  # (rows, steps) -> rounds since such a round
         self._reached = [0.0] * max_steps
         self._accepted = [0.0] * max_steps
 
@@ -32,17 +32,20 @@ class StepChooser:
         for steps in (self.max_steps, 0):
             if self._seen.get((rows, steps), 0) < FIRST_LOOKS:
                 return steps
-        steps = self._best(rows)
-        self._current[rows] = steps
-        waited = self._since_probe.get(rows, 0) + 1
-        if steps < self.max_steps and waited >= self._probe_interval(rows, steps):
-            self._since_probe[rows] = 0
-            return self.max_steps
-        self._since_probe[rows] = waited
+        steps = self._current[rows] = self._best(rows)
+        for look in (self.max_steps, 0):  # how far drafts would be accepted; what plain decoding costs by now
+            waited = self._since[rows, look] = self._since.get((rows, look), 0) + 1
+            if look != steps and waited >= self._interval(rows, steps, look):
+                steps = look
+                break
+        self._since[rows, steps] = 0
         return steps
 
     def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
-        """What a round took.  The first of its kind is not counted: it compiled and captured."""
+        """What a round took, without the catching up of a draft behind a pause, which steady drafting does not pay.
+
+        The first of its kind is not counted: it compiled and captured.
+        """
         seen = self._seen[rows, steps] = self._seen.get((rows, steps), 0) + 1
         if seen == 1:
             return
@@ -90,8 +93,8 @@ class StepChooser:
             return current
         return best
 
-    def _probe_interval(self, rows: int, steps: int) -> float:
-        """Rounds between two looks at all levels, so that what they lose stays a small share of the time."""
-        fair = self.accept_length(self.max_steps) / self._rate(rows, steps)  # what its tokens would cost otherwise
-        lost = max(0.0, self.cost(rows, self.max_steps) - fair)
+    def _interval(self, rows: int, steps: int, look: int) -> float:
+        """Rounds between two looks at other levels, so that what they lose stays a small share of the time."""
+        fair = self.accept_length(look) / self._rate(rows, steps)  # what its tokens would cost otherwise
+        lost = max(0.0, self.cost(rows, look) - fair)
         return max(16.0, lost / (PROBE_COST * self.cost(rows, steps)))

@@ -42,8 +42,8 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
 class SpecConfig:
     """The shape of the draft tree, in EAGLE's three numbers.
 
-    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).  "auto" picks 0 to 7 of them by batch
-    size, from what rounds cost and how far drafts were accepted lately; 0 is plain decoding.
+    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).  "auto" picks 0 to 7 of them (and fewer
+    than num_draft_tokens) by batch size, from what rounds cost and how far drafts were accepted lately; 0 is plain decoding.
     topk: k, branches kept per level; 1 is a chain.
     num_draft_tokens: nd, nodes verified per round, the root included; with "auto", the most of them.
     """
@@ -57,15 +57,15 @@ class SpecConfig:
             raise ValueError(f"num_steps must be an int or 'auto', got {self.num_steps!r}; nearest setting: 'auto'")
         k = require_int("topk", self.topk, 1, 64)
         nd = require_int("num_draft_tokens", self.num_draft_tokens, 2, 1024)
-        S = self.max_steps if self.is_auto else require_int("num_steps", self.num_steps, 1, MAX_STEPS)
+        S = MAX_AUTO_STEPS if self.is_auto else require_int("num_steps", self.num_steps, 1, MAX_STEPS)
         if k == 1 and nd != S + 1 and not self.is_auto:
             other = f", or num_steps={nd - 1}" if nd - 1 <= MAX_STEPS else ""
             raise ValueError(
                 f"num_draft_tokens must be num_steps + 1 = {S + 1} when topk=1 (a chain, and its root), got {nd}; "
                 f"nearest setting that works: num_draft_tokens={S + 1}{other}"
             )
-        most = k + k * k * (S - 1)
-        if nd - 1 > most and not self.is_auto:
+        most = k + k * k * (S - 1) if k > 1 else S
+        if nd - 1 > most:
             raise ValueError(
                 f"num_draft_tokens - 1 must be at most topk + topk*topk*(num_steps-1) = {most}, the candidates of a tree "
                 f"with num_steps={S} and topk={k}; got num_draft_tokens={nd}; "

@@ -18,6 +18,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.request import Request
 from specdec.rounds import GraphMode
+from specdec.startup import STARTUP
 
 
 class SpecDecoder:
@@ -52,11 +53,15 @@ class SpecDecoder:
 
         ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.
         """
+        if spec is not None and draft is None:
+            raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
         spec = SpecConfig() if spec is None else spec
         model, head, settings, folder = load_pair(
             target, draft, spec, device, dtype, max_batch_size, max_seq_len, page_size, attention, cuda_graphs
         )
-        return cls(model, head, settings, Tokenizer(folder))
+        tokenizer = Tokenizer(folder)
+        STARTUP.lap("tokenizer")
+        return cls(model, head, settings, tokenizer)
 
     def generate(
         self,

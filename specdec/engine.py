@@ -124,8 +124,7 @@ class Engine:
             with on_device(self.state.lens_B.device):
                 if not self._admit() and self.running:
                     self._round()
-        except Exception as error:
-            self.in_flight.clear()
+        except BaseException as error:  # an interrupt too leaves the batch half moved on
             for request in list(self.running):
                 self._fail(request, error)
             raise
@@ -255,7 +254,7 @@ class Engine:
         if request.is_done:
             self._leave(request)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: BaseException) -> None:
         if not request.is_done:
             request.error = error
             self._leave(request)
@@ -274,8 +273,10 @@ class Engine:
             self.state.move_row(last, row)
         self.state.clear_row(last)
         self.pool.release(request)
-        if not self.running:
-            self.in_flight.clear()  # it is nobody's any more
+        if not self.running:  # what is in flight is nobody's any more
+            for flight in self.in_flight:
+                flight.ticket.drop()
+            self.in_flight.clear()
             self.pause = 0
 
     def _bucket(self, rows: int) -> int:

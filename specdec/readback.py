@@ -58,9 +58,13 @@ class Ticket:
             self._owner.wait_seconds += time.perf_counter() - start
             self._owner.waits += 1
         values = self._host.tolist()
+        self.drop()
+        return values
+
+    def drop(self) -> None:
+        """Gives the memory back; whatever is copied there next comes later on the same stream."""
         if self._pinned is not None:
             self._owner._spare.append(self._pinned)
-        return values
 
     def seconds(self) -> float:
         """Device seconds from `begun` to the copy.  Only after `read`."""

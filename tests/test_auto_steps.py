@@ -60,7 +60,7 @@ def test_it_sees_a_change_of_text() -> None:
     chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
     assert chosen[-1] == 0
     chosen, tokens, seconds = run(chooser, 4, 6000, 0.9, 1.0, 0.1)
-    assert min(chosen[-100:]) >= 4
+    assert sum(steps >= 4 for steps in chosen[-100:]) >= 97  # plain decoding is looked at now and then
     chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
     assert chosen[-20:].count(0) >= 18
 
@@ -82,3 +82,15 @@ def test_a_disturbed_measurement_is_outlived() -> None:
         chooser.observe_cost(1, steps, seconds)
         chooser.observe_acceptance(steps, [5] if steps else [0])
     assert chooser.choose(1) >= 4
+
+
+def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
+    """Keeps out: drafting at a loss for good, because plain decoding was slow once, when it was looked at."""
+    chooser = StepChooser(MAX)
+    for _ in range(8):
+        steps = chooser.choose(1)
+        chooser.observe_acceptance(steps, [min(steps, 1)])
+        chooser.observe_cost(1, steps, 7.0 + steps if steps else 20.0)  # four times what it takes
+    run(chooser, 1, 2500, 0.3, 5.0, 1.4)
+    chosen, tokens, seconds = run(chooser, 1, 2000, 0.3, 5.0, 1.4)
+    assert tokens / seconds > 0.96 * best_rate(1, 0.3, 5.0, 1.4)

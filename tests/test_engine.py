@@ -11,6 +11,7 @@ import pytest
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.readback import Ticket
 from specdec.request import Request
 
 SPEC = SpecConfig(3, 4, 12)
@@ -255,3 +256,22 @@ def test_a_stream_returns_its_generation(zoo: Zoo, decoder: SpecDecoder) -> None
         except StopIteration as end:
             assert end.value.token_ids == ids == zoo.greedy("llama", [3, 4], 24)[:12]
             break
+
+
+@pytest.mark.parametrize(("owner", "phase"), [("drafter", "extend"), ("readback", "read")])
+def test_an_interrupt_fails_what_ran(
+    zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, owner: str, phase: str
+) -> None:
+    """Keeps out: Ctrl-C in one call that leaves another open stream with a lost round, and then writes wrong text."""
+    stream = decoder.stream([3, 4], SamplingParams(max_tokens=30))
+    next(stream)
+    with monkeypatch.context() as patch:
+        victim, name = (decoder.engine.drafter, phase) if owner == "drafter" else (Ticket, "read")
+        patch.setattr(victim, name, lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            decoder.generate([5, 6], SamplingParams(max_tokens=9))
+    with pytest.raises(RuntimeError, match="the request failed while it ran"):
+        for _ in stream:
+            pass
+    (after,) = decoder.generate([3, 4], SamplingParams(max_tokens=12))
+    assert after.token_ids == zoo.greedy("llama", [3, 4], 24)[:12]

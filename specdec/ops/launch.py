@@ -1,12 +1,13 @@
 """When our kernels run, and how they chain.  Shared by every room that launches Triton; knows no kernel.
 
-Chaining (programmatic dependent launch, Hopper and later): a kernel is launched while its predecessor still runs.  It may
-first touch what no kernel of this run writes (weights), then waits with `gdc_wait` until its predecessor is complete.  Since
-every kernel waits, all before the predecessor is complete by then too, so memory is reused as if nothing overlapped.
-`gdc_launch_dependents` lets the successor start, as early as its own waiting allows: before the wait, where the successor
-waits before it reads what is new (2 to 3 percent of a decode step on an H100).  Attention's kernels read more than weights
-before they wait: their tables, which were complete before the norm in front of the layer's projections; and the merge also
-the queries and the tree's keys, so the paged kernel in front of it lets it start only behind its own wait.
+Chaining (programmatic dependent launch, Hopper and later): a kernel is launched while its predecessor still runs, does what
+needs nothing new, waits with `gdc_wait` until the predecessor is complete, and goes on.  Since every kernel waits, all before
+the predecessor is complete by then too, so memory is reused as if nothing overlapped.
+- Before its wait a kernel may read only what was complete before the predecessor began to wait for its own: weights; in
+  attention also the tables, which are older than the norm in front of the layer's projections.
+- `gdc_launch_dependents` lets the successor start.  It comes before the kernel's own wait (2 to 3 percent of a decode step on
+  an H100), except in the products and the paged attention kernel, where it comes behind: so tables are complete for whoever
+  follows a product, and queries and the tree's keys for the merge that follows the paged kernel and reads them early.
 """
 
 from __future__ import annotations
