@@ -52,7 +52,6 @@ def test_float32_ids_equal_the_cpu_s(
         assert ids(decoder.generate(prompts(11), GREEDY)) == expected
     assert ids(decoder.generate(prompts(11), GREEDY, speculate=False)) == expected
     assert (decoder.engine.rounds.num_graphs > 0) == bool(cuda_graphs)
-    assert (len(decoder.engine.prefills.graphs) > 0) == (bool(cuda_graphs) and attention == "triton")
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
