@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,12 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def any_target(request: pytest.FixtureRequest) -> str:
     """The name of every target in the zoo, one after the other."""
     return request.param
+
+
+@pytest.fixture()
+def poisoned_new_memory() -> Iterator[None]:
+    """New tensors hold NaN, or the largest integer: what a kernel forgets to write shows."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

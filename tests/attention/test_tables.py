@@ -4,7 +4,6 @@ Shapes: B sequences, P next tokens, W table width, N slots of a sequence, E plac
 """
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,13 +22,7 @@ from specdec.attention.tables_triton import launch_next_tokens  # noqa: E402
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """New memory is NaN, or the largest integer: what a kernel forgets to write shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
 
 @pytest.mark.parametrize("by_step", [False, True])

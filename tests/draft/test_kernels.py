@@ -4,7 +4,6 @@ Shapes: B sequences, K topk, S levels, C candidates, N nodes, R = B * K branches
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -28,13 +27,7 @@ from specdec.ops.topk import stable_topk  # noqa: E402
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """New memory is NaN, or the largest integer: what a kernel forgets to write shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
 
 def to_device(x: Any) -> Any:

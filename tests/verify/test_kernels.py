@@ -5,7 +5,6 @@ Shapes: B sequences, N nodes, E places on a path.
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,13 +28,7 @@ SHAPES = [(3, 2, 1), (4, 16, 5), (2, 60, 7), (2, 33, 32), (3, 7, 2)]
 LARGE = [(1, 6, 5), (1, 32, 5), (64, 60, 7), (2, 1024, 64), (32, 1000, 6)]
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """New memory is the largest integer: what a kernel forgets to write shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
 
 def random_trees(B: int, N: int, S: int, chain: bool = False) -> DraftTree:
