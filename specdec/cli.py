@@ -138,7 +138,9 @@ def _spec(text: str) -> SpecConfig:
     try:
         steps, topk, nodes = (part if part == "auto" and not i else int(part) for i, part in enumerate(text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected three numbers S,k,nd such as 5,4,16, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected S,k,nd such as 5,4,16, or auto,4,16: only S can be auto; got {text!r}"
+        ) from None
     try:
         return SpecConfig(steps, topk, nodes)  # type: ignore[arg-type]  # "auto" is the first alone
     except ValueError as error:
@@ -257,7 +259,7 @@ def _generate(args: argparse.Namespace) -> int:
     from specdec.decoder import SpecDecoder
 
     decoder = SpecDecoder.from_pretrained(
-        target, draft, args.spec or SpecConfig(), max_batch_size=1, max_seq_len=args.max_seq_len, **_engine(args)
+        target, draft, args.spec, max_batch_size=1, max_seq_len=args.max_seq_len, **_engine(args)
     )
     if not decoder.tokenizer.is_present:
         raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
@@ -265,7 +267,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.stats:
         from specdec.startup import STARTUP
 
-        print(f"{stats}\nstart-up, first round included: {STARTUP.report()}", file=sys.stderr)
+        print(f"{stats}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
     return 0
 
 
@@ -284,6 +286,8 @@ def _stream(decoder: Any, prompt: Any, sampling: SamplingParams) -> str:
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
     if decoder.head is None:
         return line + "; plain decoding"
+    if not stats.rounds:
+        return line + "; no round ran"
     return f"{line}; accept length {stats.accept_length:.2f} over {stats.rounds} rounds"
 
 

@@ -67,6 +67,8 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
         raise TypeError(
             f"prompts must be a string, a list of token ids, chat messages, or a list of such; got {type(prompts).__name__}"
         )
+    if fault := _fault(prompts, "prompts"):
+        raise TypeError(f"{_expected('prompts[0]', prompts[0])}; or, as one prompt, {fault}")
     return prompts
 
 
@@ -81,7 +83,8 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
     elif isinstance(prompt, list) and _is_ids(prompt):
         ids = list(prompt)
     else:
-        raise TypeError(f"{name} must be a string, a list of token ids or a list of chat messages, got {prompt!r}"[:400])
+        fault = _fault(prompt, name)
+        raise TypeError(_expected(name, prompt) + (f"; {fault}" if fault else ""))
     if not ids:
         raise ValueError(f"{name} is empty: expected at least one token")
     for token in ids:
@@ -99,9 +102,30 @@ def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_le
         )
     if len(ids) + sampling.max_tokens > max_seq_len:
         raise ValueError(
-            f"{name}: prompt + max_tokens must be at most max_seq_len = {max_seq_len}, got {len(ids)} + "
+            f"tokens of {name} + max_tokens must be at most max_seq_len = {max_seq_len}, got {len(ids)} + "
             f"{sampling.max_tokens}; nearest setting that works: max_tokens={max_seq_len - len(ids)}"
         )
+
+
+def _expected(name: str, prompt: Any) -> str:
+    return f"{name} must be a string, a list of token ids or a list of chat messages, got {prompt!r}"[:400]
+
+
+def _fault(value: Any, name: str) -> str:
+    """The first element that keeps a list, by its beginning token ids or chat messages, from being that; empty if none."""
+    if not isinstance(value, list) or not value:
+        return ""
+    if isinstance(value[0], Mapping):
+        for i, message in enumerate(value):
+            if not isinstance(message, Mapping):
+                return f"{name}[{i}] must be a chat message, got {message!r}"[:400]
+            if missing := [key for key in ("role", "content") if key not in message]:
+                return f"{name}[{i}] lacks {missing[0]!r}"
+    elif _is_ids(value[:1]):
+        for i, token in enumerate(value):
+            if not _is_ids([token]):
+                return f"{name}[{i}] must be an int, got {token!r}"[:400]
+    return ""
 
 
 def _is_ids(value: list[Any]) -> bool:

@@ -28,6 +28,16 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out.out, out.err
 
 
+def noted(function, order: list[str]):
+    """The function, but its calls are written down."""
+
+    def call(*args, **kwargs):
+        order.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def test_help_is_quick(tmp_path):
     """Keeps out: seconds of torch before a line of help."""
     code = "import sys; from specdec import cli; print(cli.build_parser().format_help(), {'torch', 'rich'} & set(sys.modules))"
@@ -41,7 +51,12 @@ def test_help_is_quick(tmp_path):
         ([], "arguments are required: COMMAND"),
         (["brench"], "invalid choice: 'brench'"),
         (["bench", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["bench", "--spec", "5,4"], "expected three numbers S,k,nd such as 5,4,16, got '5,4'"),
+        (["bench", "--spec", "5,4"], "expected S,k,nd such as 5,4,16, or auto,4,16: only S can be auto; got '5,4'"),
+        (["bench", "--spec", "auto"], "or auto,4,16: only S can be auto; got 'auto'"),
+        (["bench", "--spec", "5,auto,6"], "or auto,4,16: only S can be auto; got '5,auto,6'"),
+        (["bench", "--num-prompts", "0"], "--num-prompts must be >= 1, got 0; nearest setting that works: --num-prompts=1"),
+        (["bench", "--num-prompts", "-1"], "--num-prompts must be >= 1, got -1"),
+        (["bench", "--max-tokens", "1"], "max_tokens must be >= 2"),
         (["bench", "--spec", "5,1,16"], "num_draft_tokens=6"),
         (["bench", "--batch-sizes", "1;8"], "expected numbers such as 1,8"),
         (["bench", "--target", "somewhere"], "--target needs --draft"),
@@ -139,7 +154,8 @@ def test_generate_streams_the_text_and_nothing_else(capsys):
     decoder = SpecDecoder.from_pretrained(shipped.target_folder(), device="cpu", max_batch_size=1)
     (plain,) = decoder.generate("Once upon a time", SamplingParams(max_tokens=24))
     assert (code, out) == (0, plain.text + "\n")
-    assert "accept length" in err and "tok/s" in err
+    assert "accept length" in err and "tok/s" in err and "start-up, first passes included: " in err
+    assert "; no round ran\n" in run(capsys, *argv, "--max-tokens", "1", "--stats")[2]
     _, same, err = run(capsys, *argv, "--no-speculate", "--stats")
     assert same == out and "; plain decoding\n" in err
 
@@ -184,6 +200,9 @@ def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setitem(byte_limit.READ_BYTES, "cpu", 4 << 20)
     monkeypatch.setattr(bench_run, "profile_work", partial(bench_run.profile_work, rounds=5))
+    order: list[str] = []
+    for name in ("measure_cell", "read_bandwidth"):
+        monkeypatch.setattr(bench_run, name, noted(getattr(bench_run, name), order))
     flags = ["--synthetic-acceptance", "1,0.5", "--seed", "5", "--max-tokens", "16"]
     more, found = ["--profile", "--plot", str(tmp_path / "o.png")], []
     for name in ("a.json", "b.json"):
@@ -194,7 +213,9 @@ def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     assert out.count("SYNTHETIC") > 20 and "plain step, batch 2" in out and "SYNTHETIC: round 2,2,4, batch 2" in out
     assert data["synthetic_acceptance"] == [1.0, 0.5] and data["settings"]["sampling"]["ignore_eos"] is True
     assert [budget["spec"] for budget in data["budgets"]] == [None, [2, 2, 4], None, [2, 2, 4]]
+    assert order[:3] == ["measure_cell"] * 2 + ["read_bandwidth"], "its tensor would be in the cells' peak"
     for budget in data["budgets"]:
+        assert budget["bandwidth"] == data["machine"]["read_bandwidth"] > 0
         assert budget["derived"]["ms"] > 0 < budget["derived"]["byte_limit_ms"] and sum(budget["phases_ms"].values()) > 0
     counters = [cell["speculative"]["counters"] for cell in data["cells"]]
     assert all(c["accepted_by_depth"][0] == c["rounds"] for c in counters), "the first level is always accepted"

@@ -145,7 +145,7 @@ def test_sampled_ids_do_not_depend_on_speculation_or_graphs() -> None:
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_bfloat16_differs_only_at_near_ties(batch: int) -> None:
-    """Keeps out: a logic error passed off as rounding.  Every divergence must be a tie of the target's two best tokens."""
+    """Keeps out: a logic error passed off as rounding.  Every divergence must be a tie of the target's best tokens."""
     decoder = load(dtype="bfloat16", max_batch_size=batch)
     texts = prompts(16)
     plain, fast = (decoder.generate(texts, GREEDY, speculate=speculate) for speculate in (False, True))

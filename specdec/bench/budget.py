@@ -22,7 +22,7 @@ BUDGET_DEFINITIONS = {
     "read_bandwidth": "bytes per second, measured here: the fastest of a few sums over a tensor larger than any cache, median",
     "ms": "median wall milliseconds of the engine's rounds in which every sequence runs, as in normal use, host included",
     "phases_ms": "medians of rounds in which each phase was waited for (in step mode where a round is one graph), so their sum "
-    "exceeds ms; rest is what no phase took",
+    "can differ from ms; rest is what no phase took",
     "kernels": "of a profiler's trace: every instant belongs to the kernel that started first; idle is the time between the "
     "first and the last kernel in which none ran, between rounds included. Tracing itself slows launches",
     "host_ms": "median milliseconds of a round that the calling thread did not wait for the GPU; none without a GPU",

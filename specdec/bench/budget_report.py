@@ -122,9 +122,8 @@ def _definitions(measurement: Measurement) -> str:
     )
     return (
         "\nLimit: every weight, key and value that a pass needs, read once at this bandwidth; a model that fits a cache can be "
-        "faster. As it runs: the median round, host included. Phases are waited for one by one, so their sum exceeds the round."
-        + traced
-        * any(budget.kernels for budget in measurement.budgets)
+        "faster. As it runs: the median round, host included. Phases are waited for one by one, so their sum can differ from "
+        "the round." + traced * any(budget.kernels for budget in measurement.budgets)
     )
 
 

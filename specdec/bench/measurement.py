@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from specdec.bench.budget import BUDGET_DEFINITIONS, Budget
+from specdec.bench.budget import BUDGET_DEFINITIONS, PHASES, Budget
 from specdec.generation import Stats
 
 REPEAT_N = 6  # tokens of an n-gram, about four or five words
@@ -20,16 +20,16 @@ DEFINITIONS = {
     "accept_length": "tau = emitted / rounds of the timed repeats' requests: tokens per verify pass of one sequence, bonus "
     "included, before trimming",
     "acceptance_by_depth": "conditional: rounds accepted at depth i / rounds that reached depth i (all shallower ones "
-    "accepted)",
+    "accepted); null where none did",
     "tokens_per_second": "median over the timed repeats of output tokens (trimmed) / wall seconds of generate(), prefill "
     "included, for all prompts together",
     "speed_up": "tokens_per_second of speculative / tokens_per_second of specdec's own autoregressive decoding: same process, "
     "engine, prompts and max_tokens, warmed alike, in alternating order; null if outputs differed beyond near-ties",
     "ms_per_round, ms_per_step": "from a pass of its own that waits for every phase: (wall - prefill) / rounds (steps) of the "
-    "batch; 'rest' is what no named phase took: host work",
+    "batch, where a round may be a plain step ('decode') if num_steps is auto; 'rest' is what no named phase took: host work",
     "predicted_speed_up": "accept_length * ms_per_step / ms_per_round; leaves prefill and half-empty batches out",
     "outputs": "each prompt's ids of each pass (warm-up, repeats, phases), speculative against baseline. near-tie: both "
-    "tokens are the top two of a plain forward and their margin is within the bound; never accepted in float32",
+    "tokens' scores of a plain forward are within the bound of its best score; never accepted in float32",
     "repeat_ratio": f"mean over baseline outputs of the share of {REPEAT_N}-grams of tokens that occurred before in the same "
     f"output; above {REPEAT_FLAG} the text loops, which inflates acceptance",
     "counters": "rounds: verify passes of one sequence. drafted, accepted: draft tokens. emitted: accepted + bonus. truncated: "
@@ -68,7 +68,7 @@ class Phases:
         """One phase's share of a round; `rest` is what the named ones leave."""
         if name != "rest":
             return 1e3 * self.seconds.get(name, 0.0) / self.rounds if self.rounds else 0.0
-        return self.ms_per_round - sum(self.ms(other) for other in ("draft", "verify", "extend", "decode"))
+        return self.ms_per_round - sum(self.ms(other) for other in PHASES)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Side:
 class Divergence:
     """Where two outputs of one prompt part.  Ranks (1 is best) and margin are of a fresh plain forward over the common part.
 
-    margin, bound: in logits, or when sampling in logits / temperature + noise; None where nothing could be compared.
+    margin: from the worse of the two tokens up to the best of all; bound: the most of it that is a near-tie.  In logits, or
+    when sampling in logits / temperature + noise; None where nothing could be compared.
     """
 
     prompt: int
@@ -152,6 +153,13 @@ class Cell:
         return ",".join(map(str, self.spec))
 
     @property
+    def acceptance_by_depth(self) -> list[float | None]:
+        """None at depths that no round reached: nothing is known of them."""
+        counters = self.speculative.counters
+        pairs = zip(counters.acceptance_by_depth, counters.reached_by_depth, strict=True)
+        return [share if reached else None for share, reached in pairs]
+
+    @property
     def speed_up(self) -> float | None:
         """None where the outputs differ: a faster wrong answer is no speed-up."""
         if self.outputs.verdict == "DIVERGED":
@@ -204,7 +212,7 @@ def _derived(cell: Cell) -> dict[str, Any]:
     fast, plain = cell.speculative, cell.baseline
     return {
         "accept_length": fast.counters.accept_length,
-        "acceptance_by_depth": fast.counters.acceptance_by_depth,
+        "acceptance_by_depth": cell.acceptance_by_depth,
         "tokens_per_second": {"baseline": plain.tokens_per_second, "speculative": fast.tokens_per_second},
         "speed_up": cell.speed_up,
         "speed_up_of_each_repeat": cell.speed_ups if cell.speed_up is not None else None,
@@ -212,7 +220,7 @@ def _derived(cell: Cell) -> dict[str, Any]:
         "slower_than_baseline": cell.speed_up is not None and cell.speed_up < 1,
         "ms_per_step": plain.phases.ms_per_round,
         "ms_per_round": fast.phases.ms_per_round,
-        "ms_per_round_by_phase": {name: fast.phases.ms(name) for name in ("draft", "verify", "extend", "rest")},
+        "ms_per_round_by_phase": {name: fast.phases.ms(name) for name in (*PHASES, "rest")},
         "prefill_ms": {"baseline": plain.phases.prefill_ms, "speculative": fast.phases.prefill_ms},
         "outputs": cell.outputs.verdict,
         "outputs_equal": cell.outputs.num_equal,

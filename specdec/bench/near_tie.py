@@ -1,7 +1,11 @@
-"""Whether two outputs part at a near-tie: a place where the target itself has two best tokens within rounding error.
+"""Whether two outputs part at a near-tie: a place where both tokens are the target's best within rounding error.
 
 Asks the target directly, in one plain forward with dense attention: no page, tree, cache or kernel of ours takes part, so
 that a fault in one of them can't excuse itself.
+
+Three passes round on their own, in every layer (28 of them, or more): that of either output, and this check's.  So the best
+here need not be the best there, three tokens may tie, and a score may stand a few ulps apart from what either pass saw.  A
+logic error is off by whole units.
 
 Shapes: T tokens, Q query heads, K kv heads, D head dim, V vocabulary.
 """
@@ -22,7 +26,7 @@ from specdec.decoder import SpecDecoder
 from specdec.ops.rope import HeadPrep
 from specdec.sampling import RowSampling, filter_logits, gumbel_noise
 
-NEAR_TIE_ULPS = 2  # of the top logit, in the dtype the model computes in
+NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 
 
 def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:
@@ -39,10 +43,10 @@ def explain_divergence(
     ids_b: Sequence[int],
     sampling: SamplingParams,
 ) -> Divergence | None:
-    """Where baseline ids_a and speculative ids_b part, and whether both went on with one of two equally good tokens.
+    """Where baseline ids_a and speculative ids_b part, and whether both went on with one of the equally good tokens.
 
-    A near-tie: both tokens are the top two, and their margin is at most NEAR_TIE_ULPS ulps.  float32 allows none.  prompt:
-    the prompt's number.  sampling: as it ran; needs a seed when it samples.  None if the outputs are equal.
+    A near-tie: the worse of the two tokens is at most NEAR_TIE_ULPS ulps below the best score.  float32 allows none.
+    prompt: the prompt's number.  sampling: as it ran; needs a seed when it samples.  None if the outputs are equal.
     """
     index = first_divergence(ids_a, ids_b)
     if index is None:
@@ -56,8 +60,8 @@ def explain_divergence(
         bound /= sampling.temperature
     a, b = ids_a[index], ids_b[index]
     rank_a, rank_b = (int((scores_V > scores_V[token]).sum()) + 1 for token in (a, b))
-    margin = abs((scores_V[a] - scores_V[b]).item())  # infinite or NaN where top-k or top-p left one of them out
-    is_tie = decoder.settings.dtype in (torch.float16, torch.bfloat16) and max(rank_a, rank_b) <= 2 and margin <= bound
+    margin = (scores_V.max() - scores_V[[a, b]].min()).item()  # infinite where top-k or top-p left one of them out
+    is_tie = decoder.settings.dtype in (torch.float16, torch.bfloat16) and margin <= bound
     shown = margin if math.isfinite(margin) else None
     return Divergence(prompt, index, a, b, rank_a, rank_b, shown, bound, "near-tie" if is_tie else "DIVERGED")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def _acceptance(axes: Any, cells: list[Cell], tag: str) -> None:
     """Lines of the smallest batch: acceptance doesn't depend on the batch size."""
     smallest = min(cell.batch_size for cell in cells)
     for i, cell in enumerate(cell for cell in cells if cell.batch_size == smallest):
-        values = cell.speculative.counters.acceptance_by_depth
+        values = [math.nan if value is None else value for value in cell.acceptance_by_depth]  # NaN: no marker, no line
         label = f"{cell.name}: accept length {cell.speculative.counters.accept_length:.2f}"
         axes.plot(
             range(1, len(values) + 1), values, marker=MARKERS[i % len(MARKERS)], color=COLOURS[i % len(COLOURS)], label=label

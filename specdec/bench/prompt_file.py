@@ -9,12 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specdec.config import require_int
+
 FilePrompt = str | list[int]
 TEXT_KEYS = ("prompt", "text", "question", "task")  # HumanEval, plain corpora, GSM8K, task lists
 
 
 def read_prompts(path: str | Path, count: int | None = None) -> list[FilePrompt]:
     """The first `count` prompts of the file, or all.  ValueError names the line that is wrong, or says how many there are."""
+    if count is not None:
+        require_int("--num-prompts", count, 1)
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no prompts file {str(path)!r}; expected a .jsonl file, or text with one prompt a line")

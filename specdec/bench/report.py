@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specdec.bench.budget import PHASES
 from specdec.bench.budget_report import SYNTHETIC, print_budgets, tag_of
 from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement
 
@@ -159,16 +160,17 @@ def _divergence(part: Divergence) -> str:
         return where + ", where one output ends and the other goes on"
     tokens = f"{part.token_baseline} (rank {part.rank_baseline}) or {part.token_speculative} (rank {part.rank_speculative})"
     margin = "not comparable" if part.margin is None else f"{part.margin:.3g}"
-    return f"{where}: {tokens}, margin {margin}, bound {part.bound:.3g}"
+    return f"{where}: {tokens}, the worse {margin} below the best, bound {part.bound:.3g}"
 
 
 def _phase_table(cells: list[Cell]) -> Table:
-    table = _table(
-        "baseline\nstep", "specdec\nround", "draft", "verify", "extend", "rest", "all\nprefills", synthetic=_any(cells)
-    )
+    """A column of plain steps only where "auto" took some."""
+    has_plain = any("decode" in cell.speculative.phases.calls for cell in cells)
+    names = [name for name in (*PHASES, "rest") if name != "decode" or has_plain]
+    table = _table("plain\nstep", "whole\nround", *names, "all\nprefill", synthetic=_any(cells))
     for cell in cells:
         phases = cell.speculative.phases
-        parts = [phases.ms(name) for name in ("draft", "verify", "extend", "rest")]
+        parts = [phases.ms(name) for name in names]
         numbers = [cell.baseline.phases.ms_per_round, phases.ms_per_round, *parts, phases.prefill_ms]
         _cell_row(table, cell, *(f"{number:.2f}" for number in numbers), synthetic=_any(cells))
     return table
@@ -179,15 +181,14 @@ def _any(cells: list[Cell]) -> bool:
 
 
 def _depths(cells: list[Cell]) -> int:
-    return max(len(cell.speculative.counters.acceptance_by_depth) for cell in cells)
+    return max(len(cell.acceptance_by_depth) for cell in cells)
 
 
 def _depth_table(cells: list[Cell], depths: int) -> Table:
     table = _table(*(str(i + 1) for i in range(depths)), synthetic=_any(cells))
     for cell in cells:
-        values = cell.speculative.counters.acceptance_by_depth
-        shown = (f"{values[i]:.2f}" if i < len(values) else "" for i in range(depths))
-        _cell_row(table, cell, *shown, synthetic=_any(cells))
+        values = ("-" if value is None else f"{value:.2f}" for value in cell.acceptance_by_depth[:depths])
+        _cell_row(table, cell, *values, synthetic=_any(cells))
     return table
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +35,7 @@ from specdec.models.loader import read_target_config
 from specdec.prompts import Tokenizer, check_length, encode_prompt
 from specdec.verify.synthetic import SyntheticAcceptance
 
+MAX_SEED = 2**63 - 1
 Progress = Callable[[str, int, int], None]  # what runs now, passes done, passes in all
 
 
@@ -68,11 +70,21 @@ class BenchOptions:
                     f"a batch of {size} needs at least {size} prompts to be full, got {len(self.prompts)}; nearest settings: "
                     f"--num-prompts {size}, or --batch-sizes {len(self.prompts)}"
                 )
-        for name, values in (("spec", self.specs), ("batch_sizes", self.batch_sizes)):
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} must name each value once, and at least one; got {', '.join(map(str, values))}")
+        _check_once("spec", [spec.label for spec in self.specs])
+        _check_once("batch_sizes", list(map(str, self.batch_sizes)))
+        if self.sampling.max_tokens < 2:
+            raise ValueError(
+                f"max_tokens must be >= 2, since the first token comes of the prefill and no round would run, got "
+                f"{self.sampling.max_tokens}; nearest setting that works: --max-tokens 2"
+            )
         if self.sampling.temperature > 0 and self.sampling.seed is None:
             raise ValueError("sampling needs a seed: both sides must draw the same; nearest setting that works: seed=0")
+        highest = MAX_SEED - len(self.prompts) + 1
+        if self.sampling.seed is not None and self.sampling.seed > highest:
+            raise ValueError(
+                f"seed must be at most {highest}, since prompt i of {len(self.prompts)} gets seed + i, got "
+                f"{self.sampling.seed}; nearest setting that works: --seed {highest}"
+            )
         if self.synthetic_acceptance is not None:
             check_probabilities(self.synthetic_acceptance, self.specs)
         if self.profile:
@@ -85,6 +97,14 @@ class BenchOptions:
         if self.synthetic_acceptance is None:
             return self.sampling
         return replace(self.sampling, ignore_eos=True, seed=self.sampling.seed or 0)
+
+
+def _check_once(name: str, values: Sequence[str]) -> None:
+    """ValueError unless there is a value, and none twice."""
+    if not values:
+        raise ValueError(f"{name} must name at least one value, got none")
+    if twice := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
+        raise ValueError(f"{name} must name each value once, got {' and '.join(values)}; more than once: {' and '.join(twice)}")
 
 
 def check_probabilities(probs: Sequence[float], specs: Sequence[SpecConfig]) -> None:
@@ -125,9 +145,6 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
         _prompt_facts(options, prompts),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )
-    if options.profile:
-        on_progress("read bandwidth", 0, 1)
-        result.machine["read_bandwidth"] = read_bandwidth(settings.device)
     steal, total_cpu = steal_and_total()
     for number, (size, spec) in enumerate(product(options.batch_sizes, options.specs)):
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
@@ -138,6 +155,11 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
         del decoder
     steal, total_cpu = (now - before for now, before in zip(steal_and_total(), (steal, total_cpu)))
     result.machine["cpu_steal"] = steal / total_cpu if total_cpu else 0.0
+    if options.profile:
+        on_progress("read bandwidth", 0, 1)
+        _free_memory(settings.device)
+        rate = result.machine["read_bandwidth"] = read_bandwidth(settings.device)  # last: its tensor is no cell's memory
+        result.budgets[:] = [replace(budget, bandwidth=rate) for budget in result.budgets]
     return result
 
 
@@ -157,8 +179,7 @@ def _measure(
     params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(size)]
     for speculate in (True,) if done else (False, True):
         on_pass("profile (speculative)" if speculate else "profile (plain)", 2 * (options.repeats + 2) + speculate)
-        bandwidth = result.machine["read_bandwidth"]
-        result.budgets.append(profile_work(decoder, prompts[:size], params, speculate, bandwidth))
+        result.budgets.append(profile_work(decoder, prompts[:size], params, speculate, bandwidth=math.nan))  # known later
 
 
 def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what: str, index: int) -> None:
