@@ -39,9 +39,7 @@ def make(zoo: Zoo, kind: str, topk: int, depth: int = 0) -> SpecDecoder:
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 @pytest.mark.parametrize("pause", [1, MAX_PAUSE, MAX_PAUSE + 5])
-def test_acceptance_behind_a_pause_is_that_of_a_run_without_one(
-    zoo: Zoo, kind: str, topk: int, pause: int, depth: int
-) -> None:
+def test_acceptance_behind_a_pause_is_that_of_a_run_without_one(zoo: Zoo, kind: str, topk: int, pause: int, depth: int) -> None:
     """Two rounds, a pause, then rounds: from there on every round accepts what it accepts behind a fresh prefill."""
     decoder = make(zoo, kind, topk, depth)
     before = 2
