@@ -5,8 +5,9 @@ The function's one path serves eager, capture and replay; what it returns after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +60,18 @@ class GraphSet:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
             outputs = fn()  # recorded, not run: nothing has changed yet
         return graph, outputs
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Inside, no cycle is collected: freeing an older decoder's graphs or pinned memory would break the capture under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

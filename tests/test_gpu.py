@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.near_tie import explain_divergence
+from specdec.cuda_graph import GraphSet
 from specdec.generation import Stats
 from specdec.rounds import GraphMode
 from specdec.shipped import draft_folder, prompts_file, target_folder
@@ -74,6 +76,19 @@ def test_padded_rows_are_never_read(attention: str, expected: list[list[int]]) -
         engine.state.bonus_B.random_(0, decoder.model.config.vocab_size)
         engine.state.level1_hidden_BH.fill_(torch.nan)
     assert ids(decoder.generate(prompts(3), GREEDY)) == expected[:3]
+
+
+def test_nothing_is_collected_during_a_capture() -> None:
+    """Keeps out: a dropped decoder whose graphs are freed while another's are captured, which ends the process."""
+    seen: list[bool] = []
+    x = torch.zeros(1, device="cuda")
+
+    def work() -> None:
+        seen.append(gc.isenabled())
+        x.add_(1)
+
+    GraphSet(True).run("key", work, [x])
+    assert seen == [True, True, False] and gc.isenabled()
 
 
 def test_no_phase_waits_for_the_device() -> None:
