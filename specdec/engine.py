@@ -148,7 +148,7 @@ class Engine:
                 with self.rounds.clock.phase("prefill"):
                     self._prefill(batch)
                 STARTUP.lap("first prefill")
-            except Exception as error:
+            except Exception as error:  # of any kind, a prompt too long for the memory above all: those that run go on
                 for request in batch:
                     self._fail(request, error)
         return bool(batch)
@@ -250,7 +250,7 @@ class Engine:
         """Gives a request its tokens.  If that fails (its tokenizer, say), only this request does."""
         try:
             take()
-        except Exception as error:
+        except Exception as error:  # of any kind: it is handed to whoever asks for the result
             request.error = error
         if request.is_done:
             self._leave(request)

@@ -57,10 +57,6 @@ class RoundRunner:
         """Whether batches are padded to buckets, for which graphs are captured."""
         return bool(self.mode)
 
-    @property
-    def num_graphs(self) -> int:
-        return len(self.round_graphs) + len(self.phase_graphs)
-
     def plain(self, verifier: TargetVerifier, state: BatchState, mode: SamplingMode) -> Round:
         """One step of autoregressive decoding: a tree of the root alone, which needs no draft and no features."""
 
