@@ -17,6 +17,7 @@ class Backend(ABC):
     """`run` answers one segment; `attend` a whole plan.  A backend that can fuse segments overrides `attend`."""
 
     name: ClassVar[str]
+    reads_no_lengths: ClassVar[bool] = False  # never from the device, so that packed prompts can be captured too
 
     @abstractmethod
     def run(self, q_THD: Tensor, view: KVView, segment: Segment) -> AttentionState:

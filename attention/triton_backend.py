@@ -61,6 +61,7 @@ class TritonBackend(Backend):
     """Split-KV paged attention, fused suffix + merge.  programs: how many the GPU runs at once (default: one an SM)."""
 
     name = "triton"
+    reads_no_lengths = True
 
     def __init__(self, programs: int | None = None) -> None:
         self.programs = programs

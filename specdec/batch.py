@@ -95,6 +95,10 @@ class BatchState:
         """Copies of the given rows."""
         return BatchState(*(tensor.index_select(0, rows_R) for tensor in self.tensors()))
 
+    def padding(self, rows: int) -> BatchState:
+        """So many rows of padding, of the same shapes."""
+        return BatchState(*(tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in self.tensors()))
+
     def keep_pending(self, tokens_B: Tensor, features_BF: Tensor) -> None:
         """Adds a round's one token and its features to what the draft has yet to see."""
         rows_B = torch.arange(self.rows, device=tokens_B.device)

@@ -17,6 +17,7 @@ from specdec.config import MAX_PAUSE, SpecConfig
 from specdec.cuda_graph import on_device
 from specdec.models.packed import PackedPrompts
 from specdec.pages import PagePool
+from specdec.prefill import PrefillRunner
 from specdec.readback import Readback, Ticket
 from specdec.request import Request
 from specdec.rounds import Drafter, GraphMode, Round, RoundRunner
@@ -57,6 +58,7 @@ class Engine:
         self.verifier, self.drafter, self.spec = verifier, drafter, spec
         self.state, self.pool, self.lookahead = state, pool, lookahead
         self.rounds = RoundRunner(cuda_graphs, device)
+        self.prefills = PrefillRunner(bool(cuda_graphs))
         self.readback = Readback(device)
         self.depth = DEPTH[device.type]
         self.chooser = StepChooser(spec.max_steps) if spec and spec.is_auto else None
@@ -170,14 +172,11 @@ class Engine:
         rows_B = torch.tensor([self.running.index(request) for request in batch], device=self.state.lens_B.device)
         state = self.state.pick(rows_B)
         prompts = [request.prompt_ids for request in batch]
+        drafter = self.drafter if self.speculate else None
         size = self.max_prefill_tokens  # several prompts fit one pass together; one alone may take several
         for start in range(0, max(map(len, prompts)), size):
             packed = PackedPrompts.pack(prompts, state.page_table_BW, self.pool.page_size, start, size)
-            first_B, features_TF = self.verifier.prefill(packed, state.sampling, _sampling_mode(batch), self.speculate)
-            state.bonus_B.copy_(first_B)
-            if self.speculate:
-                assert self.drafter is not None
-                self.drafter.prefill(state, packed, features_TF)
+            first_B = self.prefills.run(self.verifier, drafter, state, packed, _sampling_mode(batch))
         state.lens_B.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         state.active_B.fill_(1)
         state.pending_B.zero_()

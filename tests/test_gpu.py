@@ -55,6 +55,7 @@ def test_float32_ids_equal_the_cpu_s(
     assert ids(decoder.generate(prompts(11), GREEDY, speculate=False)) == expected
     rounds = decoder.engine.rounds  # plain steps are phases in every mode
     assert (len(rounds.phase_graphs) > 0) == bool(cuda_graphs) and (len(rounds.round_graphs) > 0) == (cuda_graphs == "round")
+    assert (len(decoder.engine.prefills.graphs) > 0) == (bool(cuda_graphs) and attention == "triton")
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])

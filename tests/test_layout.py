@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("attention", "draft", "verify")
-DOOR = {"__main__", "decoder", "engine", "rounds", "loading", "cli", "bench", "doctor", "train"}
+DOOR = {"__main__", "decoder", "engine", "rounds", "prefill", "loading", "cli", "bench", "doctor", "train"}
 MAY_IMPORT = {
     "leaf": {"leaf"},
     "attention": {"attention", "leaf"},

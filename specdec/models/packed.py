@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.attention.plan import ragged_causal_segment
-from specdec.attention.segment import AttentionPlan
+from specdec.attention.plan import causal_segment, ragged_causal_segment
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.pages import DUMMY_PAGE
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,41 @@ class PackedPrompts:
             plan=AttentionPlan((ragged_causal_segment(page_table_BW, lens_B.tolist(), ends, page_size),)),
             last_plan=AttentionPlan((ragged_causal_segment(page_table_BW, [1] * len(parts), ends, page_size),)),
         )
+
+    @classmethod
+    def padding(cls, tokens: int, page_table_BW: Tensor, page_size: int) -> PackedPrompts:
+        """Buffers for so many tokens of the page table's rows: no row has a token, and all tokens go to the dummy page."""
+        rows, device = page_table_BW.shape[0], page_table_BW.device
+
+        def zeros(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        lens_B = zeros(rows, torch.int32)
+        whole = Segment(page_table_BW, lens_B, zeros(rows + 1, torch.int32), tokens, True, page_size)
+        last = causal_segment(page_table_BW, lens_B, 1, page_size)
+        places = [zeros(size) for size in (tokens, tokens, tokens, rows, rows)]
+        return cls(*places, AttentionPlan((whole,)), AttentionPlan((last,)))
+
+    @property
+    def page_size(self) -> int:
+        return self.plan.segments[0].page_size
+
+    def fill(self, prompts: PackedPrompts) -> None:
+        """Takes the prompts' values; fewer tokens than there is room for, and at most as many rows."""
+        T, B, spare = prompts.ids_T.shape[0], prompts.last_B.shape[0], self.ids_T.shape[0] - 1
+        assert T <= spare and B <= self.last_B.shape[0]
+        mine, other = self.plan.segments[0], prompts.plan.segments[0]
+        for target, source, rest in (
+            (self.ids_T, prompts.ids_T, 0),
+            (self.positions_T, prompts.positions_T, 0),
+            (self.slots_T, prompts.slots_T, DUMMY_PAGE),
+            (self.last_B, prompts.last_B, spare),
+            (self.follower_B, prompts.follower_B, 0),
+            (mine.cache_seqlens, other.cache_seqlens, 0),
+            (mine.cu_seqlens_q, other.cu_seqlens_q, T),
+        ):
+            target[: source.shape[0]].copy_(source)
+            target[source.shape[0] :].fill_(rest)
 
     def next_ids(self, bonus_B: Tensor) -> Tensor:
         """[T]: each token's successor; behind a prompt's very last stands its bonus token."""
