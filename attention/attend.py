@@ -6,13 +6,14 @@ Also chooses the backend, and can say why.  Knows neither trees nor phases: a pl
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import MHACache
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.kv_cache import KVCache
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -24,30 +25,35 @@ class PagedAttention:
     """One forward pass's attention, called by each layer with its qkv projection: `attn(layer, qkv_TXD, prep) -> out_TQD`.
 
     cache: where keys and values go; plan: who reads what; slots_T: int64, where this pass's tokens are stored.  rows_plan:
-    who reads what where a layer asks for some rows only, `attn(layer, qkv_TXD, prep, rows_R) -> out_RQD`.
+    who reads what where a layer asks for some rows only, `attn(layer, qkv_TXD, prep, rows_R) -> out_RQD`.  Both are given
+    as a full layer reads them; what other kinds of layers read is made from them here, once for all layers of a kind.
     """
 
     def __init__(
         self,
         backend: Backend,
-        cache: MHACache,
+        cache: KVCache,
         plan: AttentionPlan,
         slots_T: Tensor,
         rows_plan: AttentionPlan | None = None,
     ) -> None:
         self.backend, self.cache, self.slots_T = backend, cache, slots_T
-        self.prepared = backend.prepare(plan)
-        self.rows_prepared = None if rows_plan is None else backend.prepare(rows_plan)
+        self.prepared = self._by_kind(plan)
+        self.rows_prepared = None if rows_plan is None else self._by_kind(rows_plan)
 
-    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
-        view = self.cache.view(layer)
+    def _by_kind(self, plan: AttentionPlan) -> dict[LayerKind, Any]:
+        return {kind: self.backend.prepare(plan.local(kind)) for kind in dict.fromkeys(self.cache.kinds)}
+
+    def __call__(
+        self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
+    ) -> Tensor:
+        view, kind = self.cache.view(layer), self.cache.kinds[layer]
         q_TQD = self.backend.store(view, qkv_TXD, self.slots_T, prep)
         if rows_R is None:
-            return self.backend.attend(q_TQD, view, self.prepared)
+            return self.backend.attend(q_TQD, view, self.prepared[kind], scoring)
         assert self.rows_prepared is not None, "rows need a plan of their own"
-        return self.backend.attend(
-            select_rows(q_TQD.flatten(1), rows_R).unflatten(1, q_TQD.shape[1:]), view, self.rows_prepared
-        )
+        q_RQD = select_rows(q_TQD.flatten(1), rows_R).unflatten(1, q_TQD.shape[1:])
+        return self.backend.attend(q_RQD, view, self.rows_prepared[kind], scoring)
 
 
 class BackendChoice(NamedTuple):

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.kv_cache import KVView
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_states
+from specdec.attention.state import AttentionState, merge_states, with_sinks
 from specdec.ops.rope import HeadPrep
 
 
@@ -20,8 +21,8 @@ class Backend(ABC):
     reads_no_lengths: ClassVar[bool] = False  # never from the device, so that packed prompts can be captured too
 
     @abstractmethod
-    def run(self, q_THD: Tensor, view: KVView, segment: Segment) -> AttentionState:
-        """The state of every query over the keys of its row."""
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        """The state of every query over the keys of its row.  Sinks are not in it: they belong to no segment."""
 
     def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         """Norms and rotates as `prep` says, writes keys and values to their slots (int64), and returns the queries.
@@ -29,16 +30,16 @@ class Backend(ABC):
         Slots that occur twice (padding) get either value.  The input may be changed.
         """
         q_TQD, kv_T2KD = prep.apply_(qkv_TXD)
-        view.kv.index_copy_(0, slots_T, kv_T2KD)
+        view.write(slots_T, kv_T2KD)
         return q_TQD
 
     def prepare(self, plan: AttentionPlan) -> Any:
         """Work on a plan that all layers share, done once a forward pass.  What it returns goes to `attend`."""
         return plan
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: Any) -> Tensor:
-        """Attention over all segments of the prepared plan: out [T, H, D]."""
-        state, *rest = [self.run(q_THD, view, segment) for segment in prepared.segments]
+    def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> Tensor:
+        """Attention over all segments of the prepared plan, and the sinks: out [T, H, D]."""
+        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in prepared.segments]
         for other in rest:
             state = merge_states(state, other)
-        return state.out_THD
+        return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD

@@ -6,31 +6,59 @@ by side, so a token is stored, moved and gathered in one piece.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specdec.attention.kinds import FULL, LayerKind
 from specdec.ops.launch import use_kernels
 
 
+class KVView(Protocol):
+    """What a cache shows one layer.  Backends with kernels of their own look closer; these two serve any."""
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        """Stores keys and values, normed and rotated, at slots (int64)."""
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [N, K, D] and values [N, K, E] of slots (int64), as numbers of that dtype."""
+
+
+class KVCache(Protocol):
+    """Keys and values of all layers of one model, addressed by slot.  kinds: which keys each layer reads."""
+
+    kinds: tuple[LayerKind, ...]
+
+    @property
+    def num_slots(self) -> int: ...
+    def view(self, layer: int) -> KVView: ...
+    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
+        """In every layer at once: the token at a sequence's slot number path_BE[b, e] goes to its slot number e.
+
+        slots_BN: int64, no slot in two sequences (a dummy page's may be: they hold junk).  path_BE: int64.  Reads all of a
+        sequence before it writes: the two may overlap.
+        """
+
+
 @dataclass(frozen=True)
-class KVView:
-    """What a cache shows one layer: kv [num_slots, 2, K, D]."""
+class MHAView:
+    """kv: [num_slots, 2, K, D], in the models' own dtype."""
 
     kv: Tensor
 
-    @property
-    def k(self) -> Tensor:
-        return self.kv[:, 0]
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        self.kv.index_copy_(0, slots_T, kv_T2KD)
 
-    @property
-    def v(self) -> Tensor:
-        return self.kv[:, 1]
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        kv = self.kv.index_select(0, slots_N).to(dtype)
+        return kv[:, 0], kv[:, 1]
 
 
 class MHACache:
-    """Keys and values of all layers of one model: [layers, num_slots, 2, K, D]."""
+    """[layers, num_slots, 2, K, D] in the models' own dtype."""
 
     def __init__(
         self,
@@ -41,7 +69,9 @@ class MHACache:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        kinds: Sequence[LayerKind] | None = None,
     ) -> None:
+        self.kinds = tuple(kinds or [FULL] * num_layers)
         # Empty: memory that no request touches is never committed.  Backends must not let unread slots into a product.
         self.kv = torch.empty(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
 
@@ -49,15 +79,10 @@ class MHACache:
     def num_slots(self) -> int:
         return self.kv.shape[1]
 
-    def view(self, layer: int) -> KVView:
-        return KVView(self.kv[layer])
+    def view(self, layer: int) -> MHAView:
+        return MHAView(self.kv[layer])
 
     def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        """In every layer at once: the token at a sequence's slot number path_BE[b, e] goes to its slot number e.
-
-        slots_BN: int64, no slot in two sequences (a dummy page's may be: they hold junk).  path_BE: int64.  Reads all of a
-        sequence before it writes: the two may overlap.
-        """
         if use_kernels(self.kv):
             from specdec.attention.move_triton import launch_move
 

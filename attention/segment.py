@@ -1,15 +1,16 @@
 """What one attention kernel call reads.  Knows nothing of who asks, or of which kernel answers.
 
-Shapes: R rows, W table width, T queries.
+Shapes: R rows, W table width, T queries, B sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specdec.attention.kinds import LayerKind
 from specdec.ops.index import kept
 
 
@@ -23,6 +24,9 @@ class Segment:
     max_seqlen_q: the most queries any row holds; host knowledge, so that nobody has to read the device.
     causal: query i of n reads keys up to cache_seqlens - n + i (bottom-right aligned, as in FlashAttention).
     page_size: tokens per page of page_table.
+    base_B: int32, the position of the first key in the rows of each sequence, whose rows lie together; None: 0.
+    starts_T: int32, the first key of its row that each query reads (windows, chunks, a prefix read elsewhere); None: 0.
+    span: the most keys between any query's first and its last one; host knowledge; None: no bound but the row.
     """
 
     page_table: Tensor
@@ -31,6 +35,9 @@ class Segment:
     max_seqlen_q: int
     causal: bool = False
     page_size: int = 1
+    base_B: Tensor | None = None
+    starts_T: Tensor | None = None
+    span: int | None = None
 
     @property
     def rows(self) -> int:
@@ -38,8 +45,9 @@ class Segment:
 
     @property
     def max_keys(self) -> int:
-        """An upper bound on the keys of a row that needs no look at the device."""
-        return self.page_table.shape[1] * self.page_size
+        """An upper bound on the keys that a row's queries read, which needs no look at the device."""
+        most = self.page_table.shape[1] * self.page_size
+        return most if self.span is None else min(most, self.span + self.max_seqlen_q - 1)
 
     @classmethod
     def empty(cls, rows: int, width: int, queries_per_row: int, *, device: torch.device | str = "cpu") -> Segment:
@@ -52,22 +60,58 @@ class Segment:
         )
 
     @classmethod
-    def of_slots(cls, slots_RW: Tensor, lens_R: Tensor) -> Segment:
-        """One query a row, which reads the row's first slots.  Both int32."""
-        return cls(slots_RW, lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1)
+    def of_slots(cls, slots_RW: Tensor, lens_R: Tensor, base_B: Tensor | None = None) -> Segment:
+        """One query a row, which reads the row's first slots.  All int32."""
+        return cls(slots_RW, lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1, base_B=base_B)
 
     def narrow(self, rows: int, width: int | None = None) -> Segment:
         """A view of the first `rows` rows (and `width` columns): a static buffer cut down to the running batch."""
         table = self.page_table[:rows] if width is None else self.page_table[:rows, :width]
-        cu_seqlens_q = self.cu_seqlens_q[: rows + 1]
-        return Segment(table, self.cache_seqlens[:rows], cu_seqlens_q, self.max_seqlen_q, self.causal, self.page_size)
+        assert self.starts_T is None and self.base_B is None, "narrow first, then say what is local"
+        return replace(
+            self, page_table=table, cache_seqlens=self.cache_seqlens[:rows], cu_seqlens_q=self.cu_seqlens_q[: rows + 1]
+        )
+
+    def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:
+        """What a windowed or chunked layer reads of it: its queries stand at these positions (int64)."""
+        if kind.span is None:
+            return self
+        return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The segments of one attention call; their states are merged.  Every segment covers all T queries."""
+    """The segments of one attention call; their states are merged.  Every segment covers all T queries.
+
+    positions_T: int64, where the queries stand; None: they are the last ones of their row, as in a causal segment.
+    """
 
     segments: tuple[Segment, ...]
+    positions_T: Tensor | None = None
+
+    def local(self, kind: LayerKind) -> AttentionPlan:
+        """The same for layers of that kind."""
+        if kind.span is None:
+            return self
+        positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
+        return AttentionPlan(tuple(segment.local(kind, positions_T) for segment in self.segments), positions_T)
+
+
+def last_positions(segment: Segment) -> Tensor:
+    """[T] int64: the positions of queries that are the last of their row; every row holds max_seqlen_q of them."""
+    assert segment.causal or segment.max_seqlen_q == 1, "only the last tokens of a row follow from its length"
+    n = segment.max_seqlen_q
+    behind_n = torch.arange(-n, 0, device=segment.cache_seqlens.device)
+    return (segment.cache_seqlens.long()[:, None] + behind_n).flatten()
+
+
+def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
+    """[T] int32: the first key of its row that each query may read, at least least_T."""
+    first_T = kind.first_keys(positions_T)
+    if base_B is not None:
+        first_T = (first_T.view(base_B.shape[0], -1) - base_B[:, None]).clamp_(min=0).flatten()
+    first_T = first_T.int()
+    return first_T if least_T is None else torch.maximum(first_T, least_T)
 
 
 @kept

@@ -33,3 +33,9 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     scale = torch.where(total > 0, 1 / total, 0.0)
     out = a.out_THD * (weight_a * scale)[..., None] + b.out_THD * (weight_b * scale)[..., None]
     return AttentionState(out.to(a.out_THD.dtype), top_TH + total.log())
+
+
+def with_sinks(state: AttentionState, sinks_H: Tensor) -> AttentionState:
+    """Adds a key of that logit and of value 0 to every row; once, whatever the state was merged from."""
+    sink = sinks_H.to(state.lse_TH.dtype).expand_as(state.lse_TH)
+    return merge_states(state, AttentionState(torch.zeros_like(state.out_THD), sink))

@@ -2,22 +2,23 @@
 
 Knows no kernel.  Inside a CUDA graph it makes no host reads (except for packed prompts, which are never captured).
 
-Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, B sequences, Q queries per sequence, R rows, W keys per
-row, N keys per sequence over all segments.
+Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, E value dim, B sequences, Q queries per sequence, R rows,
+W keys per row, N keys per sequence over all segments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.kv_cache import KVView
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState
+from specdec.attention.state import AttentionState, with_sinks
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,21 @@ class TorchBackend(Backend):
             return [block for block in blocks if block.queries]  # an empty row has no shape to attend in
         return [_joined_block(plan.segments)]
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock]) -> Tensor:
-        outs = [_dense_attention(q_THD, view, block) for block in prepared]
+    def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> Tensor:
+        if scoring.softcap is not None or scoring.sinks_H is not None:
+            state = _joined_states([_dense_state(q_THD, view, block, scoring) for block in prepared])
+            return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD.to(q_THD.dtype)
+        outs = [_dense_attention(q_THD, view, block, scoring) for block in prepared]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def run(self, q_THD: Tensor, view: KVView, segment: Segment) -> AttentionState:
-        states = [_dense_state(q_THD, view, block) for block in self.prepare(AttentionPlan((segment,)))]
-        return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        blocks = self.prepare(AttentionPlan((segment,)))
+        out_THE, lse_TH = _joined_states([_dense_state(q_THD, view, block, scoring) for block in blocks])
+        return AttentionState(out_THE.to(q_THD.dtype), lse_TH)
+
+
+def _joined_states(states: list[AttentionState]) -> AttentionState:
+    return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
 
 
 def _is_uniform(segment: Segment) -> bool:
@@ -85,17 +94,13 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     """One prompt of a packed batch, whole: Q queries against the row's keys, the last Q of which are their own."""
     start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
     length, queries = int(segment.cache_seqlens[row]), end - start
-    one = Segment(
-        segment.page_table[row : row + 1],
-        segment.cache_seqlens[row : row + 1],
-        segment.cu_seqlens_q,
-        queries,
-        True,
-        segment.page_size,
-    )
+    one = replace(segment, page_table=segment.page_table[row : row + 1])
     keys = torch.arange(length, device=segment.page_table.device)
     last_Q1 = length - queries + torch.arange(queries, device=keys.device)[:, None]
-    return DenseBlock(start, 1, queries, _row_slots(one, length), (keys <= last_Q1)[None], queries > length)
+    visible_QN = keys <= last_Q1
+    if segment.starts_T is not None:
+        visible_QN &= keys >= segment.starts_T[start:end, None]
+    return DenseBlock(start, 1, queries, _row_slots(one, length), visible_QN[None], queries > length)
 
 
 def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
@@ -128,6 +133,8 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
         n = segment.max_seqlen_q
         lens_BR11 = lens_BR11 - (n - 1 - torch.arange(n, device=device))[:, None]
     visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
+    if segment.starts_T is not None:
+        visible_BRQW = visible_BRQW & (keys_W >= segment.starts_T.view(batch, rows, -1, 1))
     if rows == 1:
         return slots_BN, visible_BRQW[:, 0]
     own_row = torch.eye(rows, dtype=torch.bool, device=device)[:, None, :, None]
@@ -135,14 +142,12 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     return slots_BN, mask
 
 
-def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, K, Q*G, D] with the heads of a group packed as queries; k, v [B, K, N, D]."""
+def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, K, Q*G, D] with the heads of a group packed as queries; k [B, K, N, D], v [B, K, N, E]."""
     B, Q, N = block.batch, block.queries, block.slots_BN.shape[1]
-    _, _, K, D = view.kv.shape
-    kv = view.kv.index_select(0, block.slots_BN.flatten()).view(B, N, 2, K, D)
-    k, v = (kv[:, :, i].transpose(1, 2).to(q_THD.dtype) for i in (0, 1))
-    q = q_THD[block.start : block.start + B * Q].view(B, Q, K, -1, D)
-    return q.transpose(1, 2).reshape(B, K, -1, D), k, v
+    k, v = (x.unflatten(0, (B, N)).transpose(1, 2) for x in view.read(block.slots_BN.flatten(), dtype))
+    q = q_THD[block.start : block.start + B * Q].to(dtype).view(B, Q, k.shape[1], -1, q_THD.shape[2])
+    return q.transpose(1, 2).reshape(B, k.shape[1], -1, q_THD.shape[2]), k, v
 
 
 def _unpack(out: Tensor, block: DenseBlock) -> Tensor:
@@ -151,19 +156,23 @@ def _unpack(out: Tensor, block: DenseBlock) -> Tensor:
     return out.view(B, K, block.queries, -1, X).transpose(1, 2).reshape(B * block.queries, -1, X)
 
 
-def _dense_attention(q_THD: Tensor, view: KVView, block: DenseBlock) -> Tensor:
-    q, k, v = _gathered(q_THD, view, block)
+def _dense_attention(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> Tensor:
+    q, k, v = _gathered(q_THD, view, block, q_THD.dtype)
     mask = block.additive_mask(q_THD.shape[1] // k.shape[1], q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
     if block.has_empty_rows and mask is not None:
         out = torch.where(mask.amax(-1, keepdim=True) == 0, out, 0.0)
     return _unpack(out, block)
 
 
-def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock) -> AttentionState:
-    q, k, v = _gathered(q_THD, view, block)
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], q.dtype)
+def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> AttentionState:
+    """In float32 at least: softcaps and states lose too much in 16 bit."""
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    q, k, v = _gathered(q_THD, view, block, dtype)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], dtype)
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(-1, keepdim=True)

@@ -18,7 +18,8 @@ import triton
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import KVView
+from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.kv_cache import MHAView as KVView
 from specdec.attention.paged_triton import paged_attention_kernel
 from specdec.attention.rope_store_triton import launch_rope_store
 from specdec.attention.segment import AttentionPlan, Segment
@@ -72,7 +73,7 @@ class TritonBackend(Backend):
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments)
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> Tensor:
         prefix, *rest = prepared.segments
         if not rest:
             return self._launch(q_THD, view, prefix, None, prepared, q_THD.dtype).out_THD
@@ -85,7 +86,7 @@ class TritonBackend(Backend):
             merged = merge_states(merged, state)
         return merged.out_THD.to(q_THD.dtype)
 
-    def run(self, q_THD: Tensor, view: KVView, segment: Segment) -> AttentionState:
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self._launch(q_THD, view, segment, None, TritonPlan((segment,)), q_THD.dtype)
 
     def _launch(

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.kv_cache import KVView
+from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.torch_backend import TorchBackend
@@ -72,7 +72,7 @@ class World:
         numbers = B * width * PAGE_SIZE * 2 * K * D
         self.layers = min(pool.numel() // numbers, max(2, min(32, -(-100_000_000 // numbers))))  # four times L2
         shape = (self.layers, B * width * PAGE_SIZE, 2, K, D)
-        self.views = [KVView(layer) for layer in pool[: self.layers * numbers].view(shape)]
+        self.views = [MHAView(layer) for layer in pool[: self.layers * numbers].view(shape)]
         table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
         behind = L if kind == "tree" else L - N  # where this pass's tokens stand
@@ -134,7 +134,7 @@ def merge_kernel(a, lse_a, b, lse_b, out, T, HEADS: tl.constexpr, HEAD_DIM: tl.c
 def flash_attn_4(world: World, prefix_only: bool = False) -> list[Tensor]:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
-    def call(view: KVView, segment: Segment) -> tuple[Tensor, Tensor]:
+    def call(view: MHAView, segment: Segment) -> tuple[Tensor, Tensor]:
         pages = view.kv.view(-1, segment.page_size, 2, K, D)
         return flash_attn_varlen_func(
             world.q_THD, pages[:, :, 0], pages[:, :, 1], cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q,
@@ -187,7 +187,7 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
         out = timed(ours, world, 1)[1]  # of the keys as they are now
     if case.B * case.L <= 65_536:
         oracle = TorchBackend()
-        view = KVView(world.views[-1].kv.double())
+        view = MHAView(world.views[-1].kv.double())
         row["error"] = apart(out, oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan)))
     if with_fa4:
         fa4_us, fa4_out = timed(flash_attn_4, world, replays)

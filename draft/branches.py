@@ -11,6 +11,7 @@ W steps so far.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def fork(
     slots_BK = slots_at(page_table_BW, lens_B[:, None] + W * K + branches_K, page_size)
     parents_BK1 = parents_BK[..., None]
     inherited_BKW = ancestors.view(B, P, W).gather(1, parents_BK1.expand(B, K, W))
-    suffix = Segment.empty(B * K, W + 1, 1, device=lens_B.device)
+    suffix = replace(Segment.empty(B * K, W + 1, 1, device=lens_B.device), base_B=lens_B)
     fill_draft_suffix(suffix, torch.cat((inherited_BKW, slots_BK[..., None]), dim=-1), W)
     hidden_BKH = hidden.view(B, P, H).gather(1, parents_BK1.expand(B, K, H))
     positions_BK = (lens_B.long()[:, None] + W).expand(B, K)

@@ -75,4 +75,4 @@ def launch_fork(
         W, page_table_BW.stride(0), K=K, P=P, SIZE=H, PAGE_SIZE=page_size,
         PADDED_STEPS=max(8, triton.next_power_of_2(W + 1)), BLOCK=1024, num_warps=4, **chained(device),
     )  # fmt: skip
-    return next_hidden, positions, slots, Segment.of_slots(table, lens)
+    return next_hidden, positions, slots, Segment.of_slots(table, lens, lens_B)

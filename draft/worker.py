@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import MHACache
+from specdec.attention.kv_cache import KVCache
 from specdec.attention.plan import causal_segment, next_tokens, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.batch import BatchState
@@ -36,7 +36,7 @@ FEW_ROWS = 64  # of an extend: up to here what counts is reading the weights, an
 class DraftWorker:
     """Runs a head over the running batch.  Its cache has the target's slots: one page table serves both models."""
 
-    def __init__(self, head: DraftHead, cache: MHACache, backend: Backend, topk: int, page_size: int) -> None:
+    def __init__(self, head: DraftHead, cache: KVCache, backend: Backend, topk: int, page_size: int) -> None:
         self.head, self.cache, self.backend = head, cache, backend
         self.topk, self.page_size = topk, page_size
 
@@ -67,7 +67,7 @@ class DraftWorker:
         hidden, ancestors = state.level1_hidden_BH, torch.empty(B, 0, dtype=torch.int32, device=device)
         for level in range(2, S + 1):
             rows = fork(state.page_table_BW, state.lens_B, beam.parents_BK, hidden, ancestors, self.page_size)
-            attn = self._attention((prefix, rows.suffix), rows.slots_R)
+            attn = self._attention((prefix, rows.suffix), rows.slots_R, rows.positions_R)
             hidden = self.head(beam.tokens_BK.flatten(), rows.hidden_RH, rows.positions_R, attn)
             beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
             ancestors = rows.suffix.page_table
@@ -102,8 +102,10 @@ class DraftWorker:
         state.level1_hidden_BH.copy_(hidden_BH)
         self._set_first_level(state)
 
-    def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor) -> PagedAttention:
-        return PagedAttention(self.backend, self.cache, AttentionPlan(segments), slots_T)
+    def _attention(
+        self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor | None = None
+    ) -> PagedAttention:
+        return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T)
 
     def _set_first_level(self, state: BatchState) -> None:
         """The next tree's first level, from its hidden state."""

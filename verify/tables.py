@@ -7,6 +7,7 @@ Shapes: B sequences, N nodes, T = B * N.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ def tree_tables(state: BatchState, tree: DraftTree, page_size: int) -> TreeTable
         return TreeTables(rows.positions.flatten(), rows.slots, AttentionPlan((segment,)))
     positions_T, slots_BN, suffix = path_tables(state.page_table_BW, state.lens_B, tree, page_size)
     prefix = prefix_segment(state.page_table_BW, state.lens_B, N, page_size)
-    return TreeTables(positions_T, slots_BN, AttentionPlan((prefix, suffix)))
+    return TreeTables(positions_T, slots_BN, AttentionPlan((prefix, suffix), positions_T))
 
 
 def path_tables(page_table_BW: Tensor, lens_B: Tensor, tree: DraftTree, page_size: int) -> tuple[Tensor, Tensor, Segment]:
@@ -49,7 +50,7 @@ def path_tables(page_table_BW: Tensor, lens_B: Tensor, tree: DraftTree, page_siz
         return launch_path_tables(page_table_BW, lens_B, tree.parents_BN, width, page_size)
     nodes_N, mask_BNN = torch.arange(N, device=lens_B.device), tree.mask_BNN
     slots_BN = slots_at(page_table_BW, lens_B[:, None] + nodes_N, page_size)
-    suffix = Segment.empty(B * N, width, 1, device=lens_B.device)
+    suffix = replace(Segment.empty(B * N, width, 1, device=lens_B.device), base_B=lens_B)
     fill_tree_suffix(suffix, slots_BN, mask_BNN)
     positions_BN = lens_B[:, None] + mask_BNN.sum(-1) - 1
     return positions_BN.flatten(), slots_BN, suffix

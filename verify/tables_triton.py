@@ -77,4 +77,4 @@ def launch_path_tables(
         B * N, N, width, page_table_BW.stride(0), parents_BN.stride(0),
         PAGE_SIZE=page_size, BLOCK=64, num_warps=2, **chained(device),
     )  # fmt: skip
-    return positions, slots.view(B, N), Segment.of_slots(table, lens)
+    return positions, slots.view(B, N), Segment.of_slots(table, lens, lens_B)

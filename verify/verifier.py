@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import MHACache
+from specdec.attention.kv_cache import KVCache
 from specdec.batch import BatchState
 from specdec.models.causal_lm import CausalLM, TargetOutput
 from specdec.models.packed import PackedPrompts
@@ -46,7 +46,7 @@ class TargetVerifier:
     """Runs the target over prompts and trees.  aux_layers: captured for the draft; empty: it wants the final hidden state."""
 
     def __init__(
-        self, model: CausalLM, cache: MHACache, backend: Backend, page_size: int, aux_layers: tuple[int, ...] = ()
+        self, model: CausalLM, cache: KVCache, backend: Backend, page_size: int, aux_layers: tuple[int, ...] = ()
     ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
         self.page_size, self.aux_layers = page_size, aux_layers

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.ops.linear import gated_linear, linear
 from specdec.ops.norm import add_rms_norm, rms_norm
@@ -20,10 +21,13 @@ from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 class AttentionFn(Protocol):
     """Attention of one forward pass: paged when serving, dense when training.  It owns the rest of a head's way in: `prep`
     says how queries and keys are normed and rotated (X = Q + 2K rows of heads: queries, keys, values).  With rows_R only
-    those tokens' queries are answered, [R, Q, D]; the others' keys and values are kept all the same.
+    those tokens' queries are answered, [R, Q, D]; the others' keys and values are kept all the same.  scoring: how the
+    layer's products become weights.
     """
 
-    def __call__(self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
+    ) -> Tensor: ...
 
 
 class Linear(nn.Linear):

@@ -51,7 +51,7 @@ class PackedPrompts:
             slots_T=page_table_BW.flatten()[places_T].long() * page_size + positions_T % page_size,
             last_B=(lens_B.cumsum(0) - 1).to(device),
             follower_B=torch.tensor([[*p, -1][end] for p, end in zip(prompts, ends)], device=device),
-            plan=AttentionPlan((ragged_causal_segment(page_table_BW, lens_B.tolist(), ends, page_size),)),
+            plan=AttentionPlan((ragged_causal_segment(page_table_BW, lens_B.tolist(), ends, page_size),), positions_T),
             last_plan=AttentionPlan((ragged_causal_segment(page_table_BW, [1] * len(parts), ends, page_size),)),
         )
 
@@ -67,7 +67,7 @@ class PackedPrompts:
         whole = Segment(page_table_BW, lens_B, zeros(rows + 1, torch.int32), tokens, True, page_size)
         last = causal_segment(page_table_BW, lens_B, 1, page_size)
         places = [zeros(size) for size in (tokens, tokens, tokens, rows, rows)]
-        return cls(*places, AttentionPlan((whole,)), AttentionPlan((last,)))
+        return cls(*places, AttentionPlan((whole,), places[1]), AttentionPlan((last,)))
 
     @property
     def page_size(self) -> int:

@@ -41,10 +41,10 @@ class Rotation:
 class HeadPrep:
     """What a layer wants done to its fresh queries and keys.
 
-    norm_HD: a weight for each query and key head (Qwen3's q/k norm over head_dim), or None; eps belongs to it.
+    rotation: None if they come rotated.  norm_HD: a weight for each query and key head (Qwen3's q/k norm over head_dim), or None; eps belongs to it.
     """
 
-    rotation: Rotation
+    rotation: Rotation | None
     num_kv_heads: int
     norm_HD: Tensor | None = None
     eps: float = 0.0
@@ -56,7 +56,8 @@ class HeadPrep:
         qk_THD = qkv_TXD[:, : X - K]
         if self.norm_HD is not None:
             qk_THD.copy_(F.rms_norm(qk_THD, (D,), None, self.eps) * self.norm_HD)
-        self.rotation.rotate_(qk_THD)
+        if self.rotation is not None:
+            self.rotation.rotate_(qk_THD)
         return qkv_TXD[:, : X - 2 * K], qkv_TXD[:, X - 2 * K :].view(T, 2, K, D)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import KVView
+from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
@@ -80,7 +80,7 @@ class World:
         self.table = pages.int().to(setup.device)
         self.lens = torch.tensor(lens, dtype=torch.int32, device=setup.device)
         num_slots = (self.B * width + 1) * self.page_size
-        self.view = KVView(self.randn(num_slots, 2, self.kv_heads, self.D))
+        self.view = MHAView(self.randn(num_slots, 2, self.kv_heads, self.D))
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.setup.device, self.setup.dtype)
@@ -145,10 +145,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def expected(q_THD: Tensor, view: KVView, plan: AttentionPlan) -> Tensor:
+def expected(q_THD: Tensor, view: MHAView, plan: AttentionPlan) -> Tensor:
     """In float64 on the CPU, from the very numbers the backend was given."""
     on_host = AttentionPlan(tuple(host_copy(segment) for segment in plan.segments))
-    return ReferenceBackend().attend(q_THD.double().cpu(), KVView(view.kv.double().cpu()), on_host)
+    return ReferenceBackend().attend(q_THD.double().cpu(), MHAView(view.kv.double().cpu()), on_host)
 
 
 def host_copy(s: Segment) -> Segment:
@@ -187,7 +187,7 @@ def test_run_gives_a_natural_log_state(plan_of: Callable[[World], tuple[Attentio
     backend, q_THD = setup.backend(), w.q(T)
     for segment in plan.segments:
         state = backend.run(q_THD, w.view, segment)
-        on_host = KVView(w.view.kv.double().cpu())
+        on_host = MHAView(w.view.kv.double().cpu())
         want = ReferenceBackend().run(q_THD.double().cpu(), on_host, host_copy(segment))
         assert_close(state.out_THD, want.out_THD)
         assert state.lse_TH.shape == want.lse_TH.shape
@@ -210,7 +210,7 @@ def test_store_rotates_and_writes_its_slots_and_no_others(setup: Setup, normed: 
     slots_T = torch.randperm(200, generator=generator)[:T].to(setup.device)
     positions_T = torch.randint(50, (T,), generator=generator).to(setup.device)
     qkv_TXD = rand(T, Q + 2 * K, D)
-    view = KVView(torch.full((200, 2, K, D), -7.0, dtype=setup.dtype, device=setup.device))
+    view = MHAView(torch.full((200, 2, K, D), -7.0, dtype=setup.dtype, device=setup.device))
     want = view.kv.double().clone()
     exact = HeadPrep(Rotation(table.double(), positions_T), K, None if norm is None else norm.double(), 1e-5)
     want_q, want[slots_T] = exact.apply_(qkv_TXD.double().clone())
@@ -310,8 +310,8 @@ def test_torch_backend_keeps_foreign_nans_out() -> None:
     lens = torch.tensor([9, 3, 0], dtype=torch.int32)
     q = torch.randn(3 * 2, 4, 8)
     for segment in (prefix_segment(table, lens, 2, 4), causal_segment(table, lens, 2, 4)):
-        state, want = TorchBackend().run(q, KVView(kv), segment), ReferenceBackend().run(q, KVView(kv), segment)
+        state, want = TorchBackend().run(q, MHAView(kv), segment), ReferenceBackend().run(q, MHAView(kv), segment)
         torch.testing.assert_close(state.out_THD, want.out_THD)
         torch.testing.assert_close(state.lse_TH, want.lse_TH)
         backend = TorchBackend()
-        torch.testing.assert_close(backend.attend(q, KVView(kv), backend.prepare(AttentionPlan((segment,)))), want.out_THD)
+        torch.testing.assert_close(backend.attend(q, MHAView(kv), backend.prepare(AttentionPlan((segment,)))), want.out_THD)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import KVView
+from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
@@ -37,7 +37,7 @@ class Sequences:
         B, width = len(lens), -(-(max(lens) + extra) // page_size)
         self.table = (torch.randperm(B * width, generator=self.generator) + 1).view(B, width).int()
         self.dense = [self.randn(n + extra, 2, KV_HEADS, D) for n in lens]
-        self.view = KVView(torch.full(((B * width + 1) * page_size, 2, KV_HEADS, D), 1e3, dtype=torch.float64))
+        self.view = MHAView(torch.full(((B * width + 1) * page_size, 2, KV_HEADS, D), 1e3, dtype=torch.float64))
         for row, kv in enumerate(self.dense):
             self.view.kv[self.slots(row, range(len(kv)))] = kv
 

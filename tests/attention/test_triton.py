@@ -19,7 +19,7 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
 pytest.importorskip("triton")
 
 from specdec.attention import triton_backend  # noqa: E402
-from specdec.attention.kv_cache import KVView  # noqa: E402
+from specdec.attention.kv_cache import MHAView  # noqa: E402
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
 from specdec.attention.reference import ReferenceBackend  # noqa: E402
 from specdec.attention.segment import AttentionPlan, Segment  # noqa: E402
@@ -58,7 +58,7 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def scattered(lens: list[int], seed: int, spare: int = 0) -> tuple[Tensor, KVView]:
+def scattered(lens: list[int], seed: int, spare: int = 0) -> tuple[Tensor, MHAView]:
     """A page table in random order, and a cache that is NaN wherever no row may read.  Idle entries name page 0."""
     width = max(-(-(n + spare) // P) for n in lens) + 1
     generator = torch.Generator().manual_seed(seed)
@@ -69,20 +69,20 @@ def scattered(lens: list[int], seed: int, spare: int = 0) -> tuple[Tensor, KVVie
         slots = pages[positions // P] * P + positions % P
         kv[slots] = torch.randn(n + spare, 2, K, D, generator=generator)
         pages[-(-(n + spare) // P) :] = 0
-    return table_BW.to(DEVICE), KVView(kv.to(DEVICE))
+    return table_BW.to(DEVICE), MHAView(kv.to(DEVICE))
 
 
-def check(out_THD: Tensor, q_THD: Tensor, view: KVView, plan: AttentionPlan) -> None:
-    want = ReferenceBackend().attend(q_THD.double(), KVView(view.kv.double()), plan)
+def check(out_THD: Tensor, q_THD: Tensor, view: MHAView, plan: AttentionPlan) -> None:
+    want = ReferenceBackend().attend(q_THD.double(), MHAView(view.kv.double()), plan)
     torch.testing.assert_close(out_THD.double(), want, atol=2e-5, rtol=2e-5)
 
 
-def attend(q_THD: Tensor, view: KVView, *segments: Segment, programs: int = 64) -> Tensor:
+def attend(q_THD: Tensor, view: MHAView, *segments: Segment, programs: int = 64) -> Tensor:
     backend = TritonBackend(programs)
     return backend.attend(q_THD, view, backend.prepare(AttentionPlan(segments)))
 
 
-def suffix_rows(view: KVView, counts: list[int], seed: int) -> Segment:
+def suffix_rows(view: MHAView, counts: list[int], seed: int) -> Segment:
     """Rows of one query each over their own few finite slots; behind a row's count lie slots that hold NaN."""
     finite = view.kv.isfinite().all(-1).all(-1).all(-1)
     good, bad = finite.nonzero().flatten(), finite.logical_not().nonzero().flatten()
@@ -178,7 +178,7 @@ def test_views_and_slices_need_no_copy() -> None:
     table, dense = scattered(lens, seed=20)
     layers = torch.full((*dense.kv.shape[:3], 2, D), NAN, device=DEVICE)
     layers[..., 1, :] = dense.kv
-    view = KVView(layers[..., 1, :])
+    view = MHAView(layers[..., 1, :])
     fused = rand(6, (H + 2 * K) * D, seed=21)
     q_THD = fused[:, : H * D].view(6, H, D)
     segment = causal_segment(table, ints(*lens), 3, P)
@@ -186,7 +186,7 @@ def test_views_and_slices_need_no_copy() -> None:
     check(attend(q_THD, view, segment), q_THD, view, plan)
     turned = q_THD.transpose(1, 2).contiguous().transpose(1, 2)  # the head dim is not the innermost
     check(attend(turned, view, segment), turned, view, plan)
-    store_view, slots = KVView(layers[..., 0, :]), torch.tensor([5, 3], device=DEVICE)
+    store_view, slots = MHAView(layers[..., 0, :]), torch.tensor([5, 3], device=DEVICE)
     qkv = rand(2, H + 2 * K, D, seed=22)
     TritonBackend().store(store_view, qkv.clone(), slots, unrotated(2))
     stored = qkv[:, H:].view(2, 2, K, D)
@@ -197,7 +197,7 @@ def test_layers_share_their_scratch() -> None:
     """Keeps out: one allocation a layer, and a layer that reads what the one before it left."""
     lens = [300, 2]
     table, view = scattered(lens, seed=23)
-    other = KVView(view.kv.flip(1))  # keys and values swapped: another layer
+    other = MHAView(view.kv.flip(1))  # keys and values swapped: another layer
     prefix, suffix = prefix_segment(table, ints(*lens), 2, P), suffix_rows(view, [1, 1, 2, 0], seed=24)
     plan = AttentionPlan((prefix, suffix))
     backend = TritonBackend(64)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention import triton_backend
-from specdec.attention.kv_cache import KVView
+from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import (
     causal_segment,
     fill_tree_suffix,
@@ -43,7 +43,7 @@ class World(NamedTuple):
     """lens_B: what the plan reads; slots_T: where this pass's tokens stand."""
 
     plan: AttentionPlan
-    view: KVView
+    view: MHAView
     q_THD: Tensor
     lens_B: Tensor
     slots_T: Tensor
@@ -80,12 +80,12 @@ def world(
         suffix = Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE)
         fill_tree_suffix(suffix, slots_BN, mask.to(DEVICE).expand(B, N, N))
         plan = AttentionPlan((prefix_segment(table, lens_B, N, P), suffix))
-    return World(plan, KVView(kv), q_THD, lens_B, slots_BN.flatten(), table)
+    return World(plan, MHAView(kv), q_THD, lens_B, slots_BN.flatten(), table)
 
 
 def error(out_THD: Tensor, w: World) -> float:
     oracle = TorchBackend()
-    want = oracle.attend(w.q_THD.double(), KVView(w.view.kv.double()), oracle.prepare(w.plan))
+    want = oracle.attend(w.q_THD.double(), MHAView(w.view.kv.double()), oracle.prepare(w.plan))
     return float((out_THD.double() - want).norm() / want.norm())
 
 
