@@ -81,5 +81,3 @@ def _bucket(prompts: PackedPrompts) -> Bucket:
     """Powers of two.  One token more than there is: rows of padding end in a token of padding."""
     tokens, rows = prompts.ids_T.shape[0], prompts.last_B.shape[0]
     return max(16, 1 << tokens.bit_length()), 1 << (rows - 1).bit_length()
-
-
