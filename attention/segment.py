@@ -24,6 +24,7 @@ class Segment:
     max_seqlen_q: the most queries any row holds; host knowledge, so that nobody has to read the device.
     causal: query i of n reads keys up to cache_seqlens - n + i (bottom-right aligned, as in FlashAttention).
     page_size: tokens per page of page_table.
+    ragged: rows hold different numbers of queries (packed prompts).
     base_B: int32, the position of the first key in the rows of each sequence, whose rows lie together; None: 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, a prefix read elsewhere); None: 0.
     span: the most keys between any query's first and its last one; host knowledge; None: no bound but the row.
@@ -35,6 +36,7 @@ class Segment:
     max_seqlen_q: int
     causal: bool = False
     page_size: int = 1
+    ragged: bool = False
     base_B: Tensor | None = None
     starts_T: Tensor | None = None
     span: int | None = None
@@ -83,7 +85,7 @@ class Segment:
 class AttentionPlan:
     """The segments of one attention call; their states are merged.  Every segment covers all T queries.
 
-    positions_T: int64, where the queries stand; None: they are the last ones of their row, as in a causal segment.
+    positions_T: int64, where the queries stand; None: as many in every row, and they are its last, as in a causal segment.
     """
 
     segments: tuple[Segment, ...]
@@ -99,7 +101,7 @@ class AttentionPlan:
 
 def last_positions(segment: Segment) -> Tensor:
     """[T] int64: the positions of queries that are the last of their row; every row holds max_seqlen_q of them."""
-    assert segment.causal or segment.max_seqlen_q == 1, "only the last tokens of a row follow from its length"
+    assert not segment.ragged and (segment.causal or segment.max_seqlen_q == 1), "its queries may stand elsewhere"
     n = segment.max_seqlen_q
     behind_n = torch.arange(-n, 0, device=segment.cache_seqlens.device)
     return (segment.cache_seqlens.long()[:, None] + behind_n).flatten()

@@ -51,7 +51,7 @@ class TorchBackend(Backend):
 
     def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
         first = plan.segments[0]
-        if len(plan.segments) == 1 and first.causal and not _is_uniform(first):
+        if len(plan.segments) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
             return [block for block in blocks if block.queries]  # an empty row has no shape to attend in
         return [_joined_block(plan.segments)]
@@ -71,13 +71,6 @@ class TorchBackend(Backend):
 
 def _joined_states(states: list[AttentionState]) -> AttentionState:
     return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
-
-
-def _is_uniform(segment: Segment) -> bool:
-    """Whether every row holds max_seqlen_q queries: true of all builders but the packed prompts, whose table is read."""
-    if segment.cu_seqlens_q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return True  # only uniform plans are captured
-    return int(segment.cu_seqlens_q[-1]) == segment.rows * segment.max_seqlen_q
 
 
 def _row_slots(segment: Segment, width: int) -> Tensor:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from specdec.attention.kinds import LayerKind
 from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.config import ModelConfig, parse_config, parse_rope, read_json
+from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
 from specdec.models.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
 
 _HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's
@@ -72,9 +73,10 @@ def load_head(folder: Path, target: CausalLM, max_positions: int, device: torch.
 def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: ModelConfig, where: str) -> HeadConfig:
     """A head's config held against its own tensors and its target's config."""
     _refuse_unread(raw, where)
-    llama = {key: value for key, value in raw.items() if key not in _HEAD_KEYS}
+    llama = {key: value for key, value in raw.items() if key not in (*_HEAD_KEYS, "layer_types")}
     model = parse_config({"rms_norm_eps": target.rms_norm_eps, **llama, "model_type": "llama"}, where)
-    model = replace(model, rope=parse_rope(raw, default=target.rope), tie_embeddings=False)
+    kinds = _layer_kinds(raw, model.num_layers, where)
+    model = replace(model, rope=parse_rope(raw, default=target.rope), tie_embeddings=False, layer_kinds=kinds)
     if model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")
     width = raw.get("target_hidden_size") or target.hidden_size
@@ -94,7 +96,7 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
     named = ids is not None
     aux_layers = _check_aux_layers(ids, target.num_layers, where) if named else default_aux_layers(target.num_layers)
     return HeadConfig(
-        replace(model, num_layers=1),
+        model,
         "eagle3",
         aux_layers,
         width,
@@ -103,14 +105,19 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
     )
 
 
+def _layer_kinds(raw: dict[str, Any], num_layers: int, where: str) -> tuple[LayerKind, ...]:
+    """A head is a Llama, but unlike one may have a window.  Heads made from a Qwen's config ship its switch too."""
+    window = sliding_window({"sliding_window": None, **raw}, where) if raw.get("use_sliding_window", True) else None
+    expected = [WINDOWED if window else "full_attention"] * num_layers
+    if raw.get("layer_types") not in (None, expected):
+        raise ValueError(f"{where}: with sliding_window {window}, layer_types must be {expected}, got {raw['layer_types']}")
+    return (LayerKind(window=window),) * num_layers
+
+
 def _refuse_unread(raw: dict[str, Any], where: str) -> None:
     if "speculators_model_type" in raw:
         raise ValueError(
             f"{where}: a `speculators` checkpoint; expected the SafeAILab layout (its layer ids count differently)"
-        )
-    if raw.get("sliding_window") is not None:
-        raise ValueError(
-            f"{where}: sliding_window must be absent, got {raw['sliding_window']}: heads with one can't run here yet"
         )
     for key, value in (raw.get("eagle_config") or {}).items():
         if key not in _EAGLE_KEYS:

@@ -87,16 +87,15 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
 
 
 def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
-    """None: all the model was made for, up to its sliding window, which plain attention may not exceed."""
+    """None: all the model was made for."""
     limit = config.max_position
-    if config.sliding_window is not None:
-        limit = min(limit, config.sliding_window)
     if max_seq_len is None:
         return limit
     require_int("max_seq_len", max_seq_len, 2)
     if max_seq_len > limit:
-        why = "its sliding window" if limit == config.sliding_window else "its max_position_embeddings"
-        raise ValueError(f"max_seq_len must be at most {limit}, {why}; got {max_seq_len}; nearest setting: {limit}")
+        raise ValueError(
+            f"max_seq_len must be at most {limit}, its max_position_embeddings; got {max_seq_len}; nearest setting: {limit}"
+        )
     return max_seq_len
 
 
@@ -189,4 +188,5 @@ def _cache(config: ModelConfig, pool: PagePool, settings: EngineSettings) -> MHA
         config.head_dim,
         dtype=settings.dtype,
         device=settings.device,
+        kinds=config.layer_kinds,
     )

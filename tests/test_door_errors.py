@@ -200,11 +200,3 @@ def test_auto_means_what_it_says(zoo: Zoo) -> None:
         assert resolve_device("auto").type == "cpu"
         with pytest.raises(ValueError, match="device='cuda' asks for a GPU, but torch sees none; nearest: device='cpu'"):
             resolve_device("cuda")
-
-
-def test_a_sliding_window_limits_the_context(zoo: Zoo) -> None:
-    """Keeps out: full attention past the window of a model that has one."""
-    config = dataclasses.replace(read_target_config(zoo.target("mistral")), sliding_window=64)
-    assert resolve_max_seq_len(None, config) == resolve_max_seq_len(64, config) == 64
-    with pytest.raises(ValueError, match="max_seq_len must be at most 64, its sliding window; got 65"):
-        resolve_max_seq_len(65, config)

@@ -9,8 +9,8 @@ from toolkit.models import COMMON, Zoo, ragged_prompts
 from specdec import SamplingParams, SpecConfig
 from specdec.generation import Generation
 
-# A covering selection: every family, head, k in {1, 2, 4, 8}, page size in {1, 16, 64} and batch in {1, 3, 8}; every pair
-# of (k, page size), (k, batch) and (head, k) occurs.
+# A covering selection: every family (mistral: all layers windowed; qwen2: some), head, k in {1, 2, 4, 8}, page size in
+# {1, 16, 64} and batch in {1, 3, 8}; every pair of (k, page size), (k, batch) and (head, k) occurs.
 CASES = [
     ("llama", "eagle3", (4, 1, 5), 1, 8),
     ("llama", "eagle1", (3, 8, 40), 16, 3),
@@ -24,8 +24,11 @@ CASES = [
     ("llama-linear-8-layers", "eagle1-two-layers", (3, 1, 4), 64, 3),
     ("mistral", "eagle3-full", (4, 2, 13), 16, 8),
     ("mistral", "eagle1-two-layers", (3, 8, 32), 1, 1),
+    ("mistral", "eagle3", (5, 1, 6), 5, 3),
+    ("mistral", "eagle3-window", (6, 3, 20), 16, 3),
     ("qwen2", "eagle3", (5, 4, 53), 1, 8),
     ("qwen2", "eagle1", (2, 1, 3), 16, 3),
+    ("qwen2", "eagle1-window", (7, 2, 14), 5, 8),
     ("qwen3", "eagle3-full", (3, 8, 20), 16, 3),
     ("qwen3", "eagle1-two-layers", (2, 4, 8), 64, 8),
     ("qwen3", "eagle3", (6, 2, 12), 1, 3),

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specdec.attention.kinds import FULL, LayerKind
+
+WINDOWED = "sliding_attention"  # in a config's layer_types
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -27,7 +30,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units."""
+    """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
+
+    layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
+    """
 
     family: str
     hidden_size: int
@@ -45,9 +51,16 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    softcap: float | None = None
+    has_sinks: bool = False
     eos_ids: tuple[int, ...] = ()
     dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layer_kinds:
+            object.__setattr__(self, "layer_kinds", (FULL,) * self.num_layers)
+        assert len(self.layer_kinds) == self.num_layers, (self.layer_kinds, self.num_layers)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -112,10 +125,6 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
     refuse_unknown(raw, _KNOWN, where)
-    if set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"{where}: layer_types must be full_attention or sliding_attention, got {sorted(set(raw['layer_types']))}"
-        )
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
@@ -144,7 +153,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         o_bias=attention_bias and family in ("llama", "qwen3"),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
-        sliding_window=_sliding_window(raw, family),
+        layer_kinds=_layer_kinds(raw, family, where),
         eos_ids=as_ids(raw.get("eos_token_id")),
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
     )
@@ -169,12 +178,43 @@ _KNOWN = frozenset(
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def _sliding_window(raw: dict[str, Any], family: str) -> int | None:
-    """The window, where layers use one.  Qwen ships the number with a switch that turns it off."""
-    window = raw.get("sliding_window")
-    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
-        return None
-    return window if family != "llama" else None
+def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKind, ...]:
+    """What each layer reads, by the rules of transformers' own class of the family."""
+    count, types = raw["num_hidden_layers"], raw.get("layer_types")
+    window = sliding_window(raw, where) if _has_windows(raw, family) else None
+    if family in ("qwen2", "qwen3"):
+        expected = _alternating(count, raw.get("max_window_layers", 28), window)
+    else:
+        expected = [WINDOWED if window else "full_attention"] * count
+    if types is None:
+        types = expected
+    elif len(types) != count or set(types) - {"full_attention", WINDOWED}:
+        raise ValueError(f"{where}: layer_types must be {count} of full_attention or {WINDOWED}, got {types}")
+    if family not in ("qwen2", "qwen3") and types != expected:
+        raise ValueError(f"{where}: a {family} model's layers are all alike ({expected[0]}), got layer_types {types}")
+    if WINDOWED in types and window is None:
+        raise ValueError(f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on")
+    return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
+
+
+def _has_windows(raw: dict[str, Any], family: str) -> bool:
+    """Qwen ships the number with a switch that turns it off; Llama has none."""
+    if family in ("qwen2", "qwen3"):
+        return bool(raw.get("use_sliding_window", False))
+    return family == "mistral"
+
+
+def _alternating(count: int, first: int, window: int | None) -> list[str]:
+    """Qwen's layers, of which those from `first` on are windowed."""
+    return [WINDOWED if window is not None and layer >= first else "full_attention" for layer in range(count)]
+
+
+def sliding_window(raw: dict[str, Any], where: str) -> int | None:
+    """The window of a config whose layers use one: absent, transformers takes 4096; null: none."""
+    window = raw.get("sliding_window", 4096)
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"{where}: sliding_window must be a positive number of tokens or null, got {window!r}")
+    return window
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:

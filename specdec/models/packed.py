@@ -64,7 +64,7 @@ class PackedPrompts:
             return torch.zeros(size, dtype=dtype, device=device)
 
         lens_B = zeros(rows, torch.int32)
-        whole = Segment(page_table_BW, lens_B, zeros(rows + 1, torch.int32), tokens, True, page_size)
+        whole = Segment(page_table_BW, lens_B, zeros(rows + 1, torch.int32), tokens, True, page_size, ragged=True)
         last = causal_segment(page_table_BW, lens_B, 1, page_size)
         places = [zeros(size) for size in (tokens, tokens, tokens, rows, rows)]
         return cls(*places, AttentionPlan((whole,), places[1]), AttentionPlan((last,)))

@@ -41,7 +41,8 @@ class Rotation:
 class HeadPrep:
     """What a layer wants done to its fresh queries and keys.
 
-    rotation: None if they come rotated.  norm_HD: a weight for each query and key head (Qwen3's q/k norm over head_dim), or None; eps belongs to it.
+    rotation: None if they come rotated.  norm_HD: a weight for each query and key head (Qwen3's q/k norm over head_dim), or
+    None; eps belongs to it.
     """
 
     rotation: Rotation | None

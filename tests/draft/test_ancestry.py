@@ -109,9 +109,13 @@ CASES = [
     ("llama", "eagle1", (4, 3, 12), 16, 3),
     ("llama3-tied-dim8", "eagle3-full", (5, 2, 10), 16, 3),
     ("llama-linear-8-layers", "eagle3", (3, 8, 30), 1, 1),
-    ("mistral", "eagle1-two-layers", (4, 4, 16), 1, 3),
+    ("qwen2", "eagle1-two-layers", (4, 4, 16), 1, 3),
     ("qwen3", "eagle3", (5, 1, 6), 16, 3),
     ("qwen2", "eagle1", (4, 1, 5), 1, 1),
+    # windows shorter than a path, so that they end inside the tree
+    ("llama", "eagle3-window", (5, 3, 16), 16, 3),
+    ("mistral", "eagle1-window", (5, 2, 12), 5, 1),
+    ("llama", "eagle3-window", (5, 1, 6), 1, 3),
 ]
 
 

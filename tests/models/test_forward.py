@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.attend import PagedAttention
+from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.kv_cache import MHACache
 from specdec.attention.plan import ragged_causal_segment
 from specdec.attention.reference import ReferenceBackend
@@ -40,10 +41,10 @@ def ours(model: CausalLM, ids: list[Tensor], aux_layers: tuple[int, ...]) -> Tar
     """All prompts packed, one page each, through the reference attention."""
     config, page = model.config, max(LENGTHS)
     cache = MHACache(config.num_layers, len(ids) * page, config.num_kv_heads, config.head_dim,
-                     dtype=torch.float32, device="cpu")  # fmt: skip
+                     dtype=torch.float32, device="cpu", kinds=config.layer_kinds)  # fmt: skip
     table = torch.arange(len(ids), dtype=torch.int32)[:, None]
-    plan = AttentionPlan((ragged_causal_segment(table, [len(x) for x in ids], [len(x) for x in ids], page),))
     positions = torch.cat([torch.arange(len(x)) for x in ids])
+    plan = AttentionPlan((ragged_causal_segment(table, [len(x) for x in ids], [len(x) for x in ids], page),), positions)
     slots = torch.cat([row * page + torch.arange(len(x)) for row, x in enumerate(ids)])
     return model(torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, plan, slots), aux_layers)
 
@@ -149,6 +150,7 @@ def test_the_zoo_is_what_it_says(zoo: Zoo) -> None:
     assert wide.head_dim == 80 and wide.qkv_bias and wide.o_bias and wide.mlp_bias and wide.num_kv_heads == 1
     assert qwen2.qkv_bias and not qwen2.o_bias and qwen2.tie_embeddings
     assert qwen3.qk_norm and qwen3.head_dim == 24 and not qwen3.tie_embeddings
-    assert mistral.sliding_window is None and mistral.num_heads // mistral.num_kv_heads == 4
+    assert mistral.layer_kinds == (LayerKind(window=11),) * 4 and mistral.num_heads // mistral.num_kv_heads == 4
+    assert qwen2.layer_kinds == (FULL, FULL, LayerKind(window=6), LayerKind(window=6))
     assert read_target_config(zoo.target("llama3-tied-dim8")).rope.kind == "llama3"
     assert AutoConfig.from_pretrained(zoo.target("mistral")).model_type == "mistral"

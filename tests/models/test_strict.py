@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.models import Zoo, save_target
 from torch import Tensor
 
+from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import parse_config
 from specdec.models.loader import load_target, read_target_config
@@ -125,10 +126,18 @@ def test_what_a_config_means() -> None:
     """Keeps out: switches of one family read into another."""
     base = dict(hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=9)
     config = parse_config({**base, "model_type": "mistral", "sliding_window": 16, "eos_token_id": [1, 2]}, "x")
-    assert config.sliding_window == 16 and config.head_dim == 8 and config.num_kv_heads == 4 and config.eos_ids == (1, 2)
-    assert parse_config({**base, "model_type": "qwen2", "sliding_window": 16}, "x").sliding_window is None
-    windowed = parse_config({**base, "model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, "x")
-    assert windowed.sliding_window == 16 and windowed.qkv_bias and not windowed.o_bias
+    assert config.layer_kinds == (LayerKind(window=16),) and config.head_dim == 8 and config.num_kv_heads == 4
+    assert config.eos_ids == (1, 2)
+    absent = parse_config({**base, "model_type": "mistral"}, "x")
+    assert absent.layer_kinds == (LayerKind(window=4096),)  # what transformers takes
+    assert parse_config({**base, "model_type": "mistral", "sliding_window": None}, "x").layer_kinds == (FULL,)
+    qwen = {**base, "model_type": "qwen2", "sliding_window": 16, "num_hidden_layers": 3, "max_window_layers": 2}
+    assert parse_config(qwen, "x").layer_kinds == (FULL,) * 3
+    windowed = parse_config({**qwen, "use_sliding_window": True}, "x")
+    assert windowed.layer_kinds == (FULL, FULL, LayerKind(window=16)) and windowed.qkv_bias and not windowed.o_bias
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    named = parse_config({**qwen, "use_sliding_window": True, "layer_types": types}, "x")
+    assert named.layer_kinds == (LayerKind(window=16), FULL, FULL)
     assert parse_config({**base, "model_type": "llama", "eos_token_id": 7}, "x").eos_ids == (7,)
 
 
@@ -137,3 +146,22 @@ def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x27\x00\x00\x00\x00\x00\x00{")
     with pytest.raises(ValueError, match="model.safetensors is no whole safetensors file"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be a positive number of tokens or null, got 0"),
+        ({"sliding_window": "big"}, "sliding_window must be a positive number"),
+        ({"layer_types": ["full_attention"]}, "a mistral model's layers are all alike"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types must be 1 of"),
+        ({"model_type": "llama", "layer_types": ["sliding_attention"]}, "a llama model's layers are all alike"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "no sliding_window is switched on"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "layer_types must be 1 of"),
+    ],
+)
+def test_windows_that_contradict_themselves(changes: dict[str, object], message: str) -> None:
+    """Keeps out: full attention where the model has a window, or the reverse, from a config read in part."""
+    base = dict(hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=9)
+    with pytest.raises(ValueError, match=message):
+        parse_config({**base, "model_type": "mistral", "sliding_window": 8, **changes}, "x")

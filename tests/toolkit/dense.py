@@ -91,7 +91,9 @@ class DenseHead:
         q, k = rotate(q, self.inv_freq), rotate(k, self.inv_freq)
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(D)
-        scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        hidden = (distance < 0) | (distance >= (self.config.get("sliding_window") or T))
+        scores = scores.masked_fill(hidden, -torch.inf)
         return linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(T, -1), w[f"{prefix}.o_proj.weight"])
 
     def log_probs(self, hidden: Tensor) -> dict[int, float]:

@@ -60,9 +60,13 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (
         MistralConfig,
         MistralForCausalLM,
-        dict(head_dim=16, num_key_value_heads=1, sliding_window=None, tie_word_embeddings=False),
+        dict(head_dim=16, num_key_value_heads=1, sliding_window=11, tie_word_embeddings=False),
     ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(hidden_size=48, tie_word_embeddings=True)),
+    "qwen2": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        dict(hidden_size=48, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=2),
+    ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=24, tie_word_embeddings=False)),
     # not families of their own: a vocabulary small enough for statistics, and large ones that have a tokenizer
     "tiny-vocab": (LlamaConfig, LlamaForCausalLM, dict(vocab_size=12, num_hidden_layers=3, hidden_size=16)),
@@ -189,7 +193,9 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, T
 HEADS = {
     "eagle3": lambda folder, target: save_eagle3(folder, target),
     "eagle3-full": lambda folder, target: save_eagle3(folder, target, pruned=False, own_embeddings=True, seed=2),
+    "eagle3-window": lambda folder, target: save_eagle3(folder, target, sliding_window=3, seed=4),
     "eagle1": lambda folder, target: save_eagle1(folder, target),
+    "eagle1-window": lambda folder, target: save_eagle1(folder, target, layers=2, sliding_window=4, seed=5),
     "eagle1-two-layers": lambda folder, target: save_eagle1(folder, target, layers=2, bias=False, seed=3),
 }
 
