@@ -16,10 +16,14 @@ SMOOTHING = 0.2  # weight of the newest cost
 
 
 class StepChooser:
-    """Chooses 0 .. max_steps levels for the next round of a batch of so many rows."""
+    """Chooses 0 .. max_steps levels for the next round of a batch of so many rows.
 
-    def __init__(self, max_steps: int) -> None:
-        self.max_steps = max_steps
+    new_shape_seconds: what the first round of a shape takes beyond its own time (compiling, capturing).
+    """
+
+    def __init__(self, max_steps: int, new_shape_seconds: float = 0.0) -> None:
+        self.max_steps, self.new_shape_seconds = max_steps, new_shape_seconds
+        self._missed: dict[int, float] = {}  # rows -> seconds that a shape not used yet would have saved
         self._costs: dict[int, dict[int, float]] = {}  # rows -> steps -> seconds
         self._seen: dict[tuple[int, int], int] = {}  # (rows, steps) -> rounds timed
         self._current: dict[int, int] = {}
@@ -32,7 +36,7 @@ class StepChooser:
         for steps in (self.max_steps, 0):
             if self._seen.get((rows, steps), 0) < FIRST_LOOKS:
                 return steps
-        steps = self._current[rows] = self._best(rows)
+        steps = self._current[rows] = self._affordable(rows, self._best(rows))
         for look in (self.max_steps, 0):  # how far drafts would be accepted; what plain decoding costs by now
             waited = self._since[rows, look] = self._since.get((rows, look), 0) + 1
             if look != steps and waited >= self._interval(rows, steps, look):
@@ -92,6 +96,17 @@ class StepChooser:
         if current is not None and self._rate(rows, best) < (1 + GAIN) * self._rate(rows, current):
             return current
         return best
+
+    def _affordable(self, rows: int, steps: int) -> int:
+        """A new shape only once as much was lost without it as it costs: never more than twice the best, whatever comes."""
+        known = [other for other in range(self.max_steps + 1) if (rows, other) in self._seen]
+        if steps in known or not self.new_shape_seconds:
+            return steps
+        usual = max(known, key=lambda other: self._rate(rows, other))
+        gain = self.cost(rows, usual) * (self._rate(rows, steps) / self._rate(rows, usual) - 1)
+        missed = self._missed.get(rows, 0.0) + gain
+        self._missed[rows] = 0.0 if missed >= self.new_shape_seconds else missed
+        return steps if missed >= self.new_shape_seconds else usual
 
     def _interval(self, rows: int, steps: int, look: int) -> float:
         """Rounds between two looks at other levels, so that what they lose stays a small share of the time."""

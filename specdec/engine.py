@@ -25,6 +25,7 @@ from specdec.startup import STARTUP
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
 MAX_PREFILL_TOKENS = {"cuda": 8192, "cpu": 1024}  # in one prefill pass: bounds its activations, and on a CPU its mask
+CAPTURE_SECONDS = 0.2  # of a round's graph, its warm-up included, on a slow host
 DEPTH = {"cuda": 1, "cpu": 0}  # rounds launched before the oldest is read; a CPU has nobody to run ahead of
 
 
@@ -61,7 +62,7 @@ class Engine:
         self.prefills = PrefillRunner(bool(cuda_graphs))
         self.readback = Readback(device)
         self.depth = DEPTH[device.type]
-        self.chooser = StepChooser(spec.max_steps) if spec and spec.is_auto else None
+        self.chooser = StepChooser(spec.max_steps, CAPTURE_SECONDS if cuda_graphs else 0.0) if spec and spec.is_auto else None
         self.pause = 0  # the most tokens that the draft of any row has yet to see
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # its index is its row

@@ -94,3 +94,11 @@ def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
     run(chooser, 1, 2500, 0.3, 5.0, 1.4)
     chosen, tokens, seconds = run(chooser, 1, 2000, 0.3, 5.0, 1.4)
     assert tokens / seconds > 0.96 * best_rate(1, 0.3, 5.0, 1.4)
+
+
+def test_a_new_shape_must_pay_for_itself() -> None:
+    """Keeps out: a short run that spends its time capturing graphs of shapes a little better than those it has."""
+    few, _, _ = run(StepChooser(MAX, new_shape_seconds=200.0), 8, 300, 0.7, 1.0, 0.15)
+    assert set(few) == {0, MAX}  # the first looks' shapes
+    many, tokens, seconds = run(StepChooser(MAX, new_shape_seconds=200.0), 8, 6000, 0.7, 1.0, 0.15)
+    assert set(many[-100:]) - {0, MAX} and tokens / seconds > 0.93 * best_rate(8, 0.7, 1.0, 0.15)
