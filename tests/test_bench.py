@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from specdec.attention.kinds import FULL
 from specdec.bench.cell import measure_cell
 from specdec.bench.measurement import Divergence, Measurement, repeat_ratio
 from specdec.bench.near_tie import explain_divergence, first_divergence
@@ -31,7 +32,7 @@ class StubModel(torch.nn.Module):
     def __init__(self, logits: list[float]) -> None:
         super().__init__()
         self.row = torch.nn.Parameter(torch.tensor(logits))
-        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4)
+        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,))
 
     def forward(self, ids_T, positions_T, attn):
         assert positions_T.tolist() == list(range(len(ids_T)))
@@ -53,7 +54,7 @@ class StubDecoder:
         self.model, self.head = StubModel(list(logits)), None
         self.settings = SimpleNamespace(
             spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4,
-            cuda_graphs=False,
+            cuda_graphs=False, kv_cache_dtype="auto",
         )  # fmt: skip
         self.clock = PhaseClock(torch.device("cpu"))
         self.engine = SimpleNamespace(

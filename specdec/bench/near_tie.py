@@ -7,7 +7,7 @@ Three passes round on their own, in every layer (28 of them, or more): that of e
 here need not be the best there, three tokens may tie, and a score may stand a few ulps apart from what either pass saw.  A
 logic error is off by whole units.
 
-Shapes: T tokens, Q query heads, K kv heads, D head dim, V vocabulary.
+Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.attention.dense import DenseAttention
 from specdec.bench.measurement import Divergence
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.ops.rope import HeadPrep
 from specdec.sampling import RowSampling, filter_logits, gumbel_noise
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
@@ -71,16 +70,8 @@ def _last_logits(decoder: SpecDecoder, ids: list[int]) -> Tensor:
     """[V] float32 logits behind the ids, computed in the model's own dtype."""
     model, device = decoder.model, decoder.settings.device
     ids_T = torch.tensor(ids, device=device)
-    out = model(ids_T, torch.arange(len(ids), device=device), _dense_attention)
+    out = model(ids_T, torch.arange(len(ids), device=device), DenseAttention(model.config.layer_kinds))
     return model.logits(out.hidden_TH[-1:])[0].float()
-
-
-def _dense_attention(layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
-    q_TQD, kv_T2KD = prep.apply_(qkv_TXD)
-    q_1QTD = q_TQD.transpose(0, 1)[None]
-    k_1KTD, v_1KTD = (kv_T2KD[:, i].transpose(0, 1)[None] for i in (0, 1))
-    out = F.scaled_dot_product_attention(q_1QTD, k_1KTD, v_1KTD, is_causal=True, enable_gqa=True)
-    return out[0].transpose(0, 1)
 
 
 def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor:

@@ -58,7 +58,7 @@ class ModelConfig:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.layer_kinds:
+        if set(self.layer_kinds) <= {FULL}:  # then any number of layers will do, as when a config is made from another
             object.__setattr__(self, "layer_kinds", (FULL,) * self.num_layers)
         assert len(self.layer_kinds) == self.num_layers, (self.layer_kinds, self.num_layers)
 

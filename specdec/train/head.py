@@ -102,7 +102,7 @@ def new_head(model: CausalLM, aux_layers: tuple[int, ...], draft_ids_V: Tensor, 
     """A fresh head: random but for its language-model head and final norm, which start as the target's."""
     config = model.config
     shape = replace(
-        config, num_layers=1, tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False,
+        config, num_layers=1, layer_kinds=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False,
         intermediate_size=run.intermediate_size or config.intermediate_size,
     )  # fmt: skip
     head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))

@@ -15,22 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.attention.dense import DenseAttention, per_row
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle import Eagle3Head
 from specdec.models.causal_lm import CausalLM, TargetOutput
 from specdec.ops.rope import HeadPrep
-
-
-class DenseCausal:
-    """An AttentionFn over B whole rows of T tokens, for running a target without a cache."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
-        q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
-        q, k, v = (_rows(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).reshape(q_NQD.shape)
 
 
 class DraftSteps:
@@ -40,10 +29,12 @@ class DraftSteps:
         self.batch = batch
         self.steps: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None) -> Tensor:
-        assert layer == 0, "the training-time test knows heads of one layer"
+    def __call__(
+        self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
+    ) -> Tensor:
+        assert layer == 0 and rows_R is None and scoring is PLAIN, "the training-time test knows heads of one plain layer"
         q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
-        q, k, v = (_rows(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
+        q, k, v = (per_row(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
         self.steps.append((k, v))
         keys, values = (torch.cat([step[i] for step in self.steps], dim=2) for i in (0, 1))
         mask = step_mask(q.shape[2], len(self.steps) - 1, q.device)
@@ -59,16 +50,12 @@ def step_mask(length: int, step: int, device: torch.device) -> Tensor:
     return torch.cat(blocks, dim=1)
 
 
-def _rows(x_NHD: Tensor, batch: int) -> Tensor:
-    return x_NHD.view(batch, -1, *x_NHD.shape[1:]).transpose(1, 2)
-
-
 @torch.no_grad()
 def target_pass(model: CausalLM, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetOutput:
     """The target over whole rows: hidden [B*T, H] after the final norm, and the captured features."""
     B, T = ids_BT.shape
     positions = torch.arange(T, device=ids_BT.device).repeat(B)
-    return model(ids_BT.flatten(), positions, DenseCausal(B), aux_layers)
+    return model(ids_BT.flatten(), positions, DenseAttention(model.config.layer_kinds, B), aux_layers)
 
 
 def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num_steps: int) -> Iterator[Tensor]:
