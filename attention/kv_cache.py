@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.ops.launch import use_kernels
+from specdec.ops.index import use_index_kernels
 
 
 class KVView(Protocol):
@@ -83,10 +83,15 @@ class MHACache:
         return MHAView(self.kv[layer])
 
     def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        if use_kernels(self.kv):
-            from specdec.attention.move_triton import launch_move
+        move_slots(self.kv, slots_BN, path_BE)
 
-            launch_move(self.kv, slots_BN, path_BE)
-            return
-        source_M, target_M = slots_BN.gather(1, path_BE).flatten(), slots_BN[:, : path_BE.shape[1]].flatten()
-        self.kv.index_copy_(1, target_M, self.kv.index_select(1, source_M))
+
+def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
+    """`KVCache.move` of a tensor [layers, num_slots, ...]."""
+    if use_index_kernels(x):  # it moves numbers as they are
+        from specdec.attention.move_triton import launch_move
+
+        launch_move(x, slots_BN, path_BE)
+        return
+    source_M, target_M = slots_BN.gather(1, path_BE).flatten(), slots_BN[:, : path_BE.shape[1]].flatten()
+    x.index_copy_(1, target_M, x.index_select(1, source_M))

@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""What keeping KV in 8 bits costs and brings: quality on the shipped pair, milliseconds a round at the Llama-3.1-8B shape.
+
+    python benchmarks/kv_quant.py quality --out benchmarks/results/kv_quant_cpu.json       # any device
+    python benchmarks/kv_quant.py rounds --out benchmarks/results/kv_quant_h100.json       # a GPU of 80 GB
+
+quality: accept length and texts of the shipped pair, over float32 KV and over KV in 8 bits; and how far attention and logits
+move from those over float32 KV, in one dense forward over its texts: with 8 bits, and with bf16 for comparison.  rounds: random
+weights, random stored keys and values, through the engine, host included; prompts are not prefilled, since what is stored does
+not change what a round costs.
+
+Shapes: T tokens, V vocabulary, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
+from specdec.attention.dense import DenseAttention, StoreFn
+from specdec.attention.kinds import FULL
+from specdec.attention.kv_cache import KVCache
+from specdec.attention.quant_cache import HEADROOM, QuantCache
+from specdec.bench.byte_limit import byte_limit
+from specdec.bench.kernels import trace
+from specdec.bench.profile import Work, full_rounds, timed_walls
+from specdec.bench.prompt_file import read_prompts
+from specdec.loading import EngineSettings, kv_bytes_per_page
+from specdec.prompts import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+KV_DTYPES = ("auto", "fp8", "int8")
+SHAPES = ("5,1,6", "5,8,32")
+PROMPTS, MAX_TOKENS = 48, 128
+BATCH, CONTEXT = 8, 32768
+
+
+# ---- quality ----
+
+
+def texts(kind: str, shape: str) -> tuple[list[list[int]], float, SpecDecoder]:
+    """(prompts and their texts, accept length, the decoder) of the shipped pair, greedy."""
+    spec = SpecConfig(*map(int, shape.split(",")))
+    folders = shipped.target_folder(), shipped.draft_folder()
+    decoder = SpecDecoder.from_pretrained(*folders, spec, dtype="float32", device="cpu", kv_cache_dtype=kind)
+    prompts = read_prompts(shipped.prompts_file(), PROMPTS)
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+    rounds = sum(out.stats.rounds for out in outputs)
+    emitted = sum(out.stats.emitted for out in outputs)
+    return [[*out.prompt_token_ids, *out.token_ids] for out in outputs], emitted / rounds, decoder
+
+
+class Compared(DenseAttention):
+    """Dense attention as stored, which also notes how far each layer's output is from that over the values as they are."""
+
+    def __init__(self, as_stored: StoreFn) -> None:
+        super().__init__([FULL] * 1000, as_stored=as_stored)
+        self.exact, self.errors = DenseAttention(self.kinds), list[float]()
+
+    def __call__(self, layer: int, qkv_NXD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        want = self.exact(layer, qkv_NXD.clone(), *args, **kwargs)
+        got = super().__call__(layer, qkv_NXD, *args, **kwargs)
+        self.errors.append(float((got - want).norm() / want.norm()))
+        return got
+
+
+@torch.inference_mode()
+def errors(decoder: SpecDecoder, sequences: list[list[int]], as_stored: StoreFn) -> dict[str, float]:
+    """Attention outputs of each layer by themselves (relative, ||.||), and logits at the end of all layers."""
+    model, relative, differences, same, scale = decoder.model, list[float](), list[Tensor](), list[Tensor](), list[Tensor]()
+    for ids in sequences:
+        ids_T, positions_T = torch.tensor(ids), torch.arange(len(ids))
+        attn = Compared(as_stored)
+        got_TV = model.logits(model(ids_T, positions_T, attn).hidden_TH)
+        want_TV = model.logits(model(ids_T, positions_T, attn.exact).hidden_TH)
+        relative += attn.errors
+        differences.append((got_TV - want_TV).abs().flatten())
+        same.append(got_TV.argmax(-1) == want_TV.argmax(-1))
+        scale.append(want_TV.std(-1))
+    all_V, std = torch.cat(differences), torch.cat(scale).mean()
+    return {
+        "attention_relative_mean": sum(relative) / len(relative), "attention_relative_max": max(relative),
+        "logits_mean": float(all_V.mean()), "logits_max": float(all_V.max()), "logits_std": float(std),
+        "same_best_token": float(torch.cat(same).float().mean()),
+    }  # fmt: skip
+
+
+def quality() -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    baseline: dict[str, tuple[list[list[int]], float]] = {}
+    for shape in ("5,1,6", "5,4,16"):
+        for kind in KV_DTYPES:
+            found, tau, decoder = texts(kind, shape)
+            baseline.setdefault(shape, (found, tau))
+            reference, reference_tau = baseline[shape]
+            cache = decoder.engine.verifier.cache
+            row: dict[str, Any] = {
+                "kv": kind, "spec": shape, "accept_length": tau, "change": tau / reference_tau - 1,
+                "equal_texts": sum(a == b for a, b in zip(found, reference, strict=True)), "prompts": len(found),
+                "pool_bytes": pool_bytes(decoder), "pool_bytes_in_bf16": pool_bytes_in_bf16(decoder),
+            }  # fmt: skip
+            stores: StoreFn = cache.as_stored if isinstance(cache, QuantCache) else as_bf16
+            if shape == "5,1,6":
+                row["errors of bf16 KV" if kind == "auto" else "errors"] = errors(decoder, reference, stores)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return {"pair": "shipped", "dtype": "float32", "max_tokens": MAX_TOKENS, "fp8_headroom": HEADROOM, "rows": rows}
+
+
+def as_bf16(layer: int, kv_T2KD: Tensor) -> Tensor:
+    return kv_T2KD.bfloat16().to(kv_T2KD.dtype)
+
+
+def pool_bytes(decoder: SpecDecoder) -> int:
+    """Of both caches as they lie in memory, scales included."""
+    caches = [decoder.engine.verifier.cache] + ([decoder.engine.drafter.cache] if decoder.engine.drafter else [])
+    return sum(sum(x.nbytes for x in (c.kv, getattr(c, "scales", None)) if x is not None) for c in caches)
+
+
+def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
+    settings = replace(decoder.settings, kv_cache_dtype="auto", dtype=torch.bfloat16)
+    return decoder.engine.pool.num_pages * kv_bytes_per_page(decoder.model, decoder.head, settings)
+
+
+# ---- rounds ----
+
+
+def fill(cache: KVCache) -> None:
+    """Random numbers, as though they had been stored."""
+    if isinstance(cache, QuantCache):
+        bytes_ = cache.kv.view(torch.uint8)
+        for layer, view in enumerate(map(cache.view, range(len(cache.kinds)))):
+            bytes_[layer].copy_(torch.randint(0, 120, bytes_[layer].shape, dtype=torch.uint8, device=bytes_.device))
+            if view.scale_2K is not None:
+                view.scale_2K.fill_(1 / 64)
+                view.needs_scale = False
+        if cache.scales is not None:
+            cache.scales.uniform_(1e-3, 2e-2)
+    else:
+        for layer in cache.kv:
+            layer.normal_()
+
+
+def without_prefill(decoder: SpecDecoder) -> None:
+    """Prompts enter as though they had been prefilled: what their pages hold is there already."""
+
+    def run(verifier: Any, drafter: Any, state: Any, *rest: Any) -> Tensor:
+        state.bonus_B.random_(1000, 100000)
+        state.level1_tokens_BK.random_(1000, 90000)
+        state.level1_hidden_BH.normal_()
+        return state.bonus_B
+
+    decoder.engine.prefills.run = run  # type: ignore[method-assign]
+
+
+def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[str, Any]:
+    import round_8b
+
+    spec = round_8b.spec_of(shape)
+    device = torch.device("cuda", 0)
+    choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device), kv_dtype=kind))
+    settings = EngineSettings(spec, BATCH, CONTEXT + 1024, 16, choice, "round", device, torch.bfloat16, kv_cache_dtype=kind)
+    decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
+    for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
+        fill(cache)
+    without_prefill(decoder)
+    sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * BATCH
+    work = Work(decoder, round_8b.random_prompts(BATCH, CONTEXT), sampling, speculate=spec is not None)
+    full_rounds(work, decoder.engine.step, 8)  # compiles, captures
+    walls = [full_rounds(work, lambda: timed_walls(decoder.engine), rounds) for _ in range(2)]
+    ms = [[1e3 * wall for (wall, _), _ in found] for found in walls]
+    limit = byte_limit(model, head, spec, BATCH, CONTEXT, kind)
+    with work.running():
+        split = trace(decoder.engine.step, 10, decoder.settings.device)
+    row = {
+        "kv": kind, "spec": shape, "batch": BATCH, "context": CONTEXT, "ms": median(ms[0] + ms[1]),
+        "ms_of_each_half": [median(half) for half in ms], "rounds": 2 * rounds,
+        "limit_ms": 1e3 * limit.total / round_8b.READ_BANDWIDTH, "kv_bytes": pool_bytes(decoder),
+        "counted_kv_bytes": decoder.engine.pool.num_pages * kv_bytes_per_page(model, head, decoder.settings),
+        "gpu_ms": split.span, "phases_ms": split.by_phase, "kinds_ms": split.by_kind, "longest": split.longest,
+    }  # fmt: skip
+    print(json.dumps({key: row[key] for key in list(row)[:9] + ["phases_ms", "kinds_ms"]}), flush=True)
+    return row
+
+
+def rounds(count: int, only: str | None) -> dict[str, Any]:
+    import round_8b
+    import triton
+
+    torch.manual_seed(0)
+    model, head = round_8b.random_pair(CONTEXT + 2048, torch.device("cuda", 0))
+    rows = []
+    for kind in KV_DTYPES:
+        for shape in SHAPES:
+            if only is None or f"{kind}:{shape}".startswith(only):
+                rows.append(measure(model, head, kind, shape, count))
+                torch.cuda.empty_cache()
+    return {
+        "device": torch.cuda.get_device_name(), "triton": triton.__version__, "weights": "random", "dtype": "bfloat16",
+        "read_bandwidth": round_8b.READ_BANDWIDTH, "rows": rows,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("quality", "rounds"))
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--only", help="rounds: cases whose kv:S,k,nd starts with this")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    result = quality() if args.what == "quality" else rounds(args.rounds, args.only)
+    result |= {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""KV in 8 bits: what comes back is near what went in, and attention over it is attention over exactly what comes back.
+
+tests/attention/test_quant_triton.py holds the kernels against these definitions, tests/test_quantised_kv.py whole engines.
+
+Shapes: B sequences, T tokens, H heads, K kv heads, G = H/K, D head dim, N tree nodes.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.quant_cache import (
+    FP8_MAX,
+    HEADROOM,
+    LEAST_SCALE,
+    QuantCache,
+    QuantView,
+    fp8_scale,
+    kv_bytes_per_token,
+    to_fp8,
+    to_int8,
+    why_not_kv_dtype,
+)
+from specdec.attention.reference import ReferenceBackend
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.torch_backend import TorchBackend
+
+K, G, D = 3, 2, 16
+KINDS = ["fp8", "int8"]
+NAN_BYTE = 0x7F  # of float8_e4m3fn
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(tokens: int, seed: int = 0) -> Tensor:
+    """[T, 2, K, D] whose heads differ in size by powers of ten: a scale that is another head's, or the key's, shows."""
+    sizes = torch.tensor([[0.1, 100.0, 3.0], [30.0, 1.0, 0.3]])
+    return rand(tokens, 2, K, D, seed=seed) * sizes[:, :, None]
+
+
+def poisoned(kind: str, slots: int, layers: int = 1) -> QuantCache:
+    """A cache in which everything that nobody wrote reads as NaN (fp8), or as a NaN's scale (int8)."""
+    cache = QuantCache(kind, layers, slots, K, D, device="cpu")
+    cache.kv.view(torch.uint8).fill_(NAN_BYTE)
+    if cache.scales is not None:
+        cache.scales.fill_(torch.nan)
+    return cache
+
+
+def read(view: QuantView, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.stack(view.read(slots, dtype), dim=1)
+
+
+# ---- values ----
+
+
+def test_int8_is_within_half_a_step_of_every_value() -> None:
+    """Keeps out: truncation, a scale of the wrong token or head, one that does not reach the largest value."""
+    view, slots = poisoned("int8", 60).view(0), torch.randperm(60)[:40]
+    kv = uneven(40) * torch.rand(40, 2, K, 1)
+    view.write(slots, kv)
+    step = kv.abs().amax(-1, keepdim=True) / 127
+    assert ((read(view, slots) - kv).abs() <= step * 0.50001).all()
+    largest = kv.abs().argmax(-1, keepdim=True)
+    torch.testing.assert_close(read(view, slots).gather(-1, largest), kv.gather(-1, largest))
+
+
+def test_fp8_is_within_a_sixteenth_of_every_value() -> None:
+    """Keeps out: rounding toward zero, the coarser e5m2, scales that push small values out of the range."""
+    view, slots = poisoned("fp8", 60).view(0), torch.randperm(60)[:40]
+    kv = uneven(40)
+    view.write(slots, kv)
+    scale = view.scale_2K[:, :, None]
+    smallest = scale * 2.0**-6  # of the normal numbers; below, steps are even
+    assert ((read(view, slots) - kv).abs() <= kv.abs().maximum(smallest) / 16).all()
+    assert (kv.abs() > smallest).float().mean() > 0.995, "the test should live in the range of normal numbers"
+
+
+def test_nothing_overflows() -> None:
+    """Keeps out: fp8's NaN, which is what lies behind its largest number, and an int8 that wraps around."""
+    for kind in KINDS:
+        view, slots = poisoned(kind, 9).view(0), torch.arange(2)
+        view.write(slots, uneven(2))
+        view.write(slots, uneven(2, seed=1) * 1e6)
+        assert read(view, slots).isfinite().all()
+    scale_2K = torch.tensor([[0.5, 1, 2], [1, 1, 1]])
+    beyond = torch.tensor([-torch.inf, -1e30, 300.0, torch.inf]).expand(1, 2, K, 4)
+    assert to_fp8(beyond, scale_2K)[0, 0, 0].tolist() == [-FP8_MAX, -FP8_MAX, FP8_MAX, FP8_MAX]
+
+
+def test_heads_of_zeros_stay_zeros() -> None:
+    """Keeps out: 0 / 0."""
+    for kind in KINDS:
+        view, slots, kv = poisoned(kind, 9).view(0), torch.tensor([4, 2]), uneven(2)
+        kv[0, 1, 2] = kv[1, 0, 0] = 0
+        view.write(slots, kv)
+        got = read(view, slots)
+        assert got.isfinite().all() and (got[0, 1, 2] == 0).all() and (got[1, 0, 0] == 0).all() and (got != 0).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stored_of_a_token_does_not_depend_on_its_company(kind: str) -> None:
+    """Keeps out: a scale over a whole pass: drafts, verification and plain decoding store the same token in other company."""
+    together, alone = poisoned(kind, 20).view(0), poisoned(kind, 20).view(0)
+    kv, slots = uneven(12), torch.randperm(20)[:12]
+    if kind == "fp8":
+        alone.set_scale(kv)
+    together.write(slots, kv)
+    for token in range(12):
+        alone.write(slots[token : token + 1], kv[token : token + 1])
+    assert torch.equal(read(together, slots), read(alone, slots))
+
+
+# ---- fp8's scale ----
+
+
+def test_the_first_pass_sets_the_scale_and_no_other() -> None:
+    """Keeps out: a scale that moves under tokens that are stored, and a new tensor that kernels and graphs do not read."""
+    view = poisoned("fp8", 20).view(0)
+    tensor = view.scale_2K
+    kv = uneven(5)
+    view.write(torch.arange(5), kv)
+    torch.testing.assert_close(view.scale_2K, (kv.abs().amax((0, 3)) * HEADROOM / FP8_MAX).clamp(min=LEAST_SCALE))
+    before, stored = view.scale_2K.clone(), read(view, torch.arange(5))
+    view.write(torch.arange(5, 10), uneven(5, seed=1) * 50)
+    assert view.scale_2K is tensor and torch.equal(tensor, before) and torch.equal(read(view, torch.arange(5)), stored)
+
+
+def test_a_broken_first_request_does_not_spoil_the_scale() -> None:
+    """Keeps out: one request's NaN in every later request's keys."""
+    kv = uneven(6)
+    broken = kv.clone()
+    broken[2, 0, 1, 3], broken[4, 1, 2, 0] = torch.nan, torch.inf
+    clean = fp8_scale(broken)
+    assert clean.isfinite().all() and (clean > 0).all() and (clean <= fp8_scale(kv)).all()
+
+
+def test_given_scales_are_used_and_missing_ones_are_computed() -> None:
+    """Keeps out: a checkpoint's scale that the first prompt replaces, and layers that take each other's."""
+    given = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
+    cache = QuantCache("fp8", 3, 8, K, D, device="cpu", scales=[None, given, None])
+    for layer in range(3):
+        cache.view(layer).write(torch.arange(8), uneven(8))
+    computed = fp8_scale(uneven(8))
+    assert torch.equal(cache.view(1).scale_2K, given)
+    assert all(torch.equal(cache.view(layer).scale_2K, computed) for layer in (0, 2))
+
+
+# ---- attention and moves ----
+
+
+def tree_plan(lens: list[int], nodes: int, page_size: int) -> tuple[AttentionPlan, Tensor, Tensor, Tensor]:
+    """(plan of prefix and suffix, slots of all keys [B, L + N], tree mask [B, N, N], fresh slots [B, N])."""
+    B, generator = len(lens), torch.Generator().manual_seed(4)
+    width = -(-(max(lens) + nodes) // page_size)
+    table = (torch.randperm(B * width, generator=generator).view(B, width) + 1).int()
+    mask = torch.eye(nodes, dtype=torch.bool).expand(B, nodes, nodes).clone()
+    for b in range(B):
+        for n in range(1, nodes):
+            mask[b, n] |= mask[b, int(torch.randint(n, (1,), generator=generator))]
+    lens_B = torch.tensor(lens, dtype=torch.int32)
+    fresh = slots_at(table, lens_B[:, None].long() + torch.arange(nodes), page_size)
+    suffix = Segment.empty(B * nodes, nodes, 1)
+    fill_tree_suffix(suffix, fresh, mask)
+    every = slots_at(table, torch.arange(max(lens) + nodes).expand(B, -1), page_size)
+    return AttentionPlan((prefix_segment(table, lens_B, nodes, page_size), suffix)), every, mask, fresh
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("backend", [ReferenceBackend(), TorchBackend()], ids=lambda b: b.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cascade_is_dense_attention_over_the_dequantised_values(kind: str, backend: Backend, page_size: int) -> None:
+    """Keeps out: a suffix read with the prefix's scales, a key's scale on values, a head's on its neighbour, poison.
+
+    In float64: nothing but the stored numbers is rounded, so the two must be equal to 12 digits.
+    """
+    lens, N = [23, 0, 7], 6
+    plan, slots, mask, fresh = tree_plan(lens, N, page_size)
+    view = poisoned(kind, 400).view(0)
+    for b, length in enumerate(lens):  # prefixes in one pass each, then the tree in another
+        if length:
+            view.write(slots[b, :length], uneven(length, seed=b) * (1 + b))
+    view.write(fresh.flatten(), uneven(fresh.numel(), seed=9) * 2)
+    q_THD = rand(len(lens) * N, K * G, D, seed=7).double()
+    got = backend.attend(q_THD, view, backend.prepare(plan)).view(len(lens), N, K * G, D)
+    for b, length in enumerate(lens):
+        k, v = view.read(slots[b, : length + N], torch.float64)
+        visible = torch.cat((torch.ones(N, length, dtype=torch.bool), mask[b]), dim=1)
+        k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
+        scores = torch.einsum("nhd,mhd->hnm", q_THD.view(len(lens), N, K * G, D)[b], k) * D**-0.5
+        want = torch.einsum("hnm,mhd->nhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+        torch.testing.assert_close(got[b], want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_near_that_over_the_values_themselves(kind: str) -> None:
+    """Keeps out: values that come back right by themselves, but in another order or from another place."""
+    lens = [64, 40]
+    table = torch.arange(2 * 4).view(2, 4).int()
+    segment = causal_segment(table, torch.tensor(lens, dtype=torch.int32), 1, 16)
+    view, kv = poisoned(kind, 128).view(0), rand(128, 2, K, D)
+    view.write(torch.arange(128), kv)
+    q_THD = rand(2, K * G, D, seed=1)
+    state = ReferenceBackend().run(q_THD, view, segment)
+    for b, length in enumerate(lens):
+        k, v = (kv[b * 64 : b * 64 + length, i].repeat_interleave(G, dim=1) for i in (0, 1))
+        weights = (torch.einsum("hd,nhd->hn", q_THD[b], k) * D**-0.5).softmax(-1)
+        want = torch.einsum("hn,nhd->hd", weights, v)
+        error = (state.out_THD[b] - want).norm() / want.norm()
+        assert 0 < error < {"fp8": 0.05, "int8": 0.015}[kind], error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moved_tokens_keep_their_scales(kind: str) -> None:
+    """Keeps out: int8 values that arrive without their scales, in any layer; scales that are read after they were written."""
+    cache = poisoned(kind, 40, layers=3)
+    slots = torch.randperm(40)[:14].view(2, 7)
+    for layer in range(3):
+        cache.view(layer).write(slots.flatten(), uneven(14, seed=layer) * torch.arange(1, 15).view(14, 1, 1, 1))
+    path = torch.tensor([[0, 2, 5, 6], [0, 1, 2, 4]])
+    want = [read(cache.view(layer), slots.gather(1, path).flatten()) for layer in range(3)]
+    rest = [read(cache.view(layer), slots[:, 4:].flatten()) for layer in range(3)]
+    cache.move(slots, path)
+    for layer in range(3):
+        assert torch.equal(read(cache.view(layer), slots[:, :4].flatten()), want[layer])
+        assert torch.equal(read(cache.view(layer), slots[:, 4:].flatten()), rest[layer])
+
+
+# ---- sizes and settings ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_token_are_what_the_cache_takes(kind: str) -> None:
+    """Keeps out: a pool that forgets the scales, and so takes memory that is not there."""
+    cache = QuantCache(kind, 4, 10, 8, 128, device="cpu")
+    taken = cache.kv.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
+    assert taken == 10 * kv_bytes_per_token(kind, torch.bfloat16, 4, 8, 128)
+    half = kv_bytes_per_token("auto", torch.bfloat16, 4, 8, 128) / 2
+    assert half <= taken / 10 <= half * (1 + 4 / 128)
+
+
+def test_what_can_not_be_is_said_with_what_can() -> None:
+    assert "must be 'auto', 'fp8' or 'int8', got 'fp4'" in why_not_kv_dtype("fp4", "torch", None)
+    refusal = why_not_kv_dtype("fp8", "triton", (8, 0))
+    assert "compute capability 8.9 or later, got 8.0" in refusal and refusal.endswith("kv_cache_dtype='int8'")
+    fine = [("auto", "triton", (7, 5)), ("int8", "triton", (8, 0)), ("fp8", "triton", (8, 9)), ("fp8", "triton", (9, 0))]
+    assert not any(why_not_kv_dtype(*case) for case in [*fine, ("fp8", "torch", (8, 0)), ("fp8", "torch", None)])
+
+
+def test_int8_scales_are_float32_whatever_comes_in() -> None:
+    """Keeps out: bfloat16 scales, whose own rounding would be as large as the steps."""
+    stored, scales = to_int8(uneven(3).bfloat16())
+    assert scales.dtype == torch.float32 and stored.dtype == torch.int8 and stored.abs().amax(-1).eq(127).all()

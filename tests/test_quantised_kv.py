@@ -1,0 +1,192 @@
+"""Whole engines on 8-bit KV: the text is the target's own over a cache of the same dtype, whatever the tree.
+
+The oracle has no cache: one dense forward over the whole text, in which keys and values are rounded as the cache would.
+Passes of other shapes differ in the last bit, and a value on the border of two steps then falls to either side; so models and
+prompts are ones without near-ties, as in tests/test_lossless.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.attention.dense import DenseAttention
+from specdec.attention.quant_cache import QuantCache
+from specdec.generation import Generation
+from specdec.loading import kv_bytes_per_page
+
+CASES = [
+    ("llama", "eagle3", (4, 1, 5), 1, 8, "int8"),
+    ("llama", "eagle1", (3, 8, 40), 16, 3, "fp8"),
+    ("llama3-tied-dim8", "eagle1", (5, 1, 6), 16, 3, "fp8"),
+    ("llama-dim80-biases", "eagle3-full", (4, 4, 16), 64, 8, "int8"),
+    ("mistral", "eagle1-window", (4, 2, 13), 5, 3, "int8"),
+    ("qwen2", "eagle3", (5, 4, 30), 1, 3, "fp8"),
+    ("qwen3", "eagle1-two-layers", (3, 3, 10), 64, 1, "int8"),
+    ("qwen3", "eagle3-window", (3, 2, 7), 4, 8, "fp8"),
+]
+
+
+@torch.inference_mode()
+def assert_is_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> None:
+    """Every token is the best behind those before it, by more than rounding can turn round."""
+    model, cache = decoder.model, decoder.engine.verifier.cache
+    assert isinstance(cache, QuantCache)
+    ids_T = torch.tensor([*out.prompt_token_ids, *out.token_ids[:-1]])
+    attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored)
+    logits_TV = model.logits(model(ids_T, torch.arange(len(ids_T)), attn).hidden_TH)
+    best = logits_TV[len(out.prompt_token_ids) - 1 :].topk(2)
+    margins = best.values[:, 0] - best.values[:, 1]
+    assert out.token_ids == best.indices[:, 0].tolist(), margins.tolist()
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "shape", "page_size", "batch", "kind"), CASES, ids=lambda v: str(v).replace(" ", "")
+)
+def test_generate_equals_the_oracle(
+    zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int, kind: str
+) -> None:
+    """Keeps out: scales that a commit left behind or another request's page brought, a draft that changes the text."""
+    decoder = zoo.decoder(target, head, SpecConfig(*shape), page_size=page_size, max_batch_size=batch, kv_cache_dtype=kind)
+    prompts = ragged_prompts(COMMON["vocab_size"], 7)[::-1]
+    sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 2, 18)]
+    outputs = decoder.generate(prompts, sampling)
+    for out in outputs:
+        assert_is_the_oracle_s_text(decoder, out)
+    plain = decoder.generate(prompts, sampling, speculate=False)
+    assert [out.token_ids for out in plain] == [out.token_ids for out in outputs]
+    assert sum(out.stats.drafted for out in outputs) > 0
+    for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
+        assert cache.kv.dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
+
+
+def test_8_bit_text_is_not_16_bit_text(zoo: Zoo) -> None:
+    """Keeps out: a test suite that would pass with the setting ignored."""
+    prompts, sampling = ragged_prompts(40, 8), SamplingParams(max_tokens=24)
+    texts = [
+        [out.token_ids for out in zoo.decoder("llama", "eagle1", kv_cache_dtype=kind).generate(prompts, sampling)]
+        for kind in ("auto", "int8", "fp8")
+    ]
+    assert texts[0] != texts[2] and texts[1] != texts[2]
+
+
+def test_sampled_text_does_not_depend_on_speculation(zoo: Zoo) -> None:
+    decoder = zoo.decoder("llama", "eagle3", SpecConfig(4, 3, 12), kv_cache_dtype="int8")
+    prompts = ragged_prompts(40, 4, seed=3)
+    sampling = [SamplingParams(max_tokens=16, temperature=1.0, seed=seed) for seed in range(4)]
+    outputs = [decoder.generate(prompts, sampling, speculate=speculate) for speculate in (True, False)]
+    assert [out.token_ids for out in outputs[0]] == [out.token_ids for out in outputs[1]]
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8", "int8"])
+def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
+    """Keeps out: a pool sized for 16 bit, which would hold half as many requests as it could."""
+    decoder = zoo.decoder("llama", "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype=kind)
+    taken = 0
+    for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
+        taken += cache.kv.nbytes + (cache.scales.nbytes if kind == "int8" else 0)
+    assert taken == decoder.engine.pool.num_pages * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
+
+
+def test_a_wrong_setting_is_refused(zoo: Zoo) -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto', 'fp8' or 'int8', got 'fp16'"):
+        zoo.decoder("llama", kv_cache_dtype="fp16")
+
+
+# ---- a checkpoint's own scales ----
+
+NAMES = ["{}.k_scale {}.v_scale", "{}.attn.k_scale {}.attn.v_scale", "{}.k_proj.k_scale {}.v_proj.v_scale",
+         "{}.k_proj.output_scale {}.v_proj.output_scale"]  # fmt: skip
+
+
+def add(folder: Path, tensors: dict[str, Any]) -> Path:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path)
+    return folder
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names.split(" ")[0])
+def test_a_checkpoint_s_scales_are_used(tmp_path: Path, names: str) -> None:
+    """Keeps out: scales that load and are then computed anew, a key's on values, one layer's on another, one head's on all."""
+    layers, scales = range(4), torch.rand(4, 2, 2) + 0.5
+    tensors: dict[str, Any] = {"model.layers.0.self_attn.q_scale": torch.ones(1)}
+    for layer in layers:
+        for i, name in enumerate(names.format(*2 * [f"model.layers.{layer}.self_attn"]).split()):
+            one = layer == 2  # per tensor, a number without dimensions
+            tensors[name] = scales[layer, i, 0].clone() if one else scales[layer, i].clone()
+    scales[2, :, 1] = scales[2, :, 0]
+    target = add(save_target(tmp_path / "target", "llama"), tensors)
+    head = HEADS["eagle3"](tmp_path / "head", target)
+    add(head, {"midlayer.self_attn.k_scale": torch.tensor([0.7]), "midlayer.self_attn.v_scale": torch.tensor([0.9])})
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": 64}
+    decoder = SpecDecoder.from_pretrained(target, head, kv_cache_dtype="fp8", **settings)
+    (out,) = decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=12))
+    for layer in layers:
+        assert torch.equal(decoder.engine.verifier.cache.view(layer).scale_2K, scales[layer])
+    assert decoder.engine.drafter.cache.view(0).scale_2K.tolist() == [[pytest.approx(0.7)] * 2, [pytest.approx(0.9)] * 2]
+    assert_is_the_oracle_s_text(decoder, out)
+    for kind in ("auto", "int8"):  # which need none
+        SpecDecoder.from_pretrained(target, head, kv_cache_dtype=kind, **settings).generate(
+            [[1, 2]], SamplingParams(max_tokens=3)
+        )
+
+
+K_SCALE, V_SCALE = "model.layers.1.self_attn.k_scale", "model.layers.1.self_attn.v_scale"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "match"),
+    [
+        ({K_SCALE: torch.ones(1)}, "'model.layers.1.self_attn.v_scale' is missing"),
+        (
+            {K_SCALE: torch.ones(3), V_SCALE: torch.ones(1)},
+            "k_scale must be one positive .* or one for each of 2 kv heads",
+        ),
+        ({K_SCALE: torch.ones(1), V_SCALE: torch.zeros(1)}, "v_scale must be one positive number"),
+        ({K_SCALE: torch.ones(1), V_SCALE: torch.tensor([torch.nan])}, "v_scale must be one positive number"),
+        ({"model.layers.1.mlp.k_scale": torch.ones(1)}, "not part of this architecture: model.layers.1.mlp.k_scale"),
+        (
+            {K_SCALE: torch.ones(1), V_SCALE: torch.ones(1), "model.layers.1.self_attn.k_proj.k_scale": torch.ones(1)},
+            "not part of this architecture: .*k_proj.k_scale",
+        ),
+    ],
+)
+def test_scales_that_can_not_be_meant_are_refused(tmp_path: Path, tensors: dict[str, Any], match: str) -> None:
+    """Keeps out: half a pair, another model's heads, 0 and NaN, two answers to one question."""
+    target = add(save_target(tmp_path, "llama"), tensors)
+    with pytest.raises(ValueError, match=match):
+        SpecDecoder.from_pretrained(target, device="cpu", dtype="float32", max_seq_len=64)
+
+
+FP8_KV = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+WEIGHTS = {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "loads"),
+    [
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8_KV}, True),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, True),
+        ({"quant_method": "compressed-tensors", "config_groups": WEIGHTS, "kv_cache_scheme": FP8_KV}, False),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {**FP8_KV, "type": "int"}}, False),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": None}, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, False),
+        ({"quant_method": "fp8"}, False),
+    ],
+)
+def test_a_scheme_of_keys_and_values_alone_loads(tmp_path: Path, scheme: dict[str, Any], loads: bool) -> None:
+    """Keeps out: quantised weights read as plain ones, scales of int8 taken for fp8's."""
+    target = add(save_target(tmp_path, "llama"), {K_SCALE: torch.ones(1), V_SCALE: torch.ones(1)})
+    raw = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**raw, "quantization_config": scheme}))
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": 64, "kv_cache_dtype": "fp8"}
+    if loads:
+        SpecDecoder.from_pretrained(target, **settings)
+        return
+    with pytest.raises(ValueError, match="quantization_config must be absent"):
+        SpecDecoder.from_pretrained(target, **settings)
