@@ -1,10 +1,14 @@
 """The kernel that reads a paged cache: every query of a row against one slice (split) of the row's keys.
 
 Knows pages, not what the keys are: prefixes, prompts and chains look alike.  Queries and the heads of a group are
-packed into one tile, so keys and values are read once for all of them.  Each split leaves its own state; who merges
-them, and how many there are, is the launcher's business.
+packed into one tile, so keys and values are read once for all of them.  Where each query has a first key of its own, a tile's
+splits divide what is between the least of them and the tile's end, and pages before that are never touched.  Each split leaves
+its own state; who merges them, and how many there are, is the launcher's business.
 
-Chained (see specdec/ops/launch.py), it reads the page table and the lengths before it waits: they must be older than the
+8-bit keys and values are made numbers of the queries' type in registers.  Their scales go into the products: of a head, once;
+of a token, into its column of scores and of weights.
+
+Chained (see specdec/ops/launch.py), it reads page table, lengths and first keys before it waits: they must be older than the
 kernel right before it, which in a model stores the queries' own keys.
 
 Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R rows, T queries, H heads, K kv heads,
@@ -18,26 +22,83 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def widened(x, to: tl.constexpr, ASM: tl.constexpr):
+    """8-bit numbers as those of the type `to`.
+
+    ASM (sm_90 and later): float8_e4m3fn becomes bfloat16 by moving its bits, and 2 ** 120 makes up for the other exponent; the
+    instruction that converts takes a third of the time that memory needs.
+    """
+    if ASM and x.dtype == tl.float8e4nv and to == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, m;
+            mov.b32 m, 0x7b807b80;
+            prmt.b32 a, $2, 0, 0x1404;
+            shr.u32 b, a, 4;
+            and.b32 b, b, 0x07f007f0;
+            lop3.b32 a, a, 0x80008000, b, 0xea;
+            mul.bf16x2 $0, a, m;
+            prmt.b32 a, $2, 0, 0x3424;
+            shr.u32 b, a, 4;
+            and.b32 b, b, 0x07f007f0;
+            lop3.b32 a, a, 0x80008000, b, 0xea;
+            mul.bf16x2 $1, a, m;
+            }
+            """,
+            "=r,=r,r",
+            [x],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return x.to(to)
+
+
+@triton.jit
+def scale_of(scales_N, ok_N, column, KV_HEADS: tl.constexpr):
+    """The scale [N] in one column of rows [2 * K] of scales: read with its neighbours, so that every thread reads a few.
+
+    A lone column would be read by each thread for all of its keys.
+    """
+    near = column // 8 * 8 + tl.arange(0, 8)
+    ok_N8 = ok_N[:, None] & (near < 2 * KV_HEADS)[None, :]
+    x_N8 = tl.load(scales_N[:, None] + near[None, :], mask=ok_N8, other=0.0)
+    return tl.sum(tl.where((near == column)[None, :], x_N8, 0.0), 1)
+
+
+@triton.jit
+def capped(logits, softcap):
+    """softcap * tanh(logits / softcap)."""
+    return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
+
+
 @triton.jit(
     # Batch, lengths and table width change from call to call; a 1 or a multiple of 16 must not mean a new compilation.
-    do_not_specialize=["stride_row", "tiles"],
-    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q"],
+    do_not_specialize=["stride_row", "states", "tiles"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "sinks", "lse"],
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
     kv,  # [slots, 2, K, D]
+    scales,  # float32: [2, K] or [slots, 2, K]
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
-    out,  # [T, H, S, D], any float type
-    lse,  # [T, H, S] float32, natural log
+    starts,  # [T] int32
+    sinks,  # [H], any float type
+    out,  # [T, H, states, D], any float type: the first of S states that lie together
+    lse,  # [T, H, states] float32, natural log
     scale,
+    softcap,
     stride_qt,
     stride_qh,
     stride_slot,
     stride_v,
     stride_kv_head,
     stride_row,
+    states,
     tiles,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -45,10 +106,15 @@ def paged_attention_kernel(
     PADDED_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,  # then there is one split, and nothing else to merge
+    QUANT: tl.constexpr,  # whose scale it is: "head", "token"; "": nobody's
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0) % tiles  # neighbours share keys, so all but the first find them in L2
@@ -69,10 +135,14 @@ def paged_attention_kernel(
     end = length
     if CAUSAL:  # keys up to the tile's last query
         end = length - tl.maximum(queries - 1 - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
-    end = tl.where(tile * BLOCK_M < queries * GROUP, end, 0)
+    end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
+    begin = 0
+    if HAS_STARTS:
+        start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647)
+        begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end)
     # At least so many keys, or merging costs more than splitting gains: of many splits, a short row uses the first few.
-    per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end, 0), splits), LEAST), BLOCK_N) * BLOCK_N
-    low = split * per_split
+    per_split = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), BLOCK_N) * BLOCK_N
+    low = begin + split * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
     kv += kv_head.to(tl.int64) * stride_kv_head
@@ -94,8 +164,15 @@ def paged_attention_kernel(
     )
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # a key that has been seen already, of value 0
+        top_M = tl.load(sinks + head_M).to(tl.float32) * LOG2E
+        total_M += 1.0
     acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     scale2 = scale * LOG2E
+    if SOFTCAP:
+        scale2 = scale
+    if QUANT == "head":
+        scale2 *= tl.load(scales + kv_head)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
@@ -104,24 +181,44 @@ def paged_attention_kernel(
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         ok_ND = ok_N[:, None] & ok_D[None, :]  # values too: 0 times the NaN of an unwritten slot is NaN
         k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-        if CAUSAL:
-            visible_MN = ok_N[None, :] & (key_N[None, :] < (length - (queries - 1 - query_M))[:, None])
-            s_MN = tl.where(visible_MN, s_MN * scale2, -float("inf"))
+        if QUANT != "":
+            k_ND = widened(k_ND, q_MD.dtype, ASM)
+        if QUANT == "token":
+            scales_N = scales + slot_N * (2 * KV_HEADS)
+            key_scale_N = scale_of(scales_N, ok_N, kv_head, KV_HEADS) * scale2
+            value_scale_N = scale_of(scales_N, ok_N, KV_HEADS + kv_head, KV_HEADS)
+            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * key_scale_N[None, :]
+        else:
+            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
+        if SOFTCAP:
+            s_MN = capped(s_MN, softcap) * LOG2E
+        if CAUSAL or HAS_STARTS:
+            visible_MN = ok_N[None, :]
+            if CAUSAL:
+                visible_MN = visible_MN & (key_N[None, :] < (length - (queries - 1 - query_M))[:, None])
+            if HAS_STARTS:
+                visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
+            s_MN = tl.where(visible_MN, s_MN, -float("inf"))
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # a query that has seen nothing yet
         else:
-            s_MN = s_MN * scale2 + tl.where(ok_N, 0.0, -float("inf"))[None, :]  # one fused multiply-add: scale and mask
+            s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # with its scale, one fused multiply-add
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = new_M
         p_MN = tl.exp2(s_MN - shift_M[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
         v_ND = tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
+        if QUANT != "":
+            v_ND = widened(v_ND, q_MD.dtype, ASM)
+        if QUANT == "token":
+            p_MN *= value_scale_N[None, :]
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 
-    state_M = (token_M * (KV_HEADS * GROUP) + head_M) * splits + split
+    if QUANT == "head":
+        acc_MD *= tl.load(scales + KV_HEADS + kv_head)
+    state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
     tl.store(lse + state_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)

@@ -69,7 +69,9 @@ def ragged_causal_segment(page_table_BW: Tensor, query_lens: list[int], lens: li
     cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     lens_B = torch.tensor(lens, dtype=torch.int32)
     device, ragged = page_table_BW.device, min(query_lens) < max(query_lens)
-    return Segment(page_table_BW, lens_B.to(device), cu_seqlens_q.to(device), max(query_lens), True, page_size, ragged)
+    cached = max(length - count for length, count in zip(lens, query_lens, strict=True))
+    row = (page_table_BW, lens_B.to(device), cu_seqlens_q.to(device), max(query_lens))
+    return Segment(*row, True, page_size, ragged, max_cached=cached)
 
 
 def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> None:

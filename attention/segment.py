@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.kinds import LayerKind
-from specdec.ops.index import kept
+from specdec.ops.index import kept, use_index_kernels
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Segment:
     base_B: int32, the position of the first key in the rows of each sequence, whose rows lie together; None: 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, a prefix read elsewhere); None: 0.
     span: the most keys between any query's first and its last one; host knowledge; None: no bound but the row.
+    max_cached: the most keys that any row of a prompt has before its own queries'; host knowledge; None: not told.
     """
 
     page_table: Tensor
@@ -40,6 +41,7 @@ class Segment:
     base_B: Tensor | None = None
     starts_T: Tensor | None = None
     span: int | None = None
+    max_cached: int | None = None
 
     @property
     def rows(self) -> int:
@@ -103,12 +105,20 @@ def last_positions(segment: Segment) -> Tensor:
     """[T] int64: the positions of queries that are the last of their row; every row holds max_seqlen_q of them."""
     assert not segment.ragged and (segment.causal or segment.max_seqlen_q == 1), "its queries may stand elsewhere"
     n = segment.max_seqlen_q
+    if use_index_kernels(segment.cache_seqlens):
+        from specdec.attention.tables_triton import launch_last_positions
+
+        return launch_last_positions(segment.cache_seqlens, n)
     behind_n = torch.arange(-n, 0, device=segment.cache_seqlens.device)
     return (segment.cache_seqlens.long()[:, None] + behind_n).flatten()
 
 
 def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
     """[T] int32: the first key of its row that each query may read, at least least_T."""
+    if use_index_kernels(positions_T):
+        from specdec.attention.tables_triton import launch_first_keys
+
+        return launch_first_keys(kind, positions_T, base_B, least_T)
     first_T = kind.first_keys(positions_T)
     if base_B is not None:
         first_T = (first_T.view(base_B.shape[0], -1) - base_B[:, None]).clamp_(min=0).flatten()

@@ -1,8 +1,8 @@
-"""Kernels that fill tables: where the next tokens of each sequence stand.  Knows pages and positions, not who the tokens are.
+"""Kernels that fill tables: where the next tokens of each sequence stand, and where what they read begins.
 
-`slots_of` is for kernels that fill tables of their own.
+Knows pages and positions, not who the tokens are.  `slots_of` is for kernels that fill tables of their own.
 
-Shapes: B sequences, P tokens of each, W table width.
+Shapes: B sequences, P tokens of each, W table width, R rows, T queries.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.attention.kinds import LayerKind
 from specdec.ops.launch import chained
 
 
@@ -66,3 +67,82 @@ def launch_next_tokens(
             PAGE_SIZE=page_size, BY_STEP=by_step, BLOCK=128, num_warps=1, **chained(lens_B.device),
         )  # fmt: skip
     return positions, slots, ends_PB
+
+
+@triton.jit(do_not_specialize=["total", "per_row"], do_not_specialize_on_alignment=["lens"])
+def last_positions_kernel(
+    lens,  # [R] int32
+    positions,  # [T] int64
+    total,  # T
+    per_row,  # T / R
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = t < total
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(lens + t // per_row, mask=ok, other=0) - per_row + t % per_row
+    tl.store(positions + t, position.to(tl.int64), mask=ok)
+
+
+def launch_last_positions(lens_R: Tensor, per_row: int) -> Tensor:
+    T = lens_R.shape[0] * per_row
+    assert lens_R.is_contiguous()
+    positions_T = torch.empty(T, dtype=torch.int64, device=lens_R.device)
+    if T:
+        last_positions_kernel[(triton.cdiv(T, 128),)](
+            lens_R, positions_T, T, per_row, BLOCK=128, num_warps=1, **chained(lens_R.device)
+        )  # fmt: skip
+    return positions_T
+
+
+@triton.jit(
+    do_not_specialize=["total", "per_base", "span"],
+    do_not_specialize_on_alignment=["positions", "base", "least"],
+)
+def first_keys_kernel(
+    positions,  # [T] int64
+    base,  # [B] int32
+    least,  # [T] int32
+    first_keys,  # [T] int32
+    total,  # T
+    per_base,  # T / B
+    span,
+    CHUNKS: tl.constexpr,
+    HAS_BASE: tl.constexpr,
+    HAS_LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = t < total
+    # It launches nobody early: attention reads first keys before its wait, and may come next.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
+    if CHUNKS:
+        first = position - position % span
+    else:
+        first = tl.maximum(position - (span - 1), 0)
+    if HAS_BASE:
+        first = tl.maximum(first - tl.load(base + t // per_base, mask=ok, other=0), 0)
+    if HAS_LEAST:
+        first = tl.maximum(first, tl.load(least + t, mask=ok, other=0))
+    tl.store(first_keys + t, first, mask=ok)
+
+
+def launch_first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
+    """`segment.first_keys`; equal where positions are not negative, and no key is read from those that are."""
+    T, device = positions_T.shape[0], positions_T.device
+    assert all(x is None or x.is_contiguous() for x in (positions_T, base_B, least_T)) and kind.span is not None
+    first_T = torch.empty(T, dtype=torch.int32, device=device)
+    if T:
+        first_keys_kernel[(triton.cdiv(T, 128),)](
+            positions_T, first_T if base_B is None else base_B, first_T if least_T is None else least_T, first_T,
+            T, T if base_B is None else T // base_B.shape[0], kind.span,
+            CHUNKS=kind.chunk is not None, HAS_BASE=base_B is not None, HAS_LEAST=least_T is not None,
+            BLOCK=128, num_warps=1, **chained(device),
+        )  # fmt: skip
+    return first_T

@@ -84,16 +84,25 @@ def _row_slots(segment: Segment, width: int) -> Tensor:
 
 
 def _prompt_block(segment: Segment, row: int) -> DenseBlock:
-    """One prompt of a packed batch, whole: Q queries against the row's keys, the last Q of which are their own."""
+    """One prompt of a packed batch, whole: Q queries against the row's keys, the last Q of which are their own if causal."""
     start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
     length, queries = int(segment.cache_seqlens[row]), end - start
     one = replace(segment, page_table=segment.page_table[row : row + 1])
-    keys = torch.arange(length, device=segment.page_table.device)
-    last_Q1 = length - queries + torch.arange(queries, device=keys.device)[:, None]
-    visible_QN = keys <= last_Q1
+    keys = torch.arange(max(1, length), device=segment.page_table.device)  # nobody sees an empty row's only one
+    behind_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]
+    visible_QN = keys < length - (behind_Q1 if segment.causal else 0 * behind_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
-    return DenseBlock(start, 1, queries, _row_slots(one, length), visible_QN[None], queries > length)
+    has_empty_rows = queries > length if segment.causal else not length
+    slots_BN = _only_seen(_row_slots(one, keys.shape[0]), visible_QN[None])
+    return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows)
+
+
+def _only_seen(slots_BN: Tensor, mask_BQN: Tensor) -> Tensor:
+    """Places that no query sees read a key that one does see: a masked key still enters the products, and 0 * NaN is NaN."""
+    seen_BN = mask_BQN.any(1)
+    anchor_B1 = slots_BN.gather(1, seen_BN.byte().argmax(1, keepdim=True))
+    return torch.where(seen_BN, slots_BN, anchor_B1)
 
 
 def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
@@ -103,10 +112,7 @@ def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
     slots, masks = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
     slots_BN = slots[0] if len(slots) == 1 else torch.cat(slots, dim=1)
     mask_BQN = masks[0] if len(masks) == 1 else torch.cat(masks, dim=2)
-    # A masked key still enters the products, and 0 * NaN is NaN: places that no query sees read a key that one does see.
-    seen_BN = mask_BQN.any(1)
-    anchor_B1 = slots_BN.gather(1, seen_BN.byte().argmax(1, keepdim=True))
-    slots_BN = torch.where(seen_BN, slots_BN, anchor_B1)
+    slots_BN = _only_seen(slots_BN, mask_BQN)
     on_host = mask_BQN.device.type == "cpu"
     if on_host and bool(mask_BQN.all()):
         return DenseBlock(0, batch, queries, slots_BN, None, False)
@@ -118,7 +124,8 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     assert segment.rows % batch == 0 and segment.rows * segment.max_seqlen_q == batch * queries
     rows, device = segment.rows // batch, segment.page_table.device
     on_host = device.type == "cpu"
-    width = max(1, int(segment.cache_seqlens.max())) if on_host else segment.max_keys
+    capacity = segment.page_table.shape[1] * segment.page_size  # not max_keys: a window's keys lie anywhere in the row
+    width = max(1, int(segment.cache_seqlens.max())) if on_host else capacity
     slots_BN = _row_slots(segment, width).reshape(batch, rows * width)
     keys_W = torch.arange(width, device=device)
     lens_BR11 = segment.cache_seqlens.view(batch, rows, 1, 1)

@@ -23,7 +23,9 @@ from specdec.attention.kv_cache import MHAView  # noqa: E402
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
 from specdec.attention.reference import ReferenceBackend  # noqa: E402
 from specdec.attention.segment import AttentionPlan, Segment  # noqa: E402
-from specdec.attention.triton_backend import TritonBackend, is_suffix, splits_for, tiles_for  # noqa: E402
+from specdec.attention.state import AttentionState  # noqa: E402
+from specdec.attention.tiles_triton import padded, splits_for, tiles_for  # noqa: E402
+from specdec.attention.triton_backend import TritonBackend, is_suffix  # noqa: E402
 from specdec.ops.rope import HeadPrep, Rotation  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -36,9 +38,9 @@ H = K * G
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every output and scratch tensor starts as NaN: an unwritten element that is read or returned shows."""
 
-    def nan_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        full = [torch.full(s, NAN, dtype=t, device=device) for s, t in ((shape, dtype), (shape[:-1], torch.float32))]
-        return full[0], full[1]
+    def nan_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
+        out = torch.full(shape, NAN, dtype=dtype, device=device)
+        return AttentionState(out, torch.full(shape[:-1], NAN, dtype=torch.float32, device=device))
 
     monkeypatch.setattr(triton_backend, "new_state", nan_state)
     yield
@@ -234,7 +236,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 @pytest.mark.parametrize("packed", [1, 4, 24, 64, 128, 240, 4096])
 def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int, causal: bool, waves: float) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
-    tiles = tiles_for(packed, head_dim, itemsize, causal, waves)
-    row = triton_backend.padded(head_dim) * itemsize
+    tiles = tiles_for(packed, head_dim, itemsize, itemsize, causal, False, waves)
+    row = padded(head_dim) * itemsize
     assert tiles.block_m * row + 2 * tiles.stages * tiles.block_n * row <= 227 * 1024
     assert tiles.block_m >= 16 and tiles.block_n >= 16

@@ -1,0 +1,205 @@
+"""Windows, chunks, sinks, softcaps, shared prefixes and 8-bit keys: `torch` and `triton` against the definition, in float64.
+
+Whatever no query may read is poisoned: its slot holds NaN, and a page of which nothing is read is named by any number.
+
+Shapes: B sequences, N tree nodes, T queries, H heads, K kv heads, D head dim, P page size.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.kv_cache import MHAView
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment, slots_at
+from specdec.attention.quant_cache import QuantView, to_fp8, to_int8
+from specdec.attention.reference import ReferenceBackend
+from specdec.attention.segment import AttentionPlan, Segment, first_keys, last_positions, uniform_cu_seqlens
+from specdec.attention.state import AttentionState
+from specdec.attention.torch_backend import TorchBackend
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from specdec.attention import triton_backend  # noqa: E402
+from specdec.attention.tables_triton import launch_first_keys, launch_last_positions  # noqa: E402
+from specdec.attention.triton_backend import TritonBackend  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+NAN = float("nan")
+N = 5  # nodes of a tree, queries of a chain
+View = MHAView | QuantView
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nan_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
+        out = torch.full(shape, NAN, dtype=dtype, device=device)
+        return AttentionState(out, torch.full(shape[:-1], NAN, dtype=torch.float32, device=device))
+
+    monkeypatch.setattr(triton_backend, "new_state", nan_state)
+
+
+class World:
+    """Sequences of `lens` committed tokens, the first `shared` of the later ones in common, and room for N more each."""
+
+    def __init__(self, lens: list[int], heads: tuple[int, int, int], P: int, seed: int, shared: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        (group, self.K, self.D), self.P, self.B, self.lens_list = heads, P, len(lens), lens
+        self.H, width = group * self.K, -(-(max(lens) + N) // P)
+        self.pages = self.B * width + 1
+        self.table = torch.randperm(self.pages - 1, generator=self.generator).view(self.B, width).int() + 1
+        self.shared_B = torch.tensor([shared if n >= shared else 0 for n in lens], dtype=torch.int32)
+        self.table[self.shared_B > 0, : shared // P] = self.table[-1, : shared // P]
+        self.lens = torch.tensor(lens, dtype=torch.int32)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def view(self, kv_dtype: str, dtype: torch.dtype) -> View:
+        kv_N2KD = self.randn(self.pages * self.P, 2, self.K, self.D)
+        if kv_dtype == "fp8":
+            scale_2K = torch.rand(2, self.K, generator=self.generator) * 0.02 + 0.005
+            return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K)
+        if kv_dtype == "int8":
+            stored, scales_N2K = to_int8(kv_N2KD)
+            return QuantView(stored, scales_N2K=scales_N2K)
+        return MHAView(kv_N2KD.to(dtype))
+
+    def scoring(self, full: bool) -> Scoring:
+        return Scoring(0.4, 3.0, self.randn(self.H)) if full else PLAIN
+
+
+def decode(w: World) -> AttentionPlan:
+    return AttentionPlan((causal_segment(w.table, w.lens, 1, w.P),))
+
+
+def chain(w: World) -> AttentionPlan:
+    """Also of sequences of fewer tokens than queries, whose first queries stand nowhere."""
+    return AttentionPlan((causal_segment(w.table, w.lens, N, w.P),))
+
+
+def prompts(w: World) -> AttentionPlan:
+    """The last two thirds of each sequence, packed; what is before is cached."""
+    counts = [n - n // 3 for n in w.lens_list]
+    positions_T = torch.cat([torch.arange(n - count, n) for n, count in zip(w.lens_list, counts, strict=True)])
+    return AttentionPlan((ragged_causal_segment(w.table, counts, w.lens_list, w.P),), positions_T)
+
+
+def tree_suffix(w: World) -> tuple[Segment, Tensor]:
+    """Random trees, and their nodes' positions."""
+    mask_BNN = torch.eye(N, dtype=torch.bool).expand(w.B, N, N).clone()
+    for b in range(w.B):
+        for n in range(1, N):
+            mask_BNN[b, n] |= mask_BNN[b, int(torch.randint(n, (1,), generator=w.generator))]
+    suffix = replace(Segment.empty(w.B * N, N, 1), base_B=w.lens)
+    fill_tree_suffix(suffix, slots_at(w.table, w.lens[:, None].long() + torch.arange(N), w.P), mask_BNN)
+    return suffix, (w.lens[:, None] + mask_BNN.sum(-1) - 1).flatten()
+
+
+def tree(w: World) -> AttentionPlan:
+    suffix, positions_T = tree_suffix(w)
+    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.P), suffix), positions_T)
+
+
+def split(w: World, own: Segment) -> tuple[Segment, Segment]:
+    """The shared pages as one row of all queries, and what is behind them."""
+    shared = w.shared_B.max()
+    members_T = w.shared_B.repeat_interleave(N)
+    starts_T = torch.where(members_T > 0, 0, shared).int()  # the others begin where its keys end
+    cu_seqlens_q = uniform_cu_seqlens(1, w.B * N, "cpu")
+    once = Segment(w.table[-1:], shared[None], cu_seqlens_q, w.B * N, page_size=w.P, starts_T=starts_T)
+    return once, replace(own, starts_T=members_T)
+
+
+def shared_tree(w: World) -> AttentionPlan:
+    suffix, positions_T = tree_suffix(w)
+    return AttentionPlan((*split(w, prefix_segment(w.table, w.lens, N, w.P)), suffix), positions_T)
+
+
+def shared_chain(w: World) -> AttentionPlan:
+    own = causal_segment(w.table, w.lens, N, w.P)
+    return AttentionPlan(split(w, own), last_positions(own))
+
+
+def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPlan]:
+    """NaN in every slot that no query reads, and any page's number in every entry that no query looks up."""
+    seen_N, segments = torch.zeros(view.kv.shape[0], dtype=torch.bool), []
+    for s in plan.segments:
+        table = torch.randint_like(s.page_table, view.kv.shape[0] // s.page_size)
+        for row in range(s.rows):
+            start, end = s.cu_seqlens_q[row : row + 2].tolist()
+            length = int(s.cache_seqlens[row])
+            for t in range(start, end):
+                first = 0 if s.starts_T is None else int(s.starts_T[t])
+                keys = torch.arange(first, max(first, length - (end - 1 - t) * s.causal))
+                places = keys[keys >= 0] // s.page_size
+                table[row, places] = s.page_table[row, places]
+                seen_N[s.page_table[row, places].long() * s.page_size + keys[keys >= 0] % s.page_size] = True
+        segments.append(replace(s, page_table=table))
+    kv = view.kv.clone()
+    if isinstance(view, QuantView):
+        kv.view(torch.uint8)[~seen_N] = 127  # NaN in float8_e4m3fn
+        scales = None if view.scales_N2K is None else view.scales_N2K.masked_fill(~seen_N[:, None, None], NAN)
+        return QuantView(kv, view.scale_2K, scales), replace(plan, segments=tuple(segments))
+    kv[~seen_N] = NAN
+    return MHAView(kv), replace(plan, segments=tuple(segments))
+
+
+def moved(x: object) -> object:
+    """A segment or view on the device."""
+    tensors = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
+    return replace(x, **tensors)  # type: ignore[type-var]
+
+
+BACKENDS = {"torch": (TorchBackend, torch.float64), "triton": (lambda: TritonBackend(40), torch.float32)}
+PLANS = [decode, chain, prompts, tree, shared_tree, shared_chain]
+KINDS = [FULL, LayerKind(window=1), LayerKind(window=6), LayerKind(chunk=4), LayerKind(window=140)]
+HEADS = [(4, 2, 8), (3, 1, 24), (1, 3, 8), (2, 8, 16), (8, 1, 64)]
+CASES = [
+    pytest.param(name, plan_of, kind, HEADS[(p + k) % 5], (1, 5, 16)[(p + 2 * k) % 3], ("auto", "fp8", "int8")[(p + k) % 3],
+                 (p + k) % 2 == 0, id=f"{name}-{plan_of.__name__}-{kind}".replace(" ", ""))
+    for name in BACKENDS for p, plan_of in enumerate(PLANS) for k, kind in enumerate(KINDS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan_of", "kind", "heads", "P", "kv_dtype", "scored"), CASES)
+def test_every_kind_equals_the_definition(
+    name: str,
+    plan_of: Callable[[World], AttentionPlan],
+    kind: LayerKind,
+    heads: tuple[int, int, int],
+    P: int,
+    kv_dtype: str,
+    scored: bool,
+) -> None:
+    """Keeps out: a window's or chunk's first key off by one, in a suffix too; sinks or a scale taken twice or never; pages read
+    before the first key; a query whose window leaves the whole prefix behind."""
+    make, dtype = BACKENDS[name]
+    shared = 2 * 16 if plan_of in (shared_tree, shared_chain) else 0
+    w = World([0, 3, 47, 36] if plan_of is prompts else [0, 3, 180, 36, 41], heads, P, sum(heads) + P, shared // P * P)
+    plan = plan_of(w).local(kind)
+    scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
+    view, plan = poisoned(w.view(kv_dtype, dtype), plan, P)
+    q_THD = w.randn(T, w.H, w.D).to(dtype)
+    want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)
+    check(make(), q_THD, view, plan, scoring, want)
+
+
+def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scoring: Scoring, want: Tensor) -> None:
+    """attend, and run of each segment, whose states hold no sinks."""
+    q_THD = q_THD.to(DEVICE)
+    plan = replace(plan, segments=tuple(moved(s) for s in plan.segments))
+    on_device = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
+    bound = 1e-9 if q_THD.dtype == torch.float64 else 3e-5
+    out_THD = backend.attend(q_THD, moved(view), backend.prepare(plan), on_device)
+    torch.testing.assert_close(out_THD.double().cpu(), want, atol=bound, rtol=bound)
