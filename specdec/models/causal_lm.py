@@ -9,7 +9,7 @@ Shapes: T tokens, H hidden, V vocabulary, A captured states side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +17,9 @@ from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+from specdec.models.target import Target, TargetOutput
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
-
-
-class TargetOutput(NamedTuple):
-    """hidden_TH: after the final norm, what the language-model head reads; of the rows asked for.
-
-    aux_TA: captured residual streams of all tokens, or None.
-    """
-
-    hidden_TH: Tensor
-    aux_TA: Tensor | None
 
 
 class DecoderLayer(nn.Module):
@@ -60,19 +51,23 @@ class DecoderLayer(nn.Module):
         return x, self.mlp(normed)
 
 
-class CausalLM(nn.Module):
+class CausalLM(Target):
     """A decoder-only language model.  max_positions: the rotary table's length, look-ahead included."""
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        """What other families override."""
+        return DecoderLayer(config)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.linear import gated_linear, linear
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
@@ -74,6 +75,8 @@ class HeadsRMSNorm(nn.Module):
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """[D/2] float32 angles per position.  llama3: Meta's piecewise scaling by wavelength, as in transformers."""
+    if isinstance(rope, YarnRope):
+        return yarn_frequencies(rope, head_dim)
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "linear":
         return inv_freq / rope.factor
@@ -94,6 +97,8 @@ class Rotary(nn.Module):
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
         super().__init__()
         table = rotary_table(inverse_frequencies(rope, head_dim), max_positions)
+        if isinstance(rope, YarnRope):
+            table *= rope.amplitude
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 
@@ -111,6 +116,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj = Linear(in_features, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.qk_norm = HeadsRMSNorm(config) if config.qk_norm else None
+        self.kv_scale_2K: Tensor | None = None  # of fp8 keys and values, where the checkpoint brings it; the cache's business
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         norm = self.qk_norm

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from specdec.models.causal_lm import CausalLM, DecoderLayer
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig, as_ids, parse_config, read_json
+from specdec.models.kv_scales import take_kv_scale
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 
 M = TypeVar("M", bound=nn.Module)
@@ -21,8 +22,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def read_target_config(folder: Path) -> ModelConfig:
-    """The target's config; EOS ids from generation_config.json where it has some, as transformers does."""
-    config = parse_config(read_json(folder / "config.json"), str(folder))
+    """The target's config, by the Llama family's rules."""
+    return with_generation_eos(parse_config(read_json(folder / "config.json"), str(folder)), folder)
+
+
+def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:
+    """EOS ids from generation_config.json where it has some, as transformers does."""
     generation = folder / "generation_config.json"
     eos_ids = as_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
     return replace(config, eos_ids=eos_ids) if eos_ids else config
@@ -44,21 +49,26 @@ def load_target(folder: Path, config: ModelConfig, max_positions: int, device: t
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape."""
     checkpoint = Checkpoint(folder)
     model = build(lambda: CausalLM(config, max_positions), device, dtype)
-    copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
-    copy_(model.norm.weight, checkpoint, "model.norm.weight")
     for index, layer in enumerate(model.layers):
         fill_layer(layer, checkpoint, f"model.layers.{index}")
-    if not config.tie_embeddings:
+    fill_ends(model, checkpoint)
+    checkpoint.finish()
+    return model
+
+
+def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
+    """All but the layers."""
+    copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
+    copy_(model.norm.weight, checkpoint, "model.norm.weight")
+    if not model.config.tie_embeddings:
         copy_(model.lm_head.weight, checkpoint, "lm_head.weight")
     elif "lm_head.weight" in checkpoint:
         head = checkpoint.take("lm_head.weight", tuple(model.lm_head.weight.shape))
         if not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
             raise ValueError(
-                f"{folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them"
+                f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them"
             )
     checkpoint.ignore("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
-    checkpoint.finish()
-    return model
 
 
 def copy_(target: Tensor, checkpoint: Checkpoint, name: str) -> None:
@@ -82,8 +92,9 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
 
 
 def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
-    """q, k and v one below the other in one weight; q/k norms spread over their heads."""
+    """q, k and v one below the other in one weight; q/k norms spread over their heads; fp8 KV scales, if any."""
     D = attention.head_dim
+    attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
     heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
     start = 0
     for letter, count in heads.items():

@@ -1,0 +1,126 @@
+"""Mixture-of-experts layers: a router that weighs experts, and the chosen experts' MLPs.  Knows no attention.
+
+Nothing here has a shape that depends on data, so everything runs inside CUDA graphs.
+
+Shapes: T tokens, H hidden, E experts, K chosen of them, G groups, F intermediate of an expert, P = T * K pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.models.config import ModelConfig
+from specdec.models.deepseek_config import ExpertsConfig
+from specdec.models.layers import MLP
+from specdec.ops.launch import has_pdl
+from specdec.ops.linear import silu_mul
+
+MOST_COPIED = 1 << 30  # bytes of experts' weights at a time
+
+
+class Router(nn.Module):
+    """Weighs experts, in float32 as transformers does.  correction_E: what the sigmoid gate adds where it chooses."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.count, hidden_size))
+        if config.gate == "sigmoid":
+            self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights [T, K] float32, experts [T, K] int64)."""
+        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        if self.config.gate == "softmax":
+            scores_TE = logits_TE.softmax(-1)
+            weights_TK, chosen_TK = self._of_best_groups(scores_TE, scores_TE, 1, 0.0).topk(self.config.chosen, dim=-1)
+        else:
+            scores_TE = logits_TE.sigmoid()
+            ranked_TE = scores_TE + self.correction_E
+            chosen_TK = self._of_best_groups(ranked_TE, ranked_TE, 2, -torch.inf).topk(self.config.chosen, dim=-1).indices
+            weights_TK = scores_TE.gather(1, chosen_TK)
+        if self.config.normed:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK * self.config.scaling, chosen_TK
+
+    def _of_best_groups(self, scores_TE: Tensor, ranks_TE: Tensor, best: int, other: float) -> Tensor:
+        """The scores; `other` outside of the groups whose best experts' ranks sum to most."""
+        G, top = self.config.groups, self.config.top_groups
+        if G is None:
+            return scores_TE
+        assert top is not None
+        ranks_TG = ranks_TE.unflatten(1, (G, -1)).topk(best, dim=-1).values.sum(-1)
+        hidden_TG = torch.ones_like(ranks_TG, dtype=torch.bool).scatter_(1, ranks_TG.topk(top, dim=-1).indices, False)
+        return scores_TE.unflatten(1, (G, -1)).masked_fill(hidden_TG[..., None], other).flatten(1)
+
+
+class MixtureOfExperts(nn.Module):
+    """The chosen experts' weighted sum, and the shared experts' output, of which every token has all."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        E, H, I = experts.count, config.hidden_size, experts.intermediate_size
+        self.gate = Router(H, experts)
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
+        self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.shared_experts = MLP(replace(config, intermediate_size=I * experts.shared))
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        weights_TK, chosen_TK = self.gate(x_TH)
+        return self.shared_experts(x_TH) + run_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj)
+
+
+def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+    """[T, H]: each token's chosen experts, weighted and summed in float32 at least; gate_up's first F rows are the gate's.
+
+    bf16 on a Hopper GPU: torch's grouped product, which reads each chosen expert once.  Else, few pairs gather their
+    experts' weights: three times the bytes (read, written, read), but only of what is chosen.  Else every expert computes
+    every token, and the router's weight, mostly 0, decides: E / K times the arithmetic, with no shape that depends on data.
+    """
+    E, pairs = gate_up_EGH.shape[0], chosen_TK.numel()
+    copied = pairs * (gate_up_EGH[0].numel() + down_EHF[0].numel()) * x_TH.element_size()
+    if x_TH.dtype == torch.bfloat16 and has_pdl(x_TH.device):
+        return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+    if 3 * pairs <= E and copied <= MOST_COPIED:
+        return gathered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+    return masked_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+
+
+def grouped_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+    """Pairs sorted by expert: each expert's are one block of rows, whose borders only the device knows."""
+    (T, K), E = chosen_TK.shape, gate_up_EGH.shape[0]
+    order_P = chosen_TK.flatten().argsort(stable=True)
+    counts_E = torch.zeros(E, dtype=torch.int32, device=x_TH.device)
+    counts_E.index_add_(0, chosen_TK.flatten(), counts_E.new_ones(T * K))
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    rows_PH = x_TH.index_select(0, order_P // K)
+    mid_PF = silu_mul(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E))
+    out_PH = F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E)
+    in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
+    return _weighted(in_order_PH.view(T, K, -1), weights_TK, x_TH.dtype)
+
+
+def gathered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+    """Each pair multiplies with a copy of its expert's weights."""
+    gate_up_TKGH, down_TKHF = (w[chosen_TK] for w in (gate_up_EGH, down_EHF))
+    mid_TKF = silu_mul((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0])
+    return _weighted((down_TKHF @ mid_TKF[..., None])[..., 0], weights_TK, x_TH.dtype)
+
+
+def masked_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+    """All experts, one after the other, over all tokens."""
+    dtype = torch.promote_types(x_TH.dtype, weights_TK.dtype)
+    weight_TE = weights_TK.new_zeros(x_TH.shape[0], gate_up_EGH.shape[0]).scatter_(1, chosen_TK, weights_TK)
+    total_TH = torch.zeros_like(x_TH, dtype=dtype)
+    for expert, (gate_up_GH, down_HF) in enumerate(zip(gate_up_EGH, down_EHF)):
+        out_TH = F.linear(silu_mul(F.linear(x_TH, gate_up_GH)), down_HF)
+        total_TH.addcmul_(out_TH.to(dtype), weight_TE[:, expert, None].to(dtype))
+    return total_TH.to(x_TH.dtype)
+
+
+def _weighted(out_TKH: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    return (out_TKH * weights_TK[..., None]).sum(1).to(dtype)

@@ -1,0 +1,91 @@
+"""YaRN rotary scaling (arXiv 2309.00071) as transformers computes it.  Knows no model.
+
+Slow dimensions are interpolated to the longer context, fast ones stay, those between are blended.  DeepSeek puts the
+temperature into the softmax scale (`mscale_all_dim`), others into cosines and sines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.models.config import RopeConfig, parse_rope
+
+
+@dataclass(frozen=True)
+class YarnRope(RopeConfig):
+    """beta_fast, beta_slow: rotations over the original context between which dimensions are blended.
+
+    mscale, mscale_all_dim: DeepSeek's factors of the temperature, 0: not given.  amplitude: what cosines and sines are
+    multiplied by.  truncate: whether the blend's borders are whole dimensions.
+    """
+
+    kind: str = "yarn"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    amplitude: float = 1.0
+    truncate: bool = True
+
+    @property
+    def scale_factor(self) -> float:
+        """What DeepSeek multiplies the softmax scale by."""
+        return temperature(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+def temperature(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+_NUMBERS = {
+    "rope_theta": "theta",
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "amplitude",
+}
+_KNOWN = {*_NUMBERS, "rope_type", "type", "truncate"}
+
+
+def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
+    """Like `parse_rope`, and yarn too."""
+    merged = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    if merged.get("rope_type", merged.get("type")) != "yarn":
+        return parse_rope(raw)
+    if unknown := sorted(set(merged) - _KNOWN):
+        raise ValueError(f"{where}: unknown rope keys {', '.join(unknown)}; they may change what the model computes")
+    if missing := [key for key in ("factor", "original_max_position_embeddings") if merged.get(key) is None]:
+        raise ValueError(f"{where}: rope type 'yarn' needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
+    merged = {"rope_theta": raw.get("rope_theta"), **merged}
+    numbers = {name: float(merged[key]) for key, name in _NUMBERS.items() if merged.get(key) is not None}
+    rope = YarnRope(**numbers, truncate=bool(merged.get("truncate", True)))
+    if "amplitude" in numbers:
+        return rope
+    if not (rope.mscale and rope.mscale_all_dim):
+        return replace(rope, amplitude=temperature(rope.factor))
+    return replace(rope, amplitude=temperature(rope.factor, rope.mscale) / temperature(rope.factor, rope.mscale_all_dim))
+
+
+def yarn_frequencies(rope: YarnRope, head_dim: int) -> Tensor:
+    """[D/2] float32 angles per position."""
+
+    def dimension(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    return slowed / (rope.factor * wavelengths) + (1 - slowed) / wavelengths

@@ -1,0 +1,222 @@
+"""Latent attention against its definition: every head's keys and values written out, in float64.
+
+Keeps out: absorbed and expanded paths that differ, tiles that lose a query or a split, trees of latents at any page size.
+
+Shapes: T queries, H heads, C rank, R rotated, N not rotated, V values, L = C + R.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before they are imported
+
+from torch import Tensor
+
+from specdec.attention import mla
+from specdec.attention.attend import PagedAttention
+from specdec.attention.backend import Backend
+from specdec.attention.kinds import LayerKind, Scoring
+from specdec.attention.mla import LatentPrep, MLAttention, store_latent
+from specdec.attention.mla_cache import MLACache, MLAView
+from specdec.attention.mla_store_triton import launch_store_latent
+from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment, slots_at
+from specdec.attention.reference import ReferenceBackend
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.triton_backend import TritonBackend
+from specdec.ops.rope import Rotation, rotary_table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+C, R, N, V, H = 16, 8, 12, 10, 4
+SCALE = Scoring(scale=0.3)
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def rand(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def scattered(
+    lens: list[int], P: int, seed: int, dtype: torch.dtype = torch.float32, width: int = C + R
+) -> tuple[Tensor, Tensor]:
+    """A page table in random order, and latents that are NaN wherever no row may read.  Idle entries name page 0."""
+    pages = max(-(-n // P) for n in lens) + 1
+    table = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(seed)).view(len(lens), pages).int() + 1
+    latent = torch.full(((len(lens) * pages + 1) * P, width), NAN, dtype=dtype)
+    for row, n in zip(table, lens):
+        place = torch.arange(n)
+        latent[row[place // P].long() * P + place % P] = rand(n, width, seed=seed + n, dtype=dtype).cpu()
+        row[-(-n // P) :] = 0
+    return table.to(DEVICE), latent.to(DEVICE)
+
+
+def suffix_rows(table: Tensor, lens: list[int], counts: list[int], P: int) -> Segment:
+    """One-query rows of a tree: query q of a row reads counts[q] of the slots before lens, last first."""
+    places = torch.tensor([[max(n - 1 - i, 0) for i in range(max(counts))] for n in lens], device=DEVICE)
+    slots = slots_at(table, places, P).repeat_interleave(len(counts), 0)
+    return Segment.of_slots(slots.int(), ints(*(counts * len(lens))))
+
+
+def check(backend: Backend, q_THL: Tensor, latent: Tensor, *segments: Segment, rank: int = C, tolerance: float = 2e-5) -> None:
+    plan = AttentionPlan(segments)
+    want = ReferenceBackend().attend(q_THL.double(), MLAView(latent.double(), rank), plan, SCALE)
+    got = backend.attend(q_THL, MLAView(latent, rank), backend.prepare(plan), SCALE)
+    torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
+
+
+BACKENDS = [TorchBackend(), TritonBackend(programs=1), TritonBackend(programs=64)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
+@pytest.mark.parametrize(("P", "queries"), [(1, 1), (5, 6), (16, 3)])
+def test_few_queries_meet_latents(backend: Backend, P: int, queries: int) -> None:
+    """Chains at any page size.  Keeps out: keys past a chain's own token, empty rows of NaN, half-full pages read whole."""
+    lens = [queries, 7, 133, 0]
+    table, latent = scattered(lens, P, seed=P)
+    q_THL = rand(len(lens) * queries, H, C + R, seed=2)
+    check(backend, q_THL, latent, causal_segment(table, ints(*lens), queries, P))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
+@pytest.mark.parametrize("P", [1, 5, 16])
+def test_trees_meet_latents(backend: Backend, P: int) -> None:
+    """Prefix, and rows of slots.  Keeps out: a suffix merged without the splits, a node that reads its neighbour's row."""
+    lens, counts = [90, 5, 20], [1, 2, 3, 2]
+    table, latent = scattered([n + 3 for n in lens], P, seed=20 + P)
+    q_THL = rand(len(lens) * len(counts), H, C + R, seed=3)
+    suffix = suffix_rows(table, [n + 3 for n in lens], counts, P)
+    check(backend, q_THL, latent, prefix_segment(table, ints(*lens), len(counts), P), suffix)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:], ids=["triton", "triton-split"])
+def test_shared_prefixes_and_windows(backend: Backend) -> None:
+    """Three states, and first keys.  Keeps out: a segment's states written over another's; masked blocks that make NaN."""
+    table, latent = scattered([64, 64], 16, seed=5)
+    q_THL = rand(6, H, C + R, seed=6)
+    shared = Segment(table[:1], ints(48), ints(0, 6), 6, False, 16)
+    own = Segment(table[:, 3:], ints(9, 1), ints(0, 3, 6), 3, False, 16)
+    check(backend, q_THL, latent, shared, own, suffix_rows(table, [64, 64], [1, 2, 2], 16))
+    positions = torch.tensor([48, 49, 50] * 2, device=DEVICE)
+    chain = causal_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=20), positions)
+    tree = suffix_rows(table, [54, 54], [1, 2, 3], 16)
+    check(backend, q_THL, latent, chain)
+    prefix = prefix_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=4), positions + 3)
+    starts = Segment(tree.page_table, tree.cache_seqlens, tree.cu_seqlens_q, 1, starts_T=ints(0, 1, 1, 0, 0, 3))
+    check(backend, q_THL, latent, prefix, starts)
+
+
+def test_odd_sizes_are_padded() -> None:
+    """Keeps out: a rank or rotated dim that is no power of two, whose padding is read or written."""
+    table, latent = scattered([40, 3], 5, seed=7, width=24 + 6)
+    q_THL = rand(4, 3, 30, seed=8)
+    suffix = suffix_rows(table, [40, 3], [2, 1], 5)
+    check(TritonBackend(8), q_THL, latent, prefix_segment(table, ints(38, 1), 2, 5), suffix, rank=24)
+
+
+# ---- layers ----
+
+
+def prep(positions_T: Tensor, dtype: torch.dtype) -> LatentPrep:
+    table = rotary_table(100.0 ** -(torch.arange(R // 2) / (R // 2)), 256).to(DEVICE, dtype)
+    return LatentPrep(Rotation(table, positions_T.to(DEVICE)), 1 + 0.1 * rand(C, seed=1, dtype=dtype), 1e-6)
+
+
+def dense(q_THQ: Tensor, latent_TL: Tensor, up_HXC: Tensor, how: LatentPrep) -> Tensor:
+    """One prompt by the definition: every head's keys and values, a causal mask, a softmax."""
+    latent_TL, q_THQ = latent_TL.clone(), q_THQ.clone()
+    latent_TL = how.apply_(q_THQ[..., N:], latent_TL)
+    k_THN, v_THV = torch.einsum("tc,hxc->thx", latent_TL[:, :C], up_HXC).split((N, V), -1)
+    k_THQ = torch.cat((k_THN, latent_TL[:, None, C:].expand(-1, H, -1)), -1)
+    scores = torch.einsum("qhd,khd->hqk", q_THQ, k_THQ) * SCALE.scale
+    T = scores.shape[1]
+    scores.masked_fill_(torch.ones(T, T, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf)
+    return torch.einsum("hqk,khv->qhv", scores.softmax(-1), v_THV)
+
+
+def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, int]]], P: int) -> None:
+    """Runs prompts in passes of (start, end) for each and holds every pass against the whole prompts' dense attention."""
+    ends = [row[-1][1] for row in zip(*pieces)]
+    pages = max(-(-n // P) for n in ends)
+    table = torch.randperm(len(ends) * pages, generator=torch.Generator().manual_seed(P)).view(-1, pages).int().to(DEVICE)
+    cache = MLACache(1, len(ends) * pages * P, C, R, dtype=dtype, device=DEVICE)
+    cache.latent.fill_(NAN)
+    up_HXC = rand(H, N + V, C, seed=9, dtype=dtype) / C**0.5
+    whole = [(rand(n, H, N + R, seed=n, dtype=dtype), rand(n, C + R, seed=n + 1, dtype=dtype)) for n in ends]
+    want = [dense(*row, up_HXC, prep(torch.arange(n), dtype)) for row, n in zip(whole, ends)]
+    for parts in pieces:
+        positions = [torch.arange(*part) for part in parts]
+        slots = [slots_at(row[None], place[None].to(DEVICE), P)[0] for row, place in zip(table, positions)]
+        lens = [len(place) for place in positions]
+        segment = ragged_causal_segment(table, lens, [end for _, end in parts], P)
+        last = ragged_causal_segment(table, [1] * len(parts), [end for _, end in parts], P)
+        attn = PagedAttention(backend, cache, AttentionPlan((segment,)), torch.cat(slots), AttentionPlan((last,)))
+        how = prep(torch.cat(positions), dtype)
+        rows_R = torch.tensor(lens, device=DEVICE).cumsum(0) - 1
+        for rows in (None, rows_R):
+            q_THQ = torch.cat([q[a:b] for (q, _), (a, b) in zip(whole, parts)])
+            latent_TL = torch.cat([latent[a:b] for (_, latent), (a, b) in zip(whole, parts)])
+            out = MLAttention(attn)(0, q_THQ, latent_TL, up_HXC, how, rows, SCALE)
+            expected = torch.cat([out_THV[a:b] for out_THV, (a, b) in zip(want, parts)])
+            tolerance = 1e-10 if dtype == torch.float64 else 3e-5
+            torch.testing.assert_close(out, expected if rows is None else expected[rows], atol=tolerance, rtol=tolerance)
+
+
+PIECES = [
+    [[(0, 30), (0, 11)]],  # whole prompts
+    [[(0, 9), (0, 9)], [(9, 31), (9, 14)], [(31, 33), (14, 15)]],  # chunks of long ones and rests
+    [[(0, 4), (0, 9), (0, 1)], [(4, 30), (9, 12), (1, 2)]],  # what is cached differs from row to row
+]
+
+
+@pytest.mark.parametrize("above", [0, 8, 256])
+@pytest.mark.parametrize("pieces", PIECES, ids=["whole", "chunks", "ragged"])
+@pytest.mark.parametrize("P", [1, 5, 16])
+def test_absorbed_equals_expanded(monkeypatch: pytest.MonkeyPatch, above: int, pieces: list, P: int) -> None:
+    """Keeps out: a chunk of a cached prefix read twice or not at all; rows that take another's; a scale of the wrong dim."""
+    monkeypatch.setattr(mla, "EXPAND_ABOVE", above)
+    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 10)
+    passes(TorchBackend(), torch.float64, pieces, P)
+
+
+@pytest.mark.parametrize("above", [8, 256])
+def test_prompts_through_the_kernels(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
+    """Keeps out: padded values (NaN) that reach an output; chunks without a key."""
+    monkeypatch.setattr(mla, "EXPAND_ABOVE", above)
+    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
+    with torch.inference_mode():
+        passes(TritonBackend(4), torch.float32, PIECES[2], 5)
+
+
+def test_the_store_kernel_does_what_its_definition_does() -> None:
+    """Keeps out: halves swapped, a norm over the rotated part, queries written to the wrong head."""
+    T = 7
+    q_THQ, latent_TL = rand(T, 5, N + R, seed=1), rand(T, 30 + C + R, seed=2)[:, 30:]
+    slots_T, how = (
+        torch.tensor([3, 9, 0, 4, 5, 11, 2], device=DEVICE),
+        prep(torch.tensor([0, 5, 9, 1, 2, 250, 30]), torch.float32),
+    )
+    want, got = (MLAView(torch.full((12, C + R), NAN, device=DEVICE), C) for _ in range(2))
+    out = torch.full((T, 5, C + R), NAN, device=DEVICE)
+    launch_store_latent(got.latent, q_THQ[..., N:], latent_TL, slots_T, how, out[..., C:])
+    with torch.enable_grad():  # the definition, on a GPU too
+        store_latent(want, q_THQ[..., N:], latent_TL.clone(), slots_T, how)
+    torch.testing.assert_close(got.latent, want.latent, equal_nan=True)
+    torch.testing.assert_close(out[..., C:], q_THQ[..., N:])
+    assert out[..., :C].isnan().all()
+
+
+def test_moving_takes_latents_along() -> None:
+    """Keeps out: a commit that moves half a latent, or reads what it has written."""
+    cache = MLACache(2, 8, C, R, dtype=torch.float32, device=DEVICE)
+    cache.latent.copy_(rand(2, 8, C + R, seed=1))
+    before = cache.latent.clone()
+    cache.move(torch.tensor([[5, 2, 7, 0]], device=DEVICE), torch.tensor([[0, 2, 3]], device=DEVICE))
+    assert cache.latent[:, [5, 2, 7]].equal(before[:, [5, 7, 0]])
