@@ -1,0 +1,106 @@
+"""Who computes a target: our own modules where there are some for its model_type, or transformers' code with our attention.
+
+Reads configs and says why; a choice that nobody asked for by name has its reason with it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_json
+from specdec.models.deepseek_config import DEEPSEEK, parse_deepseek
+from specdec.models.loader import load_target, with_generation_eos
+from specdec.models.target import Target
+
+BACKENDS = ("auto", "native", "transformers")
+
+
+class TargetChoice(NamedTuple):
+    """backend: "native" or "transformers".  reason: why.  config: the target's, as that backend reads it."""
+
+    backend: str
+    reason: str
+    config: ModelConfig
+
+
+class _Native(NamedTuple):
+    """One of our own modules: how it reads a config.json's object, and how it loads a folder."""
+
+    parse: Callable[[dict[str, Any], str], ModelConfig]
+    load: Callable[[Path, Any, int, torch.device, torch.dtype], Target]
+
+
+def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
+    """Reads the folder's config.json by the backend of that name, or by the first that can.
+
+    `auto` takes our own module; where that refuses a config for something that it does not compute, transformers' code, with
+    a warning, and only if transformers knows every key of the config.  ValueError says what can't run, and what does.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}; nearest setting that works: 'auto'")
+    family = read_json(folder / "config.json").get("model_type")
+    native = _native(family)
+    if backend == "transformers":
+        return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
+    if native is None:
+        reason = f"there is no native module for model_type {family!r}"
+        if backend == "native":
+            known = ", ".join((*FAMILIES, *DEEPSEEK))
+            raise ValueError(f"{folder}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
+        return TargetChoice("transformers", reason, _read_by_transformers(folder))
+    try:
+        config = with_generation_eos(native.parse(read_json(folder / "config.json"), str(folder)), folder)
+    except ValueError as error:
+        if backend == "native":
+            raise
+        return _fall_back(folder, error)
+    return TargetChoice("native", "asked for by name" if backend == "native" else f"a native module for {family!r}", config)
+
+
+def load_chosen(
+    choice: TargetChoice, folder: Path, max_positions: int, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
+) -> Target:
+    """The folder's model with its weights.  cuda_graphs: whether passes are to be captured; ValueError if they can't be."""
+    if choice.backend == "transformers":
+        from specdec.models.transformers_target import load_transformers_target
+
+        return load_transformers_target(folder, choice.config, device, dtype, cuda_graphs)
+    native = _native(choice.config.family)
+    assert native is not None
+    return native.load(folder, choice.config, max_positions, device, dtype)
+
+
+def _native(family: Any) -> _Native | None:
+    if family in FAMILIES:
+        return _Native(parse_config, load_target)
+    if family in DEEPSEEK:
+        from specdec.models.deepseek_loader import load_deepseek
+
+        return _Native(parse_deepseek, load_deepseek)
+    return None
+
+
+def _fall_back(folder: Path, refusal: ValueError) -> TargetChoice:
+    """transformers, for what our module refused; but not for a key that transformers would silently ignore."""
+    from specdec.models.transformers_config import unknown_keys
+
+    if keys := unknown_keys(folder):
+        raise ValueError(f"{refusal}; transformers does not know {', '.join(keys)} either") from refusal
+    try:
+        config = _read_by_transformers(folder)
+    except ValueError as error:
+        raise ValueError(f"{refusal}; nor does backend='transformers' run it: {error}") from error
+    reason = f"the native module refuses: {refusal}"
+    warnings.warn(f"backend='auto' takes transformers: {reason}", stacklevel=2)
+    return TargetChoice("transformers", reason, config)
+
+
+def _read_by_transformers(folder: Path) -> ModelConfig:
+    from specdec.models.transformers_config import read_transformers_config
+
+    return with_generation_eos(read_transformers_config(folder), folder)
