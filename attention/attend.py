@@ -1,24 +1,21 @@
 """The one place where models meet attention: store this pass's keys and values, then attend.
 
-Also chooses the backend, and can say why.  Knows neither trees nor phases: a plan says who reads what.
+Also makes the backend that was chosen.  Knows neither trees nor phases: a plan says who reads what.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.capabilities import BackendChoice
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.kv_cache import KVCache
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
-
-BACKENDS = ("torch", "triton", "fa2", "fa3", "fa4")
 
 
 class PagedAttention:
@@ -37,7 +34,7 @@ class PagedAttention:
         slots_T: Tensor,
         rows_plan: AttentionPlan | None = None,
     ) -> None:
-        self.backend, self.cache, self.slots_T = backend, cache, slots_T
+        self.backend, self.cache, self.plan, self.slots_T = backend, cache, plan, slots_T
         self.prepared = self._by_kind(plan)
         self.rows_prepared = None if rows_plan is None else self._by_kind(rows_plan)
 
@@ -56,47 +53,17 @@ class PagedAttention:
         return self.backend.attend(q_RQD, view, self.rows_prepared[kind], scoring)
 
 
-class BackendChoice(NamedTuple):
-    """name: one of BACKENDS; reason: why `auto` took it, or why a backend can't run (empty: it can)."""
-
-    name: str
-    reason: str
-
-
-def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why this backend can't run here; the empty string if it can."""
-    if name not in BACKENDS:
-        return f"attention must be one of {', '.join(('auto', *BACKENDS))}; got {name!r}"
+def make_backend(choice: BackendChoice | str) -> Backend:
+    """The backend chosen, or of that name.  Imports its library only now: `import specdec` needs neither triton nor a GPU."""
+    name, by_rule = (choice, False) if isinstance(choice, str) else (choice.name, choice.by_rule)
     if name == "torch":
-        return ""
-    if name in ("fa2", "fa3", "fa4"):
-        return f"attention={name!r} has no door in this version; nearest setting that works: attention='auto'"
-    if importlib.util.find_spec("triton") is None:
-        return "attention='triton' needs the triton package, which is not installed; nearest: attention='torch'"
-    if device.type != "cuda":
-        return f"attention='triton' needs a CUDA device, got {device}; nearest setting that works: attention='torch'"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"attention='triton' computes float32, float16 or bfloat16, got {dtype}; nearest: attention='torch'"
-    return ""
+        from specdec.attention.torch_backend import TorchBackend
 
-
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
-    """Resolves `auto`, or holds a named backend against the device and dtype.  Raises ValueError if it can't run here."""
-    if name == "auto":
-        reason = why_not("triton", device, dtype)
-        return BackendChoice("torch", reason) if reason else BackendChoice("triton", "CUDA device and triton installed")
-    if reason := why_not(name, device, dtype):
-        raise ValueError(reason)
-    return BackendChoice(name, "asked for by name")
-
-
-def make_backend(name: str) -> Backend:
-    """The backend of that name.  Imports its library only now: `import specdec` needs neither triton nor a GPU."""
+        return TorchBackend()
     if name == "triton":
         from specdec.attention.triton_backend import TritonBackend
 
         return TritonBackend()
-    assert name == "torch", f"no backend {name!r}"
-    from specdec.attention.torch_backend import TorchBackend
+    from specdec.attention.flash import FlashBackend
 
-    return TorchBackend()
+    return FlashBackend(name, by_rule)

@@ -18,7 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec import shipped
-from specdec.attention.attend import BACKENDS, choose_backend, why_not
+from specdec.attention.capabilities import (
+    BACKENDS,
+    TABLE,
+    AttentionNeeds,
+    architecture_of,
+    choose_backend,
+    why_not,
+)
+from specdec.attention.capability_table import table_as_markdown
 from specdec.loading import resolve_device, resolve_dtype
 from specdec.models.loader import read_target_config
 
@@ -89,7 +97,7 @@ def _auto_rows() -> list[tuple[str, str]]:
         dtype = resolve_dtype("auto", read_target_config(shipped.target_folder()), device)
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    choice = choose_backend("auto", device, dtype)
+    choice = choose_backend("auto", AttentionNeeds(device, dtype, architecture_of(device)))
     graphs = "on" if device.type == "cuda" else "off: they need a GPU"
     return [
         ("device", str(device)),
@@ -103,12 +111,17 @@ def _backend_table() -> Table:
     device = resolve_device("auto")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     table = Table(title=f"Attention backends on {device}", title_justify="left", title_style="bold", box=None, padding=(0, 2))
-    for column in ("name", "runs", "why not"):
+    for column in ("name", "runs", "tests passed on", "why not"):
         table.add_column(column, overflow="fold", justify="left")
     for name in BACKENDS:
-        reason = why_not(name, device, dtype)
-        table.add_row(name, Text("no", "yellow") if reason else Text("yes", "green"), reason)
+        reason = why_not(name, AttentionNeeds(device, dtype, architecture_of(device), page_size=TABLE[name].page_multiple))
+        table.add_row(name, Text("no", "yellow") if reason else Text("yes", "green"), TABLE[name].run_on, reason)
     return table
+
+
+def print_capabilities() -> None:
+    """What each attention backend can do on any machine, as the README has it."""
+    print(table_as_markdown())
 
 
 def _print_pairs(console: Console, title: str, rows: list[tuple[str, str]]) -> None:

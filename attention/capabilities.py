@@ -1,0 +1,277 @@
+"""What each attention backend can do, in one table: `auto`, errors, `specdec doctor` and the README are made from it.
+
+Knows what is asked for (`AttentionNeeds`), not by which model; imports no backend and no library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, NamedTuple
+
+import torch
+
+from specdec.attention.flash_rule import DISPATCHED, where_fa4_is_faster
+from specdec.attention.kinds import FULL, LayerKind
+
+KINDS = ("full", "window", "chunk")
+KV_DTYPES = ("auto", "fp8", "int8")
+GRAPH_MODES = (False, "step", "round")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class HeadDims(NamedTuple):
+    least: int
+    most: int
+    multiple: int
+
+    def __str__(self) -> str:
+        return f"{self.least} to {self.most}, multiples of {self.multiple}"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One backend.
+
+    kinds: of layers whose keys it reads itself; `ours`: of layers that our kernels read for it, as they read shared prefixes
+    then.  unread_pages: sizes of pages it would read whole, slots that nobody wrote (NaN) included.  mla: whether it reads
+    latent caches, and if so whether with softcap and sinks.  package: whose import it needs, at least that version.
+    architectures: majors of the GPU's compute capability; empty: any.  run_on: the hardware its own tests have passed on.
+    """
+
+    name: str
+    prefix_by: str
+    run_on: str
+    devices: tuple[str, ...] = ("cuda",)
+    package: str | None = None
+    least_version: tuple[int, int] = (0, 0)
+    architectures: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = HALVES
+    head_dims: HeadDims | None = None
+    page_multiple: int = 1
+    unread_pages: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = KINDS
+    ours: tuple[str, ...] = ()
+    softcap: bool = True
+    sinks: bool = True
+    kv_dtypes: tuple[str, ...] = ("auto",)
+    mla: Literal["any scoring", "plain", ""] = ""
+    tree: bool = True
+    graphs: tuple[Literal["round", "step", False], ...] = GRAPH_MODES
+    shared_prefixes: bool = True
+
+
+UNSEEN = "not run on hardware"  # tested against stand-ins (tests/toolkit/fake_flash.py)
+TABLE = {
+    c.name: c
+    for c in (
+        Capability(
+            "torch", "gathered keys, SDPA", "CPU, H100", ("cpu", "cuda"), dtypes=FLOATS, kv_dtypes=KV_DTYPES, mla="any scoring",
+        ),
+        Capability(
+            "triton", "our kernels", "H100", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+            kv_dtypes=KV_DTYPES, mla="plain",
+        ),
+        Capability(
+            "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
+            head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
+        ),
+        Capability(
+            "fa3", "flash_attn_interface", UNSEEN, package="flash-attn-3", least_version=(3, 0), architectures=(9,),
+            head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
+        ),
+        Capability(
+            "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
+            head_dims=HeadDims(8, 256, 8), unread_pages=(80, 112, 128, 144), kinds=("full",), ours=("window", "chunk"),
+        ),
+    )
+}  # fmt: skip
+BACKENDS = tuple(TABLE)
+PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2")  # which to name first where another can't run
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a pair of models and its settings ask of attention.
+
+    architecture: the GPU's compute capability; None on a CPU.  head_dims, kinds: of all layers of both models; an MLA layer
+    has no head dim here.  kv_dtype: as the door's kv_cache_dtype.  tree: whether drafts branch.  graphs: as cuda_graphs.
+    rows, packed, keys: the most sequences, of queries x heads that share a key in a verify pass, and of tokens.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    architecture: tuple[int, int] | None = None
+    head_dims: tuple[int, ...] = (128,)
+    kinds: tuple[LayerKind, ...] = (FULL,)
+    softcap: bool = False
+    sinks: bool = False
+    kv_dtype: str = "auto"
+    mla: bool = False
+    page_size: int = 16
+    tree: bool = True
+    graphs: Literal["round", "step", False] = False
+    shared_prefixes: bool = False
+    rows: int = 1
+    packed: int = 1
+    keys: int = 0
+
+
+def architecture_of(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def kind_name(kind: LayerKind) -> str:
+    return "window" if kind.window else "chunk" if kind.chunk else "full"
+
+
+def installed(package: str) -> str | None:
+    """Its version, or None.  Imports nothing (flash-attn 2 and 4 share a package, so a module's name would not tell)."""
+    try:
+        return version(package)
+    except PackageNotFoundError:  # some builds of torch bring triton under another name
+        return "0.0" if package == "triton" and importlib.util.find_spec(package) else None
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+
+
+def _major_minor(text: str) -> tuple[int, int]:
+    numbers = ["".join(filter(str.isdigit, part)) for part in text.split(".")[:2]]
+    major, minor = [int(number or 0) for number in numbers + ["0"] * (2 - len(numbers))]
+    return major, minor
+
+
+# ---- why not ----
+
+
+class Fault(NamedTuple):
+    """What is wrong, and a setting that would mend it, with the needs as they were then."""
+
+    problem: str
+    setting: str | None = None
+    mended: AttentionNeeds | None = None
+
+
+def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    """Everything that keeps a backend from answering these needs."""
+    yield from _machine_faults(c, n)
+    if n.dtype not in c.dtypes:
+        names = " or ".join(short(dtype) for dtype in c.dtypes)
+        best = c.dtypes[0]
+        yield Fault(f"computes {names}, got {short(n.dtype)}", f"dtype='{short(best)}'", replace(n, dtype=best))
+    for dim in n.head_dims if c.head_dims else ():
+        if not c.head_dims.least <= dim <= c.head_dims.most or dim % c.head_dims.multiple:
+            yield Fault(f"takes heads of {c.head_dims}, got {dim}")
+    if n.page_size in c.unread_pages:
+        problem = f"reads pages of {listed(c.unread_pages)} tokens whole, unwritten slots included, got page_size={n.page_size}"
+        yield Fault(problem, "page_size=64", replace(n, page_size=64))
+    if n.page_size % c.page_multiple:
+        fits = -(-n.page_size // c.page_multiple) * c.page_multiple
+        problem = f"reads pages of a multiple of {c.page_multiple} tokens, got page_size={n.page_size}"
+        yield Fault(problem, f"page_size={fits}", replace(n, page_size=fits))
+    asked = dict.fromkeys(map(kind_name, n.kinds))
+    if not set(asked) & set(c.kinds) and not n.mla:
+        yield Fault(f"reads {', '.join(c.kinds)} layers, and these models have {' and '.join(asked)} layers only")
+    if n.kv_dtype not in c.kv_dtypes:
+        problem = f"reads KV in the models' own dtype, got kv_cache_dtype={n.kv_dtype!r}"
+        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_dtype="auto"))
+    if n.mla and not c.mla:
+        yield Fault("does not read MLA's latent cache")
+    if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
+        yield Fault("reads MLA's latent cache without softcap or sinks, which these models use")
+    if n.mla and n.kv_dtype != "auto":
+        problem = f"reads MLA's latent cache in the model's own dtype, got kv_cache_dtype={n.kv_dtype!r}"
+        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_dtype="auto"))
+    yield from _plan_faults(c, n)
+
+
+def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    if n.device.type not in c.devices:
+        yield Fault(f"needs a CUDA device, got {n.device}")
+    elif c.architectures and n.architecture and n.architecture[0] not in c.architectures:
+        majors = ", ".join(f"{major}.x" for major in c.architectures)
+        yield Fault(f"needs a GPU of compute capability {majors}, got {'.'.join(map(str, n.architecture))}")
+    if c.package is not None:
+        found, wanted = installed(c.package), ".".join(map(str, c.least_version))
+        if found is None:
+            yield Fault(f"needs the package {c.package}, which is not installed")
+        elif _major_minor(found) < c.least_version:
+            yield Fault(f"needs {c.package} {wanted} or later, got {found}")
+
+
+def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    """Of what every backend here does; a new one may not."""
+    if n.softcap and not c.softcap:
+        yield Fault("has no softcap, which these models use")
+    if n.sinks and not c.sinks:
+        yield Fault("has no attention sinks, which these models use")
+    if n.tree and not c.tree:
+        yield Fault("answers chains only", "topk=1", replace(n, tree=False))
+    if n.graphs not in c.graphs:
+        yield Fault(f"can't be captured with cuda_graphs={n.graphs!r}", "cuda_graphs=False", replace(n, graphs=False))
+    if n.shared_prefixes and not c.shared_prefixes:
+        yield Fault("does not share prefixes", "prefix_caching=False", replace(n, shared_prefixes=False))
+
+
+def why_not(name: str, needs: AttentionNeeds) -> str:
+    """Why this backend can't answer these needs, with the nearest setting that works; the empty string if it can."""
+    if name not in TABLE:
+        return f"attention must be one of {', '.join(('auto', *BACKENDS))}; got {name!r}"
+    fault = _first_fault(name, needs)
+    return f"attention={name!r} {fault.problem}; nearest setting that works: {_nearest(name, needs, fault)}" if fault else ""
+
+
+def _first_fault(name: str, needs: AttentionNeeds) -> Fault | None:
+    return next(faults(TABLE[name], needs), None)
+
+
+def _nearest(name: str, needs: AttentionNeeds, fault: Fault) -> str:
+    """Settings of which each by itself makes the needs answerable; each was asked of the table."""
+    ways = [fault.setting] if fault.mended and not _first_fault(name, fault.mended) else []
+    others = [other for other in PREFERRED if other != name]
+    works = next((other for other in others if not _first_fault(other, needs)), None)
+    if works:
+        return " or ".join(filter(None, [*ways, f"attention={works!r}"]))
+    if not ways:  # two settings have to change
+        for other in others:
+            second = _first_fault(other, needs)
+            if second and second.mended and not _first_fault(other, second.mended):
+                return f"attention={other!r} with {second.setting}"
+    assert ways, f"nothing answers {needs}"
+    return " or ".join(filter(None, ways))
+
+
+# ---- choice ----
+
+
+class BackendChoice(NamedTuple):
+    """name: one of BACKENDS; reason: why it was taken.  by_rule: it answers where it measured faster, and ours elsewhere."""
+
+    name: str
+    reason: str
+    by_rule: bool = False
+
+
+def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
+    """Resolves `auto`, or holds a named backend against the needs.  Raises ValueError if it can't answer them."""
+    if name != "auto":
+        if reason := why_not(name, needs):
+            raise ValueError(reason)
+        return BackendChoice(name, "asked for by name")
+    if reason := why_not("triton", needs):
+        if not_torch := why_not("torch", needs):
+            raise ValueError(not_torch)
+        return BackendChoice("torch", reason)
+    if not why_not("fa4", needs) and set(needs.head_dims) == {DISPATCHED.head_dim}:
+        if where := where_fa4_is_faster(needs.rows, needs.packed, needs.keys):
+            return BackendChoice("fa4", where, by_rule=True)
+    return BackendChoice("triton", "CUDA device and triton installed")

@@ -1,0 +1,59 @@
+"""The capability table in words: for `specdec doctor --table`, and the README, which a test holds to it."""
+
+from __future__ import annotations
+
+from specdec.attention.capabilities import BACKENDS, KINDS, KV_DTYPES, TABLE, Capability, listed, short
+
+
+def table_rows() -> list[list[str]]:
+    """The table as text: a heading, then a line for each thing one may need."""
+    cs = list(TABLE.values())
+    lines: dict[str, list[str]] = {
+        "keys are read by": [c.prefix_by for c in cs],
+        "runs on": [_machine(c) for c in cs],
+        "needs": [_package(c) for c in cs],
+        "computes in": [", ".join(short(dtype) for dtype in c.dtypes) for c in cs],
+        "head dim": [str(c.head_dims or "any") for c in cs],
+        "page size": [_pages(c) for c in cs],
+        **{f"{kind} layers": [_kind(c, kind) for c in cs] for kind in KINDS},
+        "softcap": [_yes(c.softcap) for c in cs],
+        "sinks": [_yes(c.sinks) for c in cs],
+        **{f"{kv} KV": [_yes(kv in c.kv_dtypes) for c in cs] for kv in KV_DTYPES[1:]},
+        "MLA": [{"plain": "without softcap or sinks", "": "no"}.get(c.mla, "yes") for c in cs],
+        "draft trees": [_yes(c.tree) for c in cs],
+        "CUDA graphs": [", ".join(str(mode) for mode in c.graphs if mode) or "no" for c in cs],
+        "shared prefixes": ["our kernel" if c.shared_prefixes and c.ours else _yes(c.shared_prefixes) for c in cs],
+        "tests passed on": [c.run_on for c in cs],
+    }
+    return [["", *BACKENDS], *([name, *cells] for name, cells in lines.items())]
+
+
+def table_as_markdown() -> str:
+    head, *rows = table_rows()
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _machine(c: Capability) -> str:
+    if "cpu" in c.devices:
+        return "CPU, CUDA"
+    return "CUDA" + (" " + ", ".join(f"{major}.x" for major in c.architectures) if c.architectures else "")
+
+
+def _package(c: Capability) -> str:
+    if c.package is None:
+        return "nothing"
+    return c.package + (f" {'.'.join(map(str, c.least_version))}+" if any(c.least_version) else "")
+
+
+def _pages(c: Capability) -> str:
+    if c.unread_pages:
+        return f"any but {listed(c.unread_pages)}"
+    return "any" if c.page_multiple == 1 else f"multiples of {c.page_multiple}"
+
+
+def _kind(c: Capability, kind: str) -> str:
+    return "yes" if kind in c.kinds else "our kernel" if kind in c.ours else "no"
+
+
+def _yes(can: bool) -> str:
+    return "yes" if can else "no"

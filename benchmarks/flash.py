@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""flash-attn 4 behind its door against our kernels: the data behind attention/flash_rule.py.  Prints a table, and writes JSON.
+
+    python benchmarks/flash.py --out benchmarks/results/flash_h100.json
+
+The cells of attention.py beside this, some between them, and prompts.  Both sides as they run: rows of the tree and the merge
+are ours in both, flash-attn 4 reads the prefix (or all, where there is no tree) in one.  Times are of CUDA-graph replays, per
+layer.  `error`: ours and fa4's distance to the oracle in float64, where that fits; `apart`: between the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import itertools
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.flash import FlashBackend
+from specdec.attention.flash_rule import fa4_is_faster
+from specdec.attention.kv_cache import MHAView
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.triton_backend import TritonBackend
+
+spec = importlib.util.spec_from_file_location("attention_cells", Path(__file__).with_name("attention.py"))
+assert spec is not None and spec.loader is not None
+cells = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = cells
+spec.loader.exec_module(cells)
+Case, World = cells.Case, cells.World
+
+BETWEEN = [
+    Case("tree", B, L, N)
+    for B, L, N in itertools.product((2, 4, 8, 16, 32), (1024, 8192), (16, 32, 33, 48, 64))
+    if (B, N) not in itertools.product((8, 32), (32, 64))
+]
+PROMPTS = [Case("chain", B, L, L) for B, L in ((1, 256), (1, 1024), (1, 4096), (1, 16384), (8, 256), (8, 1024))]
+PROMPTS += [Case("chain", 1, 16384, 2048)]
+ORACLE_KEYS = 16_384
+
+
+class Side:
+    """One backend over all layers of a world, as in a model: the plan is prepared once."""
+
+    def __init__(self, backend: TritonBackend) -> None:
+        self.backend = backend
+
+    def __call__(self, world: Any) -> list[Tensor]:
+        prepared = self.backend.prepare(world.plan)
+        return [self.backend.attend(world.q_THD, view, prepared) for view in world.views]
+
+
+def measure(case: Any, pool: Tensor, ours: Side, fa4: Side, replays: int) -> dict[str, Any]:
+    torch.cuda.empty_cache()
+    world = World(case, pool)
+    start = time.perf_counter()
+    fa4(world)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    us, out = cells.timed(ours, world, replays)
+    fa4_us, fa4_out = cells.timed(fa4, world, replays)
+    packed = case.N * cells.H // cells.K
+    prefix = world.plan.segments[0]
+    row: dict[str, Any] = {
+        **case._asdict(), "packed": packed, "us": round(us, 2), "fa4_us": round(fa4_us, 2), "ratio": round(us / fa4_us, 3),
+        "rule": "fa4" if fa4_is_faster(prefix.rows, packed, prefix.max_keys) else "ours",
+        "first_call_s": round(first, 2), "apart": cells.apart(out, fa4_out),
+    }  # fmt: skip
+    if case.B * case.L <= ORACLE_KEYS and case.N <= 64:
+        oracle = TorchBackend()
+        view = MHAView(world.views[-1].kv.double())
+        want = oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan))
+        row["error"] = [cells.apart(out, want), cells.apart(fa4_out, want)]
+    return row
+
+
+def show(row: dict[str, Any]) -> str:
+    text = f"{row['kind']:6} {row['B']:3} {row['L']:7} {row['N']:5} {row['us']:9.2f} {row['fa4_us']:9.2f} {row['ratio']:6.2f}"
+    text += f"   {row['rule']}" + (f"   first call {row['first_call_s']:.1f} s" if row["first_call_s"] > 1 else "")
+    return text + ("   WRONG" if max(row["apart"], *row.get("error", [0])) > 1e-2 else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pool-gb", type=float, default=36.0, help="GPU memory for caches; larger cases are skipped")
+    parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--part", choices=("all", "cells", "between"), default="all")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    import flash_attn.cute.interface  # noqa: F401  # seconds, and not part of a first call
+
+    import_s = time.perf_counter() - start
+    print(f"{torch.cuda.get_device_name()}, {cells.versions()}, import of flash-attn 4 {import_s:.1f} s")
+    pool = torch.empty(int(args.pool_gb * 1e9) // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    ours, fa4, rows = Side(TritonBackend()), Side(FlashBackend("fa4")), []
+    asked = {"all": cells.CAUSAL + cells.TREES + BETWEEN + PROMPTS, "cells": cells.CAUSAL + cells.TREES}
+    print("kind     B       L     N        us    fa4 us  ratio   the rule takes")
+    for case in asked.get(args.part, BETWEEN + PROMPTS):
+        if case.B * (case.L + case.N + cells.PAGE_SIZE) * cells.TOKEN_BYTES > pool.numel() * 2:
+            continue
+        rows.append(measure(case, pool, ours, fa4, args.replays))
+        print(show(rows[-1]), flush=True)
+    wrong = [row for row in rows if (row["ratio"] > 1.0) != (row["rule"] == "fa4")]
+    print(
+        f"fa4 is faster in {sum(row['ratio'] > 1 for row in rows)} of {len(rows)}; the rule takes the slower in {len(wrong)}:"
+    )
+    for row in sorted(wrong, key=lambda row: row["ratio"]):
+        print("  ", show(row))
+    if args.out:
+        about = {
+            "device": torch.cuda.get_device_name(), "python": platform.python_version(), "versions": cells.versions(),
+            "date": datetime.date.today().isoformat(), "heads": [cells.H, cells.K, cells.D], "dtype": "bfloat16",
+            "page_size": cells.PAGE_SIZE, "replays": args.replays, "import_s": round(import_s, 2),
+        }  # fmt: skip
+        args.out.write_text(json.dumps({**about, "cells": rows}, indent=1) + "\n")
+    return int(any(max(row["apart"], *row.get("error", [0])) > 1e-2 for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

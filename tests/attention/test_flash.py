@@ -1,0 +1,128 @@
+"""The doors to the flash-attn packages, held against the definition; on a CPU through stand-ins, on an H100 fa4 itself.
+
+Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
+"""
+
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from toolkit import fake_flash  # noqa: E402
+
+from specdec.attention.flash_doors import DOORS, hold_to_its_word  # noqa: E402
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring  # noqa: E402
+from specdec.attention.kv_cache import MHAView  # noqa: E402
+from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
+from specdec.attention.reference import ReferenceBackend  # noqa: E402
+from specdec.attention.segment import Segment  # noqa: E402
+
+H, K, D, P = 4, 2, 16, 256
+LENS = [300, 0, 3, 511]
+REAL_FA4 = HAS_GPU and importlib.util.find_spec("flash_attn") is not None
+DEVICE = "cuda" if REAL_FA4 else "cpu"
+NAMES = ["fa4"] if REAL_FA4 else list(DOORS)
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not REAL_FA4:
+        fake_flash.install(monkeypatch)
+
+
+def world(page_size: int, lens: list[int], head_dim: int = D) -> tuple[Tensor, Tensor, MHAView]:
+    """A scattered page table, lengths, and a cache that is NaN wherever no row may read, in the last page too."""
+    generator = torch.Generator().manual_seed(7)
+    width = max(-(-n // page_size) for n in lens) + 1
+    table_BW = torch.randperm(len(lens) * width, generator=generator).view(len(lens), width).int() + 1
+    kv = torch.full(((len(lens) * width + 1) * page_size, 2, K, head_dim), torch.nan)
+    for pages, n in zip(table_BW, lens):
+        at = torch.arange(n)
+        kv[pages[at // page_size] * page_size + at % page_size] = torch.randn(n, 2, K, head_dim, generator=generator)
+    return table_BW.to(DEVICE), torch.tensor(lens, dtype=torch.int32, device=DEVICE), MHAView(kv.half().to(DEVICE))
+
+
+def queries(count: int, head_dim: int = D) -> Tensor:
+    return torch.randn(count, H, head_dim, generator=torch.Generator().manual_seed(count)).half().to(DEVICE)
+
+
+def segments(table: Tensor, lens: Tensor, page_size: int) -> dict[str, tuple[Segment, int]]:
+    prompts = [300, 0, 3, 40]
+    return {
+        "prefix": (prefix_segment(table, lens, 5, page_size), 20),
+        "chain": (causal_segment(table, lens, 5, page_size), 20),  # of three tokens too: its first queries see nothing
+        "decode": (causal_segment(table, lens, 1, page_size), 4),
+        "prompts": (ragged_causal_segment(table, prompts, LENS, page_size), sum(prompts)),
+        "empty": (prefix_segment(table, torch.zeros_like(lens), 2, page_size), 8),
+    }
+
+
+SCORINGS = {"plain": PLAIN, "softcap": Scoring(softcap=2.0), "scale": Scoring(scale=0.1)}
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts", "empty"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None:
+    """Keeps out: lse in another layout or log, +inf of an empty row in a merge, a call whose arguments changed places."""
+    if REAL_FA4 and scoring != "plain" and shape not in ("prefix", "chain"):
+        pytest.skip("compiles for seconds, and another shape shows nothing new")
+    page_size = P if name == "fa2" else 16
+    head_dim = 128 if REAL_FA4 else D
+    table, lens, view = world(page_size, LENS, head_dim)
+    segment, count = segments(table, lens, page_size)[shape]
+    q_THD = queries(count, head_dim)
+    if REAL_FA4:  # what it finds in shared memory, where a tile is not full
+        DOORS[name](q_THD, MHAView(torch.full_like(view.kv, torch.nan)), segment, SCORINGS[scoring])
+    got = DOORS[name](q_THD, view, segment, SCORINGS[scoring])
+    want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment, SCORINGS[scoring])
+    torch.testing.assert_close(got.out_THD.double(), want.out_THD, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(got.lse_TH.double(), want.lse_TH, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.skipif(REAL_FA4, reason="of stand-ins")
+def test_fa2_is_asked_for_the_pages_it_can_read() -> None:
+    """Keeps out: a stand-in that takes what the library refuses."""
+    table, lens, view = world(16, LENS)
+    with pytest.raises(RuntimeError, match="divisible by 256"):
+        DOORS["fa2"](queries(4), view, causal_segment(table, lens, 1, 16), PLAIN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_doors_answer_full_layers_only(name: str) -> None:
+    """Keeps out: a window handed to a library that would shift it from query to query."""
+    table, lens, view = world(P, LENS)
+    local = causal_segment(table, lens, 1, P).local(LayerKind(window=4), lens.long() - 1)
+    with pytest.raises(AssertionError, match="our kernel reads such segments"):
+        DOORS[name](queries(4), view, local, PLAIN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_doors_keep_their_word(name: str) -> None:
+    hold_to_its_word(name, (H, K, 128 if REAL_FA4 else D), P, torch.float16, torch.device(DEVICE))
+
+
+@pytest.mark.skipif(REAL_FA4, reason="of stand-ins")
+@pytest.mark.parametrize("fault", ["base 2", "+inf", "swapped"])
+def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a release whose lse is base 2, or poisons a merge, used until the text is wrong."""
+    module = sys.modules["flash_attn.cute.interface"]
+    honest = module.flash_attn_varlen_func
+
+    def other(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = honest(*args, **kwargs)
+        if fault == "+inf":
+            return out, torch.where(lse == -torch.inf, torch.inf, lse)
+        return (out, lse / 0.6931) if fault == "base 2" else (out, lse.flip(1))
+
+    monkeypatch.setattr(module, "flash_attn_varlen_func", other)
+    with pytest.raises(RuntimeError, match="fa4: the installed library .* attention='triton'"):
+        hold_to_its_word("fa4", (H, K, D), 16, torch.float16, torch.device("cpu"))

@@ -1,0 +1,136 @@
+"""Stand-ins for the flash-attn packages: their signatures and quirks, dense arithmetic inside.  For fa2 and fa3, which no
+machine of ours can install, and for fa4 where there is no GPU.
+
+Signatures as of flash_attn 2.8, its hopper/ folder, and flash-attn-4 4.0.0b36.  Quirks: what each refuses, layouts of lse,
+what a query without keys comes back with, extra return values, causal masks aligned at the bottom right.
+
+Shapes: B rows, n queries of a row, T queries, H heads, K kv heads, D head dim, N keys of a row, P page size.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention import capabilities
+
+VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "triton": "3.6.0"}
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes all three importable, and the capability table see them."""
+    fa2, fa3, cute, interface = (
+        ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
+    )
+    fa2.flash_attn_with_kvcache, fa2.flash_attn_varlen_func = fa2_with_kvcache, fa2_varlen  # type: ignore[attr-defined]
+    fa3.flash_attn_with_kvcache = fa3_with_kvcache  # type: ignore[attr-defined]
+    interface.flash_attn_varlen_func = fa4_varlen  # type: ignore[attr-defined]
+    for module in (fa2, fa3, cute, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(capabilities, "installed", VERSIONS.get)
+
+
+def dense(
+    q_nHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float | None, causal: bool, softcap: float, empty_lse: float
+) -> tuple[Tensor, Tensor]:
+    """One row: out [n, H, D] in q's dtype and lse [n, H] float32."""
+    n, N = q_nHD.shape[0], k_NKD.shape[0]
+    k, v = (x.repeat_interleave(q_nHD.shape[1] // x.shape[1], dim=1).double() for x in (k_NKD, v_NKD))
+    scores = torch.einsum("qhd,khd->qhk", q_nHD.double(), k) * (q_nHD.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap > 0.0:
+        scores = softcap * (scores / softcap).tanh()
+    if causal:
+        last = torch.arange(n)[:, None] + N - n
+        scores = scores.masked_fill((torch.arange(N) > last)[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    empty = lse == -torch.inf
+    out = torch.einsum("qhk,khd->qhd", (scores - torch.where(empty, 0.0, lse)[..., None]).exp(), v)
+    return out.to(q_nHD.dtype), torch.where(empty, empty_lse, lse).float()
+
+
+def paged(cache: Tensor, table_W: Tensor, length: int) -> Tensor:
+    """The row's keys [N, K, D], of a cache [pages, P, K, D]."""
+    used = table_W[: -(-length // cache.shape[1])].long()
+    return cache[used].flatten(0, 1)[:length]
+
+
+def ragged(q_THD: Tensor, cu_seqlens_q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: list[int], *args: Any) -> Any:
+    """Rows one behind the other: out [T, H, D], lse [H, T]."""
+    assert cu_seqlens_q.dtype == table.dtype == torch.int32
+    bounds, states = cu_seqlens_q.tolist(), []
+    assert bounds[-1] == q_THD.shape[0] and len(bounds) == len(lens) + 1
+    for start, end, pages, length in zip(bounds, bounds[1:], table, lens, strict=False):
+        states.append(dense(q_THD[start:end], paged(k, pages, length), paged(v, pages, length), *args))
+    return torch.cat([out for out, _ in states]), torch.cat([lse for _, lse in states]).t().contiguous()
+
+
+def check_cache(q: Tensor, k: Tensor, v: Tensor) -> None:
+    assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16), "FlashAttention only supports 16 bit"
+    assert k.stride(-1) == 1 and v.stride(-1) == 1 and k.dim() == v.dim() == 4
+    assert q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and q.shape[-2] % k.shape[-2] == 0
+
+
+def fa2_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
+    check_cache(q, k_cache, v_cache)
+    if k_cache.shape[1] % 256:
+        raise RuntimeError("Paged KV cache block size must be divisible by 256")
+    assert q.dim() == 4 and window_size == (-1, -1) and k is None and cache_seqlens.dtype == torch.int32
+    B, n = q.shape[:2]
+    cu = torch.arange(0, (B + 1) * n, n, dtype=torch.int32)
+    lens, args = cache_seqlens.tolist(), (softmax_scale, causal, softcap, torch.inf)
+    out, lse_HT = ragged(q.flatten(0, 1), cu, k_cache, v_cache, block_table, lens, *args)
+    lse_BHn = lse_HT.view(-1, B, n).transpose(0, 1).contiguous()
+    return (out.view(q.shape), lse_BHn) if return_softmax_lse else out.view(q.shape)
+
+
+def fa2_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    check_cache(q, k, v)
+    if k.shape[1] % 256:
+        raise RuntimeError("Paged KV cache block size must be divisible by 256")
+    assert cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k.shape == cu_seqlens_q.shape and max_seqlen_q > 1
+    lens = cu_seqlens_k.diff().tolist()
+    assert max(lens) <= max_seqlen_k
+    out, lse_HT = ragged(q, cu_seqlens_q, k, v, block_table, lens, softmax_scale, causal, softcap, torch.inf)
+    return (out, lse_HT, None) if return_attn_probs else out
+
+
+def fa3_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0,
+    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+    return_softmax_lse=False,
+):  # fmt: skip
+    check_cache(q, k_cache, v_cache)
+    assert q.dim() == 3 and isinstance(max_seqlen_q, int) and window_size == (-1, -1) and attention_chunk == 0
+    assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and cache_seqlens.dtype == torch.int32
+    lens = cache_seqlens.tolist()
+    empty = -torch.inf if any(lens) else torch.inf  # a call that reads nothing at all takes another way
+    out, lse_HT = ragged(q, cu_seqlens_q, k_cache, v_cache, page_table, lens, softmax_scale, causal, softcap, empty)
+    return (out, lse_HT, None, None) if return_softmax_lse else out
+
+
+def fa4_varlen(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None,
+    return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
+    gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
+):  # fmt: skip
+    check_cache(q, k, v)
+    assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
+    assert seqused_k.dtype == torch.int32 and window_size == (None, None) and num_splits == 1 and learnable_sink is None
+    args = (softmax_scale, causal, softcap, -torch.inf)
+    out, lse_HT = ragged(q, cu_seqlens_q, k, v, page_table, seqused_k.tolist(), *args)
+    return out, lse_HT if return_lse else None
