@@ -17,7 +17,8 @@ from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
 from specdec.attention.kv_cache import KVCache
 from specdec.attention.plan import causal_segment, next_tokens, prefix_segment
-from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.segment import AttentionPlan, Segment, last_positions
+from specdec.attention.shared import split_shared
 from specdec.batch import BatchState
 from specdec.config import SpecConfig
 from specdec.draft.branches import fork
@@ -51,7 +52,7 @@ class DraftWorker:
         drawn = [state.bonus_B, tokens_B]
         for step in range(steps):
             segment = causal_segment(state.page_table_BW, rows.ends_PB[step], 1, self.page_size)
-            attn = self._attention((segment,), rows.slots[step])
+            attn = self._attention(split_shared(segment, state.shared), rows.slots[step], rows.positions[step])
             hidden_BH = self.head(tokens_B, hidden_BH, rows.positions[step], attn)
             tokens_B = greedy_tokens(self.head.logits(hidden_BH), self.head.d2t_V)
             drawn.append(tokens_B)
@@ -61,13 +62,13 @@ class DraftWorker:
         """Every branch of a level is one row of the head's batch; the best K of their K * K children go on."""
         S, K, B = spec.max_steps, self.topk, state.rows
         device = state.lens_B.device
-        prefix = prefix_segment(state.page_table_BW, state.lens_B, K, self.page_size)
+        prefix = split_shared(prefix_segment(state.page_table_BW, state.lens_B, K, self.page_size), state.shared)
         candidates = Candidates.empty(B, K, S, device)
         beam = first_level(candidates, state.level1_tokens_BK, state.level1_logp_BK)
         hidden, ancestors = state.level1_hidden_BH, torch.empty(B, 0, dtype=torch.int32, device=device)
         for level in range(2, S + 1):
             rows = fork(state.page_table_BW, state.lens_B, beam.parents_BK, hidden, ancestors, self.page_size)
-            attn = self._attention((prefix, rows.suffix), rows.slots_R, rows.positions_R)
+            attn = self._attention((*prefix, rows.suffix), rows.slots_R, rows.positions_R)
             hidden = self.head(beam.tokens_BK.flatten(), rows.hidden_RH, rows.positions_R, attn)
             beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
             ancestors = rows.suffix.page_table
@@ -84,13 +85,16 @@ class DraftWorker:
         rows = next_tokens(state.page_table_BW, base_lens_B, E, self.page_size)
         segment = causal_segment(state.page_table_BW, rows.ends_PB[-1], E, self.page_size)
         features_TH = self.head.fuse(features_BEF.flatten(0, 1))
-        inputs = (tokens_BE.flatten(), features_TH, rows.positions.flatten())
+        positions_T, slots_T = rows.positions.flatten(), rows.slots.flatten()
+        inputs = (tokens_BE.flatten(), features_TH, positions_T)
+        segments = split_shared(segment, state.shared)
         if B * E <= FEW_ROWS:
-            hidden_TH = self.head(*inputs, self._attention((segment,), rows.slots.flatten()))
+            hidden_TH = self.head(*inputs, self._attention(segments, slots_T, positions_T))
             take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=state.level1_hidden_BH[:, None])
         else:
-            last = AttentionPlan((causal_segment(state.page_table_BW, state.lens_B, 1, self.page_size),))
-            attn = PagedAttention(self.backend, self.cache, AttentionPlan((segment,)), rows.slots.flatten(), last)
+            last = causal_segment(state.page_table_BW, state.lens_B, 1, self.page_size)
+            last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
+            attn = PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T, last_plan)
             state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
         self._set_first_level(state)
 

@@ -1,7 +1,7 @@
 """Continuous batching: admits requests, launches rounds, hands out tokens, gives pages back.
 
 Rounds are launched back to back and their tokens read `depth` rounds late, so that the device never waits for the host.
-Knows requests, rows and pages; what a round computes is `rounds.py`'s business.
+Knows requests and rows; which pages they get is `admission.py`'s business, what a round computes `rounds.py`'s.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.admission import Admission
 from specdec.auto_steps import StepChooser
-from specdec.batch import BatchState
+from specdec.batch import BatchState, SharedPrefix
 from specdec.config import MAX_PAUSE, SpecConfig
 from specdec.cuda_graph import on_device
 from specdec.models.packed import PackedPrompts
@@ -21,6 +22,7 @@ from specdec.prefill import PrefillRunner
 from specdec.readback import Readback, Ticket
 from specdec.request import Request
 from specdec.rounds import Drafter, GraphMode, Round, RoundRunner
+from specdec.sharing import LEAST_SAVED, NOBODY, Group, best_group
 from specdec.startup import STARTUP
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
@@ -42,7 +44,7 @@ class Engine:
     """Runs requests on one target and, if there is one, one drafter.
 
     state: tensors for the batch, as many rows as can run at once.  lookahead: slots behind the committed tokens that rounds
-    in flight may write.
+    in flight may write.  prefix_caching: keep pages for prompts that begin as earlier ones did.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Engine:
         pool: PagePool,
         lookahead: int,
         cuda_graphs: GraphMode,
+        prefix_caching: bool = False,
     ) -> None:
         device = state.lens_B.device
         self.verifier, self.drafter, self.spec = verifier, drafter, spec
         self.state, self.pool, self.lookahead = state, pool, lookahead
+        self.admission = Admission(pool, lookahead, prefix_caching)
         self.rounds = RoundRunner(cuda_graphs, device)
         self.prefills = PrefillRunner(bool(cuda_graphs))
         self.readback = Readback(device)
@@ -69,14 +73,13 @@ class Engine:
         self.in_flight: deque[InFlight] = deque()
         self.speculate = drafter is not None
         self.max_prefill_tokens = MAX_PREFILL_TOKENS[device.type]
+        self.group: Group | None = NOBODY  # rows that read pages together; None: rows came or went since it was chosen
+        self.shared = SharedPrefix.empty(state) if prefix_caching else None
+        self.least_saved = LEAST_SAVED[device.type]
 
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
-
-    def tokens_needed(self, request: Request) -> int:
-        """The most slots the request can come to occupy, look-ahead included."""
-        return len(request.prompt_ids) + request.sampling.max_tokens + self.lookahead
 
     def set_speculate(self, speculate: bool) -> None:
         """Switches between rounds and plain decoding; only between requests, whose draft KV would be missing."""
@@ -91,14 +94,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """ValueError if the pool could never hold the request."""
-        pages = self.pool.pages_for(self.tokens_needed(request))
-        if pages > self.pool.capacity:
-            most = self.pool.capacity * self.pool.page_size - self.lookahead - len(request.prompt_ids)
-            raise ValueError(
-                f"prompt ({len(request.prompt_ids)} tokens) + max_tokens + look-ahead ({self.lookahead}) must fit the KV pool "
-                f"of {self.pool.capacity * self.pool.page_size} tokens, got max_tokens={request.sampling.max_tokens}; nearest "
-                + (f"setting that works: max_tokens={most}" if most > 0 else "thing that works: a shorter prompt")
-            )
+        self.admission.check(request)
 
     def add(self, request: Request) -> None:
         """Queues a request that passed `check`."""
@@ -135,21 +131,26 @@ class Engine:
     def _admit(self) -> bool:
         """Fills free rows in the order of arrival.  Whether any request entered."""
         batch: list[Request] = []
-        tokens = 0
+        tokens = longest = 0
+        most = min(self.max_prefill_tokens, self.admission.max_prefill_tokens)
         while self.waiting and len(self.running) < self.state.rows:
             request = self.waiting[0]
-            if not self.pool.can_admit(self.tokens_needed(request)):
+            found = self.admission.find(request, self.speculate)
+            if found is None or (batch and self.admission.should_wait(request, found, batch)):
                 break
-            if batch and tokens + len(request.prompt_ids) > self.max_prefill_tokens:
+            new = len(request.prompt_ids) - found.tokens
+            if batch and (tokens + new > self.max_prefill_tokens or max(longest, new) > most):
+                break  # several prompts fit one pass together; one alone may take several
+            if not self.admission.admit(request, found):
                 break
             self.waiting.popleft()
             self._enter(request)
             batch.append(request)
-            tokens += len(request.prompt_ids)
+            tokens, longest = tokens + new, max(longest, new)
         if batch:
             try:
                 with self.rounds.clock.phase("prefill"):
-                    self._prefill(batch)
+                    self._prefill(batch, most)
                 STARTUP.lap("first prefill")
             except Exception as error:  # of any kind, a prompt too long for the memory above all: those that run go on
                 for request in batch:
@@ -157,9 +158,9 @@ class Engine:
         return bool(batch)
 
     def _enter(self, request: Request) -> None:
-        row = len(self.running)
-        pages = self.pool.admit(request, self.tokens_needed(request))
+        row, pages = len(self.running), self.admission.places[request].table
         self.running.append(request)
+        self.group = None
         state, sampling = self.state, request.sampling
         table = torch.tensor(pages, dtype=torch.int32)
         state.page_table_BW[row, : len(pages)] = table.to(state.page_table_BW.device)
@@ -168,22 +169,29 @@ class Engine:
         state.top_p_B[row] = sampling.top_p
         state.seed_B[row] = request.seed
 
-    def _prefill(self, batch: list[Request]) -> None:
-        """Prompts, packed, through the target and then the draft; each request gets its first token."""
+    def _prefill(self, batch: list[Request], size: int) -> None:
+        """Prompts, packed, through the target and then the draft, from where the prefix cache ends, `size` tokens a pass.
+
+        Each request gets its first token.
+        """
         rows_B = torch.tensor([self.running.index(request) for request in batch], device=self.state.lens_B.device)
         state = self.state.pick(rows_B)
         prompts = [request.prompt_ids for request in batch]
+        starts = [self.admission.places[request].start for request in batch]
         drafter = self.drafter if self.speculate else None
-        size = self.max_prefill_tokens  # several prompts fit one pass together; one alone may take several
-        for start in range(0, max(map(len, prompts)), size):
-            packed = PackedPrompts.pack(prompts, state.page_table_BW, self.pool.page_size, start, size)
+        for done in range(0, max(len(p) - start for p, start in zip(prompts, starts, strict=True)), size):
+            begins = [start + done for start in starts]
+            packed = PackedPrompts.pack(prompts, state.page_table_BW, self.pool.page_size, begins, size)
             first_B = self.prefills.run(self.verifier, drafter, state, packed, _sampling_mode(batch))
         state.lens_B.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         state.active_B.fill_(1)
         state.pending_B.zero_()
         for target, source in zip(self.state.tensors(), state.tensors(), strict=True):
             target.index_copy_(0, rows_B, source)
-        for request, token in zip(batch, first_B.tolist(), strict=True):
+        tokens = first_B.tolist()
+        for request in batch:
+            self.admission.keep(request, request.prompt_ids, self.speculate)
+        for request, token in zip(batch, tokens, strict=True):
             self._hand_out(request, lambda r=request, t=token: r.take_first(t))
 
     # ---- rounds ----
@@ -204,7 +212,7 @@ class Engine:
     def _launch(self) -> None:
         """One round over the running rows, padded to a bucket when graphs are on."""
         rows = self._bucket(len(self.running)) if self.rounds.pads_rows else len(self.running)
-        state, mode = self.state.narrow(rows), _sampling_mode(self.running)
+        state, mode = self._sharing(self.state.narrow(rows)), _sampling_mode(self.running)
         spec = self._spec(rows)
         if self.pause and (spec is not None or self.pause == MAX_PAUSE):
             assert self.drafter is not None
@@ -221,6 +229,20 @@ class Engine:
             launched = self.rounds.plain(self.verifier, state, mode)
         ticket = self.readback.start(launched.emitted_BX, begun)
         self.in_flight.append(InFlight(ticket, list(self.running), launched, rows))
+
+    def _sharing(self, state: BatchState) -> BatchState:
+        """The same rows, reading the pages that many of them begin with once, where that pays."""
+        if self.shared is None:
+            return state
+        if self.group is None:
+            self.group = best_group([self.admission.fixed_pages(request) for request in self.running])
+            tokens = self.group.pages * self.pool.page_size
+            if (len(self.group.rows) - 1) * tokens >= self.least_saved:
+                leader = self.running[self.group.rows[0]]
+                self.shared.set(self.group.rows, self.admission.fixed_pages(leader)[: self.group.pages], tokens)
+            else:
+                self.group = NOBODY
+        return state.sharing(self.shared) if self.group.rows else state
 
     def _spec(self, rows: int) -> SpecConfig | None:
         """The shape of the next round's tree; None for no tree."""
@@ -263,17 +285,19 @@ class Engine:
     # ---- rows and pages ----
 
     def _leave(self, request: Request) -> None:
-        """Frees the request's pages and row; the last row moves into the gap, so that rows stay dense.
-
-        A round in flight may still write to the pages; whoever gets them next is launched behind it.
-        """
+        """Frees the request's pages and row; the last row moves into the gap, so that rows stay dense."""
         row, last = self.running.index(request), len(self.running) - 1
         self.running[row] = self.running[last]
         self.running.pop()
         if row != last:
             self.state.move_row(last, row)
         self.state.clear_row(last)
-        self.pool.release(request)
+        if request.error is None:  # else nobody knows what was written
+            known = request.prompt_ids + request.output.token_ids
+            lag = self.pause if self.speculate else 0  # tokens whose draft rows may be missing
+            self.admission.keep(request, known[: len(known) - lag], self.speculate)
+        self.admission.leave(request)
+        self.group = None
         if not self.running:  # what is in flight is nobody's any more
             for flight in self.in_flight:
                 flight.ticket.drop()

@@ -65,7 +65,7 @@ class RoundRunner:
             return _round(verifier.verify(state, tree, mode, with_features=False), tree)
 
         with self.clock.phase("decode"):
-            return self.phase_graphs.run(("decode", state.rows, mode), decode, [state.lens_B, state.bonus_B])
+            return self.phase_graphs.run(("decode", state.shape, mode), decode, [state.lens_B, state.bonus_B])
 
     def paused(self, verifier: TargetVerifier, state: BatchState, mode: SamplingMode) -> Round:
         """One step of autoregressive decoding that keeps what the draft will need to `catch_up`."""
@@ -79,7 +79,7 @@ class RoundRunner:
 
         with self.clock.phase("decode"):
             changed = [state.lens_B, state.bonus_B, state.pending_B]
-            return self.phase_graphs.run(("paused", state.rows, mode), decode, changed)
+            return self.phase_graphs.run(("paused", state.shape, mode), decode, changed)
 
     def catch_up(self, drafter: Drafter, state: BatchState) -> None:
         """Shows the draft all tokens of a pause at once; rows that entered since it began have nothing to see."""
@@ -95,7 +95,7 @@ class RoundRunner:
             state.pending_B.zero_()
 
         with self.clock.phase("extend"):
-            self.phase_graphs.run(("catch up", state.rows), extend, [state.pending_B, *_first_level(state)])
+            self.phase_graphs.run(("catch up", state.shape), extend, [state.pending_B, *_first_level(state)])
 
     def speculative(
         self, verifier: TargetVerifier, drafter: Drafter, state: BatchState, spec: SpecConfig, mode: SamplingMode
@@ -108,7 +108,7 @@ class RoundRunner:
         def whole() -> Round:
             return self._phases(verifier, drafter, state, spec, mode, lambda key, phase, changed: phase())
 
-        return self.round_graphs.run(("round", state.rows, spec, mode), whole, changed)
+        return self.round_graphs.run(("round", state.shape, spec, mode), whole, changed)
 
     def _phases(
         self,
@@ -119,7 +119,7 @@ class RoundRunner:
         mode: SamplingMode,
         run: Callable[..., Any],
     ) -> Round:
-        key = (state.rows, spec)
+        key = (state.shape, spec)
         with self.clock.phase("draft"):
             tree = run(("draft", *key), lambda: drafter.draft(state, spec), [])
 

@@ -1,13 +1,20 @@
-"""The page pool: pages belong to one owner, and nothing is given back twice.
+"""The page pool: pages belong to one owner, and nothing is given back twice.  Rings: what nobody can read is written anew.
 
-Keeps out: two sequences on one page, a running sequence that finds the pool empty, leaks that show after a thousand requests.
+Keeps out: two sequences on one page, a running sequence that finds the pool empty, leaks that show after a thousand requests,
+a windowed model that keeps every token, and a ring that is a token too short.
 """
 
 import random
 
 import pytest
+import torch
+from test_pause import Script
+from toolkit.models import Zoo
 
-from specdec.pages import DUMMY_PAGE, PagePool
+import specdec.admission
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.admission import ring_of
+from specdec.pages import DUMMY_PAGE, PagePool, ring_pages
 
 
 def test_any_order_of_use_keeps_pages_apart() -> None:
@@ -32,6 +39,9 @@ def test_pages_for_rounds_up() -> None:
     pool = PagePool(10, 16)
     assert [pool.pages_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
     assert pool.capacity == pool.num_free == 9
+    around = PagePool(10, 16, ring=3)
+    assert [around.pages_for(n) for n in (16, 48, 49, 1000)] == [1, 3, 3, 3]
+    assert [around.table_pages(n) for n in (16, 48, 49, 1000)] == [1, 3, 4, 63]
 
 
 def test_misuse_is_an_error() -> None:
@@ -50,3 +60,92 @@ def test_misuse_is_an_error() -> None:
         with pytest.raises(KeyError):
             wrong()
     assert pool.num_free == pool.capacity == 3 and sorted(pool._free) == [1, 2, 3]
+
+
+# ---- rings ----
+
+
+def wrong_reads(ring: int, page_size: int, span: int, ahead: int, seed: int) -> int:
+    """Reads that find another token than their own, in rounds and passes of up to `ahead` tokens at random lengths."""
+    rng, wrong, L = random.Random(seed), 0, 0
+    slots = ring * page_size
+    holds: dict[int, int] = {}  # slot -> position
+    while L < 12 * slots:
+        written = rng.choice([1, ahead, rng.randint(1, ahead)])
+        for position in range(L, L + written):  # all are stored before the first is read
+            holds[position % slots] = position
+        for query in range(L, L + written):
+            wrong += sum(holds.get(key % slots) != key for key in range(max(0, query - span + 1), query + 1))
+        L += rng.randint(1, written)  # rejected tokens are written again
+    return wrong
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_ring_is_just_long_enough(page_size: int) -> None:
+    """Keeps out: an off-by-one at a page's or window's border.  With a page less, where slots count, reads go wrong."""
+    rng = random.Random(page_size)
+    for _ in range(40):
+        span, ahead = rng.randint(1, 40), rng.randint(1, 40)
+        ring = ring_pages(span, ahead, page_size)
+        assert not wrong_reads(ring, page_size, span, ahead, seed=1), (span, ahead)
+        if page_size == 1 and ring > 1 and ahead > 1:
+            assert wrong_reads(ring - 1, page_size, span, ahead, seed=1), (span, ahead)
+
+
+def test_who_gets_a_ring() -> None:
+    """Keeps out: a model with one full layer on a ring, and a ring longer than the table it replaces."""
+    assert ring_of([8, None], 10, 16, 1000) is None
+    assert ring_of([8, 4096], 10, 16, 1000) == (4096 + 2048 - 1 + 15) // 16
+    assert ring_of([8, 4096], 10, 16, 384) is None
+
+
+LENGTH = 130
+
+
+@pytest.fixture()
+def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specdec.admission, "RING_PREFILL", 8)
+
+
+def windowed(zoo: Zoo, spec: SpecConfig | None, page_size: int, **settings: object) -> SpecDecoder:
+    """Mistral: every layer has a window of 11; the head one of 3."""
+    kind = "eagle3-window" if spec else None
+    return zoo.decoder("mistral", kind, spec, page_size=page_size, max_seq_len=240, **{"max_batch_size": 3, **settings})
+
+
+@pytest.mark.usefixtures("short_passes")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("shape", "page_size"), [((3, 4, 12), 4), ((5, 1, 6), 1), ((3, 4, 12), 16), (None, 4)], ids=str)
+def test_text_far_beyond_the_window(zoo: Zoo, shape: tuple[int, int, int] | None, page_size: int, depth: int) -> None:
+    """A pool of a few windows writes what transformers writes, drafts as far as with all pages, and is whole at the end."""
+    decoder = windowed(zoo, SpecConfig(*shape) if shape else None, page_size)
+    engine = decoder.engine
+    engine.depth = depth
+    assert engine.pool.ring is not None and engine.pool.capacity * page_size < 3 * 60
+    for cache in (engine.verifier.cache, *([engine.drafter.cache] if shape else [])):  # type: ignore[union-attr]
+        cache.kv.fill_(torch.nan)
+    prompts = [[5, 9, 2], [*range(1, 38), *range(30)], [7] * 9, [4, 8] * 20]  # some longer than a ring
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=LENGTH))
+    assert [out.token_ids for out in outputs] == [zoo.greedy("mistral", prompt, LENGTH) for prompt in prompts]
+    assert engine.pool.num_free == engine.pool.capacity
+    assert sorted(engine.pool._free) == list(range(1, engine.pool.num_pages))
+    whole = windowed(zoo, SpecConfig(*shape) if shape else None, page_size, prefix_caching=True)
+    assert whole.engine.pool.ring is None, "kept pages are not written anew"
+    for one, other in zip(outputs, whole.generate(prompts, SamplingParams(max_tokens=LENGTH)), strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.stats.accepted_per_round == other.stats.accepted_per_round
+
+
+@pytest.mark.usefixtures("short_passes")
+def test_a_pause_longer_than_the_window(zoo: Zoo) -> None:
+    """Keeps out: a draft that catches up on pages which went around during the pause."""
+    decoder = windowed(zoo, SpecConfig("auto", 3, 12), 4)
+    decoder.engine.chooser = Script(*[2, *[0] * 30, 3, 3, 0] * 5, 3)  # type: ignore[assignment]
+    outputs = decoder.generate([[5, 9, 2], [7] * 9], SamplingParams(max_tokens=LENGTH))
+    assert [out.token_ids for out in outputs] == [zoo.greedy("mistral", p, LENGTH) for p in ([5, 9, 2], [7] * 9)]
+
+
+def test_a_model_with_a_full_layer_keeps_its_pages(zoo: Zoo) -> None:
+    """qwen2's first layers are full; a head without a window is a full layer too."""
+    for target, kind in (("qwen2", "eagle1-window"), ("mistral", "eagle3")):
+        assert zoo.decoder(target, kind, SpecConfig(3, 4, 12), max_seq_len=240).engine.pool.ring is None

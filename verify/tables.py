@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.attention.plan import causal_segment, fill_tree_suffix, next_tokens, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.shared import split_shared
 from specdec.batch import BatchState
 from specdec.ops.index import use_index_kernels
 from specdec.tree import DraftTree
@@ -29,15 +30,21 @@ class TreeTables(NamedTuple):
 
 
 def tree_tables(state: BatchState, tree: DraftTree, page_size: int) -> TreeTables:
-    """A chain is one causal segment; a tree is the prefix, and a suffix of each node's own path."""
+    """A chain is one causal segment; a tree is the prefix, and a suffix of each node's own path.
+
+    Where rows share pages, these are a segment of their own in front.
+    """
     N = tree.num_nodes
     if tree.is_chain:
         rows = next_tokens(state.page_table_BW, state.lens_B, N, page_size)
         segment = causal_segment(state.page_table_BW, rows.ends_PB[-1], N, page_size)
-        return TreeTables(rows.positions.flatten(), rows.slots, AttentionPlan((segment,)))
+        positions_T = rows.positions.flatten()
+        plan = AttentionPlan(split_shared(segment, state.shared), positions_T)
+        return TreeTables(positions_T, rows.slots, plan)
     positions_T, slots_BN, suffix = path_tables(state.page_table_BW, state.lens_B, tree, page_size)
     prefix = prefix_segment(state.page_table_BW, state.lens_B, N, page_size)
-    return TreeTables(positions_T, slots_BN, AttentionPlan((prefix, suffix), positions_T))
+    plan = AttentionPlan((*split_shared(prefix, state.shared), suffix), positions_T)
+    return TreeTables(positions_T, slots_BN, plan)
 
 
 def path_tables(page_table_BW: Tensor, lens_B: Tensor, tree: DraftTree, page_size: int) -> tuple[Tensor, Tensor, Segment]:

@@ -16,8 +16,8 @@ from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
 from specdec.attention.kv_cache import KVCache
 from specdec.batch import BatchState
-from specdec.models.causal_lm import CausalLM, TargetOutput
 from specdec.models.packed import PackedPrompts
+from specdec.models.target import Target, TargetOutput
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens
 from specdec.sampling import RowSampling, sample_rows
@@ -46,7 +46,7 @@ class TargetVerifier:
     """Runs the target over prompts and trees.  aux_layers: captured for the draft; empty: it wants the final hidden state."""
 
     def __init__(
-        self, model: CausalLM, cache: KVCache, backend: Backend, page_size: int, aux_layers: tuple[int, ...] = ()
+        self, model: Target, cache: KVCache, backend: Backend, page_size: int, aux_layers: tuple[int, ...] = ()
     ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
         self.page_size, self.aux_layers = page_size, aux_layers

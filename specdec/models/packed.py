@@ -17,7 +17,7 @@ from specdec.pages import DUMMY_PAGE
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """Prompts, or one chunk of a long prompt whose earlier tokens are in the cache already.
+    """Prompts, or parts of prompts whose earlier tokens are in the cache already.
 
     ids_T, positions_T, slots_T: int64, of each token.  last_B: int64 row of each prompt's last token here.  plan: who reads
     what; last_plan: what the last tokens alone read.  follower_B: int64, the prompt's own token behind the last one here;
@@ -34,15 +34,25 @@ class PackedPrompts:
 
     @classmethod
     def pack(
-        cls, prompts: list[list[int]], page_table_BW: Tensor, page_size: int, start: int = 0, size: int | None = None
+        cls,
+        prompts: list[list[int]],
+        page_table_BW: Tensor,
+        page_size: int,
+        starts: list[int] | None = None,
+        size: int | None = None,
     ) -> PackedPrompts:
-        """Tokens start .. start + size of each prompt, on the page table's device; prompt b lives on the pages of row b."""
+        """`size` tokens (None: all the rest) of each prompt from its start (None: 0) on, on the page table's device.
+
+        Prompt b lives on the pages of row b.  Something of each must be left.
+        """
         device, W = page_table_BW.device, page_table_BW.shape[1]
-        parts = [prompt[start:] if size is None else prompt[start : start + size] for prompt in prompts]
+        starts = [0] * len(prompts) if starts is None else starts
+        ends = [len(prompt) if size is None else min(start + size, len(prompt)) for start, prompt in zip(starts, prompts)]
+        assert all(start < end for start, end in zip(starts, ends, strict=True))
+        parts = [prompt[start:end] for prompt, start, end in zip(prompts, starts, ends)]
         lens_B = torch.tensor([len(part) for part in parts])
-        ends = [start + len(part) for part in parts]
         owner_T = torch.repeat_interleave(torch.arange(len(parts)), lens_B)
-        positions_T = torch.cat([torch.arange(start, end) for end in ends])
+        positions_T = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends)])
         places_T = (owner_T * W + positions_T // page_size).to(device)  # one page a token, not one table row a token
         positions_T = positions_T.to(device)
         return cls(

@@ -1,0 +1,373 @@
+"""Prefix caching: what is found equals what would have been computed, in the target and in the draft; no page is lost.
+
+Keeps out: a page whose draft row was made for another next token, pages without draft rows under a draft, a cached page that
+is written to or evicted while somebody reads it, garbage of a failed prefill that others find.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_pause import Script
+from toolkit.models import Zoo, ragged_prompts
+
+import specdec.admission
+from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
+from specdec.admission import Admission
+from specdec.generation import Stats
+from specdec.pages import PagePool
+from specdec.prefix_cache import Node, PrefixCache, common_pages, page_keys
+from specdec.request import Request
+
+TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
+SYSTEM = [(7 * i * i + 3 * i) % 40 for i in range(37)]  # a prompt that others begin with
+
+
+def request_of(prompt: list[int], max_tokens: int, decode: Any = lambda ids: "") -> Request:
+    return Request.new(prompt, SamplingParams(max_tokens=max_tokens), 0, frozenset(), decode, streaming=False)
+
+
+def nodes_of(cache: PrefixCache) -> list[Node]:
+    found, open_nodes = [], list(cache.root.children.values())
+    while open_nodes:
+        node = open_nodes.pop()
+        found.append(node)
+        open_nodes += node.children.values()
+    return found
+
+
+def check_books(admission: Admission, requests: list[Request]) -> None:
+    """Every page has one owner; uses are counted; what is in use, or in front of it, can't be evicted."""
+    pool, cache = admission.pool, admission.cache
+    assert cache is not None
+    nodes = nodes_of(cache)
+    kept = {node.page for node in nodes}
+    assert kept == pool._owned.get(cache, set()) and len(kept) == len(nodes)
+    owned = [page for pages in pool._owned.values() for page in pages]
+    assert sorted(owned + pool._free) == list(range(1, pool.num_pages))
+    held = [admission.places[request].node for request in requests]
+    for node in nodes:
+        behind = 0
+        for at in held:
+            while at is not None and at is not node:
+                at = at.parent
+            behind += at is node
+        assert node.users == behind and (node in cache._idle) == (behind == 0)
+        assert all(child.drafted <= node.drafted for child in node.children.values())
+    order = list(cache._idle)
+    assert all(node.parent not in order[: order.index(node)] for node in order), "a page in front goes after those behind"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
+    """Random requests over few texts in a small pool: what is found is what was written, and nothing is lost."""
+    rng = random.Random(page_size)
+    admission = Admission(PagePool(40, page_size), lookahead=5, prefix_caching=True)
+    assert admission.cache is not None
+    running: list[Request] = []
+    content: dict[int, tuple[tuple[int, ...], bool]] = {}  # page -> (its text from the beginning, successor too; draft rows)
+    found_tokens = 0
+    for _ in range(1500):
+        drafted = running[0].seed == 1 if running else rng.random() < 0.6  # never both at once
+        if rng.random() < 0.5:
+            prompt = [rng.randrange(2) for _ in range(3)] + [0] * rng.randrange(1, 6 * page_size) + [rng.randrange(2)]
+            request = request_of(prompt, rng.randrange(1, 3 * page_size))
+            request.seed = int(drafted)
+            found = admission.find(request, drafted)
+            if found is None or not admission.admit(request, found):
+                continue
+            table, start = admission.places[request].table, found.tokens // page_size
+            assert len(table) * page_size >= admission.tokens_needed(request) and len(set(table)) == len(table)
+            assert found.tokens < len(prompt)
+            for i, page in enumerate(table[:start]):
+                text, has_draft = content[page]
+                assert text == tuple(prompt[: (i + 1) * page_size + 1]) and has_draft >= drafted
+            running.append(request)
+            others = {page for other in running[:-1] for page in admission.places[other].table}
+            assert not others & set(table[start:]), "two requests write to one page"
+            for i, page in enumerate(table[start:], start):  # what its prefill writes
+                content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
+            admission.keep(request, prompt, drafted)
+            found_tokens += found.tokens
+        elif running:
+            request = running.pop(rng.randrange(len(running)))
+            output = [rng.randrange(2) for _ in range(rng.randrange(request.sampling.max_tokens) + 1)]
+            text = request.prompt_ids + output
+            for i in range((len(request.prompt_ids) - 1) // page_size, (len(text) - 1) // page_size):
+                content[admission.places[request].table[i]] = (tuple(text[: (i + 1) * page_size + 1]), drafted)
+            admission.keep(request, text, drafted)
+            admission.leave(request)
+        check_books(admission, running)
+    assert admission.hit_tokens == found_tokens > 1000 and admission.lookup_tokens > found_tokens
+    for request in running:
+        admission.leave(request)
+    assert admission.free_pages == admission.pool.capacity
+
+
+def test_least_recently_used_goes_first() -> None:
+    """Keeps out: eviction by age of entry, and of a page in front of one that stays."""
+    admission = Admission(PagePool(10, 2), lookahead=0, prefix_caching=True)
+
+    def run(prompt: list[int]) -> list[int]:
+        request = request_of(prompt, 1)
+        found = admission.find(request, False)
+        assert found is not None and admission.admit(request, found)
+        table = admission.places[request].table
+        admission.keep(request, prompt, False)
+        admission.leave(request)
+        return table
+
+    old, other = run([1, 2, 3, 4, 5]), run([6, 7, 8])
+    again = run([1, 2, 3, 9])  # the first page of old is used once more
+    assert again[0] == old[0]
+    cache = admission.cache
+    assert cache is not None
+    assert [node.page for node in cache._idle] == [old[1], other[0], old[0]]
+    run([11] * 11)  # needs six pages, has six free
+    assert len(cache.find([1, 2, 3, 4, 5], False)) == 2
+    run([12] * 11)  # needs more: what was used longest ago goes, what is behind before what is in front
+    assert not cache.find([6, 7, 8], False)
+
+
+def test_keys_hold_the_successor() -> None:
+    assert page_keys([1, 2, 3, 4, 5], 2) == [(1, 2, 3), (3, 4, 5)]
+    assert page_keys([1, 2, 3, 4], 2) == [(1, 2, 3)] and page_keys([1, 2], 2) == page_keys([], 2) == []
+    assert common_pages([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], 2) == 1
+    assert common_pages([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], 2) == 2
+
+
+# ---- in the engine ----
+
+
+@pytest.fixture(params=[0, 1], ids=lambda depth: f"depth{depth}")
+def decoder(zoo: Zoo, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpecDecoder]:
+    """Small enough a pool that pages are evicted; its books must balance when the test is over."""
+    monkeypatch.setattr(specdec.admission, "WORTH_A_PASS", 8)
+    decoder = zoo.decoder(
+        "llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96, prefix_caching=True
+    )  # fmt: skip
+    decoder.engine.depth = request.param
+    yield decoder
+    assert_whole(decoder)
+
+
+def assert_whole(decoder: SpecDecoder) -> None:
+    engine = decoder.engine
+    assert engine.is_idle and not engine.in_flight and not engine.admission.places
+    assert engine.admission.free_pages == engine.pool.capacity
+    check_books(engine.admission, [])
+    assert not engine.state.active_B.any() and not engine.state.page_table_BW.any()
+
+
+def same(hit: list[Generation], cold: list[Generation]) -> None:
+    """Ids, and how far drafts were accepted round by round."""
+    assert [out.token_ids for out in hit] == [out.token_ids for out in cold]
+    assert [out.stats.accepted_per_round for out in hit] == [out.stats.accepted_per_round for out in cold]
+
+
+def prompts_behind(system: list[int]) -> list[list[int]]:
+    return [system + tail for tail in ([1, 2, 3], [1, 2, 9, 4, 4, 4, 4, 7], [5], [1, 2, 3, 4, 5, 6], [8] * 11)]
+
+
+SHAPES = [
+    ("eagle3", TREE, 4), ("eagle3", CHAIN, 16), ("eagle1", TREE, 1), ("eagle1-two-layers", CHAIN, 4), ("eagle3", TREE, 16),
+    ("eagle3", CHAIN, 1), (None, None, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "spec", "page_size"), SHAPES, ids=str)
+def test_hits_equal_cold_runs(zoo: Zoo, kind: str | None, spec: SpecConfig | None, page_size: int) -> None:
+    """First, second and third time, alone and together: the text, and each round's acceptance, of a decoder that keeps none."""
+    settings = dict(page_size=page_size, max_batch_size=3, max_seq_len=96)
+    cold = zoo.decoder("llama", kind, spec, **settings)
+    warm = zoo.decoder("llama", kind, spec, **settings, prefix_caching=True)
+    prompts, sampling = prompts_behind(SYSTEM), SamplingParams(max_tokens=16)
+    want = cold.generate(prompts, sampling)
+    for time in range(3):
+        got = warm.generate(prompts, sampling)
+        same(got, want)
+        full = (len(SYSTEM) - 1) // page_size * page_size  # the page behind holds what differs, or is followed by it
+        for out in got if time else got[3:]:  # three enter at once the first time
+            assert out.stats.cached_tokens >= full
+        assert_whole(warm)
+    same([warm.generate(prompt, sampling)[0] for prompt in prompts], want)
+    counted = warm.engine.admission
+    assert counted.lookup_tokens == 4 * sum(map(len, prompts)) > counted.hit_tokens > 0.8 * 3 * 5 * len(SYSTEM)
+
+
+def test_hit_rate_is_that_of_plain_decoding(zoo: Zoo) -> None:
+    """Keeps out: a last page that is computed again because the draft needs its neighbour."""
+    prompts, rates = prompts_behind(SYSTEM) + ragged_prompts(40, 6, seed=3), []
+    for speculate in (True, False):
+        decoder = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_batch_size=8, prefix_caching=True)
+        for _ in range(2):
+            out = decoder.generate(prompts, SamplingParams(max_tokens=12), speculate=speculate)
+        rates.append([one.stats.cached_tokens for one in out])
+        assert rates[-1] == [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+    assert rates[0] == rates[1]
+
+
+def test_generated_tokens_are_found_too(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """A conversation: each turn's prompt is all that was said before.  Its KV came from rounds, of the draft's too."""
+    cold = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96)
+    text, sampling = [3, 1, 4], SamplingParams(max_tokens=17)
+    for turn in range(4):
+        (out,), (want,) = decoder.generate(text, sampling), cold.generate(text, sampling)
+        same([out], [want])
+        assert out.stats.cached_tokens == ((len(text) - 2 - 1) // 4 * 4 if turn else 0)  # less the new and the last token
+        text = text + out.token_ids + [turn]
+
+
+def test_two_texts_that_go_on_differently_share_no_page_at_the_fork(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """The draft's row of a page's last token holds the next token: the same page, followed by another, is another page."""
+    stem, sampling = SYSTEM[:8], SamplingParams(max_tokens=16)
+    decoder.generate([*stem, 5, 6], sampling)
+    (other,) = decoder.generate([*stem, 9, 6], sampling)
+    (again,) = decoder.generate([*stem, 5, 7], sampling)
+    assert other.stats.cached_tokens == 4 and again.stats.cached_tokens == 8
+    (want,) = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate([*stem, 9, 6], sampling)
+    same([other], [want])
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_what_is_found_is_what_is_read(zoo: Zoo, decoder: SpecDecoder, which: str) -> None:
+    """Poison in a cached page shows: in the text if it is the target's, in the acceptance if it is the draft's."""
+    sampling = SamplingParams(max_tokens=24)
+    (clean,) = decoder.generate(SYSTEM, sampling)
+    engine = decoder.engine
+    assert engine.admission.cache is not None and engine.drafter is not None
+    pages = [node.page for node in engine.admission.cache.find(SYSTEM, True)][:6]
+    cache = engine.verifier.cache if which == "target" else engine.drafter.cache  # type: ignore[attr-defined]
+    for page in pages:
+        cache.kv[:, page * 4 : page * 4 + 4].normal_(generator=torch.Generator().manual_seed(page), std=4.0)
+    (dirty,) = decoder.generate(SYSTEM, sampling)
+    assert dirty.stats.cached_tokens == 36
+    if which == "target":
+        assert dirty.token_ids != clean.token_ids
+    else:
+        assert dirty.token_ids == clean.token_ids
+        assert dirty.stats.accepted_per_round != clean.stats.accepted_per_round
+
+
+def test_pages_without_draft_rows_are_for_plain_decoding_only(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Keeps out: speculation behind a plain run that reads draft rows nobody wrote.  The other way round, all are found."""
+    assert decoder.engine.drafter is not None
+    decoder.engine.drafter.cache.kv.fill_(1e4)  # type: ignore[attr-defined]
+    sampling = SamplingParams(max_tokens=16)
+    want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(SYSTEM, sampling)
+    seen = []
+    for speculate in (False, False, True, True, False):
+        got = decoder.generate(SYSTEM, sampling, speculate=speculate)
+        assert got[0].token_ids == want[0].token_ids
+        if speculate:
+            same(got, want)
+        seen.append(got[0].stats.cached_tokens)
+    assert seen == [0, 36, 0, 36, 36]
+    longer = [*SYSTEM, *want[0].token_ids, 3]
+    assert decoder.generate(longer, sampling)[0].stats.cached_tokens == 52
+
+
+def test_a_pause_leaves_no_hole(zoo: Zoo) -> None:
+    """Keeps out: a text that ends in a pause, whose last draft rows were never written, and that another one goes on from."""
+    spec, sampling = SpecConfig("auto", 3, 12), SamplingParams(max_tokens=30)
+    decoder = zoo.decoder("llama", "eagle3", spec, page_size=4, max_seq_len=160, prefix_caching=True)
+    fresh = zoo.decoder("llama", "eagle3", spec, page_size=4, max_seq_len=160)
+    assert decoder.engine.drafter is not None
+    decoder.engine.drafter.cache.kv.fill_(1e4)  # type: ignore[attr-defined]
+    decoder.engine.chooser = Script(3, 3, *[0] * 40)  # type: ignore[assignment]
+    (first,) = decoder.generate(SYSTEM, sampling)
+    paused = len(first.stats.accepted_per_round) - 2
+    assert paused > 10
+    follow = [*SYSTEM, *first.token_ids, 3]
+    decoder.engine.chooser = fresh.engine.chooser = Script(3)  # type: ignore[assignment]
+    got, want = decoder.generate(follow, sampling), fresh.generate(follow, sampling)
+    same(got, want)
+    assert (len(follow) - 2 - paused) // 4 * 4 - 4 <= got[0].stats.cached_tokens <= len(follow) - 2 - paused
+    assert decoder.generate(follow, sampling)[0].stats.cached_tokens == (len(follow) - 1) // 4 * 4
+
+
+def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """In a pool that is always full: every request that is left alone writes what it writes alone."""
+    rng, engine = random.Random(5), decoder.engine
+    bases = [SYSTEM[:20], SYSTEM[:20], [9] * 9, []]
+    tails = ragged_prompts(40, 8, seed=1)
+    requests, left_alone = [], []
+    for _ in range(200):
+        fails = rng.random() < 0.1
+        calls = iter(range(rng.randrange(4), 10_000))
+        decode = (lambda ids, c=calls: 1 // (next(c) < 3) and "") if fails else (lambda ids: "")
+        prompt = (rng.choice(bases) + rng.choice(tails))[:40]
+        sampling = SamplingParams(max_tokens=rng.choice([1, 2, 5, 9, 14]))
+        requests.append(Request.new(prompt, sampling, 0, frozenset(), decode, streaming=True))
+    arrivals = iter(requests)
+    while not all(request.is_done for request in requests):
+        for _, request in zip(range(rng.randrange(4)), arrivals, strict=False):
+            engine.add(request)
+        if rng.random() < 0.1 and not engine.is_idle:
+            engine.cancel(rng.choice([*engine.running, *engine.waiting]))
+        engine.step()
+        check_books(engine.admission, engine.running)
+    left_alone = [request for request in requests if not request.cancelled and request.error is None]
+    for request in left_alone:
+        assert request.output.token_ids == zoo.greedy("llama", request.prompt_ids, 24)[: request.sampling.max_tokens]
+    assert len(left_alone) > 120 and Stats.total([r.stats for r in left_alone]).cached_tokens > 1000
+
+
+@pytest.mark.parametrize(("owner", "phase"), [("verifier", "prefill"), ("drafter", "prefill"), ("verifier", "verify")])
+def test_a_failure_leaves_no_garbage_behind(
+    zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, owner: str, phase: str
+) -> None:
+    """Keeps out: pages of a prefill that never ran, which the next request finds."""
+    sampling = SamplingParams(max_tokens=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(decoder.engine, owner), phase, lambda *args, **kw: (_ for _ in ()).throw(ValueError("boom")))
+        with pytest.raises((RuntimeError, ValueError), match="boom"):
+            decoder.generate(prompts_behind(SYSTEM), sampling)
+    assert_whole(decoder)
+    outputs = decoder.generate(prompts_behind(SYSTEM), sampling)
+    assert (outputs[0].stats.cached_tokens > 0) == (phase == "verify")
+    want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(prompts_behind(SYSTEM), sampling)
+    same(outputs, want)
+
+
+def test_streams_find_what_others_left(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """A stream that is closed in the middle leaves what it wrote; two open ones share pages and do not disturb each other."""
+    want = zoo.greedy("llama", [*SYSTEM, 6], 24)
+    stream = decoder.stream([*SYSTEM, 6], SamplingParams(max_tokens=24))
+    ids = list(next(stream).token_ids) + list(next(stream).token_ids)
+    second = decoder.stream([*SYSTEM, 6], SamplingParams(max_tokens=24))
+    other = list(next(second).token_ids)
+    assert decoder.engine.running[1].stats.cached_tokens == 36
+    stream.close()
+    (third,) = decoder.generate([*SYSTEM, 6, *ids], SamplingParams(max_tokens=6))
+    assert third.stats.cached_tokens >= 36 and third.token_ids == want[len(ids) : len(ids) + 6]
+    other += [token for chunk in second for token in chunk.token_ids]
+    assert other == want and ids == want[: len(ids)]
+
+
+def test_the_second_call_computes_the_tails_alone(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes the second call faster: tokens that no prefill sees.  In the first, those behind wait for one prefill."""
+    sizes: list[int] = []
+    run = decoder.engine.prefills.run
+    monkeypatch.setattr(
+        decoder.engine.prefills, "run", lambda *args: sizes.append(args[3].ids_T.shape[0]) or run(*args)
+    )  # fmt: skip
+    prompts = [[*SYSTEM[:33], *tail] for tail in ([1, 2], [3], [4, 5, 6])]
+    for expected in ([35, 2 + 4], [3 + 2 + 4]):  # the last page holds one token of the system prompt
+        sizes.clear()
+        decoder.generate(prompts, SamplingParams(max_tokens=3))
+        assert sizes == expected
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_hit_in_chunks(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
+    """A long rest behind a hit takes several passes."""
+    prompts, sampling = [[*SYSTEM, *range(30)], [*SYSTEM, *range(9)]], SamplingParams(max_tokens=12)
+    want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(prompts, sampling)
+    decoder.generate(SYSTEM, sampling)
+    decoder.engine.max_prefill_tokens = size
+    got = decoder.generate(prompts, sampling)
+    same(got, want)
+    assert all(out.stats.cached_tokens >= 36 for out in got)
