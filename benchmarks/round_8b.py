@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from specdec.attention.attend import choose_backend
+from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, rounds_in, timed_walls
@@ -91,7 +91,7 @@ def make_decoder(
     model: CausalLM, head: DraftHead, spec: SpecConfig | None, batch: int, context: int, graphs: GraphMode
 ) -> SpecDecoder:
     device = torch.device("cuda", 0)
-    choice = choose_backend("auto", device, torch.bfloat16)
+    choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device)))
     settings = EngineSettings(spec, batch, context + 1024, 16, choice, graphs, device, torch.bfloat16)
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")))
 

@@ -14,10 +14,10 @@ import torch
 
 from specdec.attention.kinds import LayerKind
 from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
 from specdec.models.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
+from specdec.models.target import Target
 
 _HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's
     "bias draft_vocab_size eagle_aux_hidden_state_layer_ids eagle_config target_hidden_size target_model_type".split()
@@ -49,7 +49,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def load_head(folder: Path, target: CausalLM, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
+def load_head(folder: Path, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """The head in the folder, sharing what it does not own with the target.
 
     ValueError names any config key or tensor that is unknown, missing or contradicts the target.
@@ -161,7 +161,7 @@ def _fill_eagle1(head: Eagle1Head, checkpoint: Checkpoint) -> None:
         fill_layer(layer, checkpoint, f"layers.{index}")
 
 
-def _fill_embeddings(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> None:
+def _fill_embeddings(head: DraftHead, checkpoint: Checkpoint, target: Target) -> None:
     """An EAGLE-3 head's own embeddings where it ships some; else the target's.  EAGLE-1/2 never trains them: the target's."""
     model = head.config.model
     if "embed_tokens.weight" in checkpoint and isinstance(head, Eagle3Head):
@@ -176,7 +176,7 @@ def _fill_embeddings(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) 
     head.embed_tokens = target.embed_tokens
 
 
-def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> None:
+def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: Target) -> None:
     """The head's own language-model head and vocabulary map, or the target's when it has none."""
     Vd, V = head.config.draft_vocab_size, target.config.vocab_size
     where = checkpoint.folder
@@ -203,4 +203,4 @@ def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: CausalLM) -> 
         t2d_V = checkpoint.take("t2d", (V,)).bool()
         if int(t2d_V.sum()) != Vd or not bool(t2d_V[ids_V].all()):
             raise ValueError(f"{where}: t2d does not mark the {Vd} target ids that d2t maps to")
-    head.d2t_V = d2t_V.to(target.norm.weight.device) if bool(d2t_V.any()) else None
+    head.d2t_V = d2t_V.to(target.embed_tokens.weight.device) if bool(d2t_V.any()) else None

@@ -21,6 +21,7 @@ from specdec.config import SamplingParams, SpecConfig
 DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "torch", "triton", "fa2", "fa3", "fa4")
+MODEL_BACKENDS = ("auto", "native", "transformers")
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,6 +76,7 @@ def build_parser() -> Parser:
     _generate_flags(generate)
     generate.set_defaults(run=_generate)
     doctor = commands.add_parser("doctor", help="what this machine is, and what can run on it")
+    doctor.add_argument("--table", action="store_true", help="print what each attention backend can do, on any machine")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -129,7 +131,10 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1; default: %(default)s")
     add("--dtype", default="auto", choices=DTYPES, help="default: %(default)s")
     add("--attention", default="auto", choices=BACKENDS, help="default: %(default)s")
+    add("--kv-cache-dtype", default="auto", choices=("auto", "fp8", "int8"), help="keys and values kept; default: auto")
+    add("--prefix-caching", action="store_true", help="prompts that begin as earlier ones did start behind what is known")
     add("--page-size", type=int, default=16, metavar="N", help="tokens of a KV page; default: %(default)s")
+    add("--backend", default="auto", choices=MODEL_BACKENDS, help="who computes the target; default: %(default)s")
     add("--max-seq-len", type=int, metavar="N", help="prompt and output; default: bench as needed, generate the model's")
     add("--cuda-graphs", choices=("round", "step", "off"), default="round", help="one graph a round, one a phase, or none")
 
@@ -172,7 +177,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
 
 
 def _engine(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("device", "dtype", "attention", "page_size")
+    names = ("device", "dtype", "attention", "page_size", "kv_cache_dtype", "backend", "prefix_caching")
     graphs = False if args.cuda_graphs == "off" else args.cuda_graphs
     return {name: getattr(args, name) for name in names} | {"cuda_graphs": graphs}
 
@@ -317,9 +322,12 @@ def _read_prompt(argument: str | None) -> str:
 def _doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from specdec.doctor import run_doctor
+    from specdec.doctor import print_capabilities, run_doctor
 
-    run_doctor(Console())
+    if args.table:
+        print_capabilities()
+    else:
+        run_doctor(Console())
     return 0
 
 

@@ -14,7 +14,7 @@ from specdec.draft.eagle import DraftHead
 from specdec.engine import Engine
 from specdec.generation import Chunk, Generation
 from specdec.loading import EngineSettings, build_engine, load_pair
-from specdec.models.causal_lm import CausalLM
+from specdec.models.target import Target
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.request import Request
 from specdec.rounds import GraphMode
@@ -24,7 +24,7 @@ from specdec.startup import STARTUP
 class SpecDecoder:
     """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own."""
 
-    def __init__(self, model: CausalLM, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: Target, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer) -> None:
         self.model, self.head, self.settings, self.tokenizer = model, head, settings, tokenizer
         self.engine: Engine = build_engine(model, head, settings)
         self._eos_ids = frozenset(model.config.eos_ids)
@@ -42,6 +42,9 @@ class SpecDecoder:
         page_size: int = 16,
         attention: str = "auto",
         cuda_graphs: GraphMode = "round",
+        kv_cache_dtype: str = "auto",
+        backend: str = "auto",
+        prefix_caching: bool = False,
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
 
@@ -50,6 +53,12 @@ class SpecDecoder:
         more wait.  max_seq_len: prompt and output of one request together, None for the model's own limit.  page_size:
         tokens per KV page.  attention: "auto", "torch", "triton", "fa2", "fa3" or "fa4".  cuda_graphs: capture a whole
         "round" as one CUDA graph, each phase ("step") as one, or nothing (False); without a GPU it means nothing.
+        kv_cache_dtype: keep keys and values in the models' own dtype ("auto"), or in "fp8" or "int8", half the bytes of 16 bit.
+        backend: compute the target by our own modules ("native"), by "transformers"' code with our attention, or by the first
+        of them that can ("auto").
+        prefix_caching: keep the KV of finished prompts and texts while memory lasts, so that prompts that begin alike start
+        behind it, and rows that run together read it once where that is faster.  Off: what runs now never depends on what
+        ran before (in 16 bit, a text computed in other pieces may differ where two tokens tie).
 
         ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.
         """
@@ -57,8 +66,9 @@ class SpecDecoder:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
         spec = SpecConfig() if spec is None else spec
         model, head, settings, folder = load_pair(
-            target, draft, spec, device, dtype, max_batch_size, max_seq_len, page_size, attention, cuda_graphs
-        )
+            target, draft, spec, device, dtype, max_batch_size, max_seq_len, page_size, attention, cuda_graphs,
+            kv_cache_dtype, backend, prefix_caching,
+        )  # fmt: skip
         tokenizer = Tokenizer(folder)
         STARTUP.lap("tokenizer")
         return cls(model, head, settings, tokenizer)

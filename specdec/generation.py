@@ -15,6 +15,7 @@ class Stats:
     rounds: verify passes.  drafted: draft tokens proposed.  accepted: draft tokens accepted.
     emitted: tokens rounds gave out, bonus tokens included, before trimming.  truncated: tokens cut off behind the end.
     prefill_tokens: tokens sampled by prefill (one a request), which belong to no round.
+    cached_tokens: prompt tokens whose keys and values were found, not computed (prefix_caching).
     reached_by_depth[i], accepted_by_depth[i]: rounds whose path reached depth i + 1's parent; and was accepted there.
     """
 
@@ -24,6 +25,7 @@ class Stats:
     emitted: int = 0
     truncated: int = 0
     prefill_tokens: int = 0
+    cached_tokens: int = 0
     reached_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     accepted_per_round: list[int] = field(default_factory=list)
@@ -66,7 +68,7 @@ class Stats:
     def total(cls, parts: list[Stats]) -> Stats:
         """The sum over several requests."""
         total = cls()
-        for name in ("rounds", "drafted", "accepted", "emitted", "truncated", "prefill_tokens"):
+        for name in ("rounds", "drafted", "accepted", "emitted", "truncated", "prefill_tokens", "cached_tokens"):
             setattr(total, name, sum(getattr(part, name) for part in parts))
         for name in ("reached_by_depth", "accepted_by_depth"):
             depths = max((len(getattr(part, name)) for part in parts), default=0)

@@ -6,23 +6,31 @@ Everything that can be wrong with a combination of settings is said here, before
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from specdec.attention.attend import BackendChoice, choose_backend, make_backend
-from specdec.attention.kv_cache import MHACache
+from specdec.admission import ring_of
+from specdec.attention.attend import make_backend
+from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend
+from specdec.attention.kv_cache import KVCache, MHACache
+from specdec.attention.mla_cache import MLACache
+from specdec.attention.quant_cache import QuantCache, kv_bytes_per_token, why_not_kv_dtype
 from specdec.batch import BatchState
 from specdec.config import MAX_PAUSE, SpecConfig, require_int
 from specdec.draft.eagle import DraftHead
 from specdec.draft.load import load_head
 from specdec.draft.worker import DraftWorker
 from specdec.engine import Engine
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
-from specdec.models.loader import DTYPES, load_target, read_target_config
+from specdec.models.deepseek_config import DeepseekConfig
+from specdec.models.kv_scales import kv_scales
+from specdec.models.loader import DTYPES
+from specdec.models.registry import choose_target, load_chosen
+from specdec.models.target import Target
 from specdec.pages import PagePool
 from specdec.rounds import GraphMode
 from specdec.startup import STARTUP
@@ -34,7 +42,11 @@ HOST_POOL_SHARE = 0.4  # of the host's memory: weights and everything else live 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine runs.  max_seq_len: prompt and output of one request together, in tokens."""
+    """How an engine runs.  max_seq_len: prompt and output of one request together, in tokens.
+
+    kv_cache_dtype: "auto" (the models' own dtype), "fp8" or "int8".  backend: who computes the target, "native" modules or
+    "transformers"; backend_reason: why it does.  prefix_caching: keep pages for prompts that begin as earlier ones did.
+    """
 
     spec: SpecConfig | None
     max_batch_size: int
@@ -44,6 +56,10 @@ class EngineSettings:
     cuda_graphs: GraphMode
     device: torch.device
     dtype: torch.dtype
+    kv_cache_dtype: str = "auto"
+    backend: str = "native"
+    backend_reason: str = "asked for by name"
+    prefix_caching: bool = False
 
     @property
     def lookahead(self) -> int:
@@ -102,38 +118,73 @@ def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
 def load_pair(
     target: str | Path, draft: str | Path | None, spec: SpecConfig, device: str | torch.device, dtype: str | torch.dtype,
     max_batch_size: int, max_seq_len: int | None, page_size: int, attention: str, cuda_graphs: GraphMode,
-) -> tuple[CausalLM, DraftHead | None, EngineSettings, Path]:  # fmt: skip
+    kv_cache_dtype: str = "auto", backend: str = "auto", prefix_caching: bool = False,
+) -> tuple[Target, DraftHead | None, EngineSettings, Path]:  # fmt: skip
     """Both models on their device, the settings they run with, and the target's folder (for its tokenizer)."""
     require_int("max_batch_size", max_batch_size, 1, 4096)
     require_int("page_size", page_size, 1, 4096)
     if not isinstance(spec, SpecConfig):
         raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
+    if not isinstance(prefix_caching, bool):
+        raise TypeError(f"prefix_caching must be a bool, got {prefix_caching!r}; nearest setting that works: False")
     if cuda_graphs is not False and cuda_graphs not in ("round", "step"):
         raise ValueError(f"cuda_graphs must be 'round', 'step' or False, got {cuda_graphs!r}; nearest setting: 'round'")
     STARTUP.lap("imports")
     where = resolve_device(device)
     folder = resolve_folder(target)
-    config = read_target_config(folder)
+    chosen = choose_target(folder, backend)
+    config = chosen.config
     number = resolve_dtype(dtype, config, where)
-    choice = choose_backend(attention, where, number)
     settings = EngineSettings(
-        spec if draft is not None else None, max_batch_size, resolve_max_seq_len(max_seq_len, config), page_size, choice,
-        cuda_graphs if where.type == "cuda" else False, where, number,
+        spec if draft is not None else None, max_batch_size, resolve_max_seq_len(max_seq_len, config), page_size,
+        BackendChoice(attention, ""), cuda_graphs if where.type == "cuda" else False, where, number, kv_cache_dtype,
+        chosen.backend, chosen.reason, prefix_caching,
     )  # fmt: skip
+    if reason := why_not_kv_dtype(kv_cache_dtype, attention, architecture_of(where)):
+        raise ValueError(reason)
+    settings = replace(settings, attention=choose_backend(attention, attention_needs(settings, config)))  # before the weights
     max_positions = settings.max_seq_len + settings.lookahead
-    model = load_target(folder, config, max_positions, where, number)
+    model = load_chosen(chosen, folder, max_positions, where, number, bool(settings.cuda_graphs))
     STARTUP.lap("target")
     head = None if draft is None else load_head(resolve_folder(draft), model, max_positions, where, number)
+    if head is not None:
+        needs = attention_needs(settings, config, head.config.model)
+        settings = replace(settings, attention=choose_backend(attention, needs))
     STARTUP.lap("draft")
     return model, head, settings, folder
 
 
-def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> Engine:
+def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> AttentionNeeds:
+    """What these models, target first, ask of attention under these settings."""
+    spec, target = settings.spec, configs[0]
+    return AttentionNeeds(
+        settings.device,
+        settings.dtype,
+        architecture_of(settings.device),
+        head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not isinstance(c, DeepseekConfig))),
+        kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
+        softcap=any(c.softcap is not None for c in configs),
+        sinks=any(c.has_sinks for c in configs),
+        kv_dtype=settings.kv_cache_dtype,
+        mla=isinstance(target, DeepseekConfig),
+        page_size=settings.page_size,
+        tree=spec is not None and spec.topk > 1,
+        graphs=settings.cuda_graphs,
+        rows=settings.max_batch_size,
+        packed=(spec.num_draft_tokens if spec else 1) * (target.num_heads // target.num_kv_heads),
+        keys=settings.pages_per_sequence * settings.page_size,
+    )
+
+
+def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine:
     """KV pool, caches and workers around loaded models."""
-    pool = PagePool(_pool_pages(model, head, settings), settings.page_size)
-    backend = make_backend(settings.attention.name)
+    kinds = model.config.layer_kinds + (head.config.model.layer_kinds if head else ())
+    ring = ring_of((kind.span for kind in kinds), settings.lookahead, settings.page_size, settings.pages_per_sequence)
+    ring = None if settings.prefix_caching else ring  # what a ring overwrites can't be kept for others
+    pool = PagePool(_pool_pages(model, head, settings, ring), settings.page_size, ring)
+    backend = make_backend(settings.attention)
     aux_layers = head.config.aux_layers if head else ()
-    verifier = TargetVerifier(model, _cache(model.config, pool, settings), backend, settings.page_size, aux_layers)
+    verifier = TargetVerifier(model, _cache(model, model.config, pool, settings), backend, settings.page_size, aux_layers)
     drafter, spec = None, settings.spec if head else None
     if head is not None:
         assert spec is not None
@@ -142,7 +193,7 @@ def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettin
             raise ValueError(
                 f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
             )
-        drafter = DraftWorker(head, _cache(head.config.model, pool, settings), backend, spec.topk, settings.page_size)
+        drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk, settings.page_size)
     state = BatchState.empty(
         settings.max_batch_size,
         settings.pages_per_sequence,
@@ -154,19 +205,26 @@ def build_engine(model: CausalLM, head: DraftHead | None, settings: EngineSettin
         dtype=settings.dtype,
     )
     STARTUP.lap("KV pool")
-    return Engine(verifier, drafter, spec, state, pool, settings.lookahead, settings.cuda_graphs)
+    graphs, prefixes = settings.cuda_graphs, settings.prefix_caching
+    return Engine(verifier, drafter, spec, state, pool, settings.lookahead, graphs, prefixes)
 
 
-def kv_bytes_per_page(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> int:
+def kv_bytes_per_page(model: Target, head: DraftHead | None, settings: EngineSettings) -> int:
     """Bytes of one page of KV over both models."""
     configs = [model.config] + ([head.config.model] if head else [])
-    per_token = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
-    return per_token * settings.page_size * settings.dtype.itemsize
+    return settings.page_size * sum(kv_token_bytes(config, settings.kv_cache_dtype, settings.dtype) for config in configs)
 
 
-def _pool_pages(model: CausalLM, head: DraftHead | None, settings: EngineSettings) -> int:
+def kv_token_bytes(config: ModelConfig, kept: str, dtype: torch.dtype) -> int:
+    """Bytes of one token in all layers' caches.  kept: as kv_cache_dtype."""
+    if isinstance(config, DeepseekConfig):
+        return config.num_layers * (config.rank + config.head_dim) * dtype.itemsize
+    return kv_bytes_per_token(kept, dtype, config.num_layers, config.num_kv_heads, config.head_dim)
+
+
+def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings, ring: int | None) -> int:
     """Pages for a full batch of longest sequences, or what memory holds; requests then wait for pages."""
-    wanted = settings.max_batch_size * settings.pages_per_sequence + 1
+    wanted = settings.max_batch_size * (ring or settings.pages_per_sequence) + 1
     fits = int(_pool_bytes(settings.device) // kv_bytes_per_page(model, head, settings))
     if fits < 2:
         raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
@@ -180,13 +238,12 @@ def _pool_bytes(device: torch.device) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE
 
 
-def _cache(config: ModelConfig, pool: PagePool, settings: EngineSettings) -> MHACache:
-    return MHACache(
-        config.num_layers,
-        pool.num_pages * settings.page_size,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype=settings.dtype,
-        device=settings.device,
-        kinds=config.layer_kinds,
-    )
+def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: EngineSettings) -> KVCache:
+    """config: the model's.  Its own scales are read by an fp8 cache only: the others need none."""
+    sizes = (config.num_layers, pool.num_pages * settings.page_size, config.num_kv_heads, config.head_dim)
+    device, kinds = settings.device, config.layer_kinds
+    if isinstance(config, DeepseekConfig):
+        return MLACache(*sizes[:2], config.rank, config.head_dim, dtype=settings.dtype, device=device, kinds=kinds)
+    if settings.kv_cache_dtype == "auto":
+        return MHACache(*sizes, dtype=settings.dtype, device=device, kinds=kinds)
+    return QuantCache(settings.kv_cache_dtype, *sizes, device=device, kinds=kinds, scales=kv_scales(model))

@@ -60,7 +60,7 @@ class StubDecoder:
         self.engine = SimpleNamespace(
             rounds=SimpleNamespace(clock=self.clock),
             pool=SimpleNamespace(num_pages=3),
-            verifier=SimpleNamespace(synthetic="forced" if synthetic else None),
+            verifier=SimpleNamespace(synthetic="forced" if synthetic else None, cache=None),
         )
         self.right, self.wrong = [5, 6, 7, 8, 5, 6], wrong
         self.calls: list[tuple[bool, bool]] = []

@@ -14,7 +14,7 @@ import torch
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.attend import choose_backend
+from specdec.attention.capabilities import AttentionNeeds, choose_backend
 from specdec.loading import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoint import resolve_folder
 from specdec.models.loader import read_target_config
@@ -174,8 +174,8 @@ def test_from_pretrained(zoo: Zoo, settings: dict[str, Any], error: type[Excepti
 def test_a_backend_that_cannot_run_here_is_refused(name: str) -> None:
     """Keeps out: a silent fall back to another backend."""
     with pytest.raises(ValueError, match=f"attention='{name}' .*nearest"):
-        choose_backend(name, torch.device("cpu"), torch.float32)
-    choice = choose_backend("auto", torch.device("cpu"), torch.float32)
+        choose_backend(name, AttentionNeeds(torch.device("cpu"), torch.float32))
+    choice = choose_backend("auto", AttentionNeeds(torch.device("cpu"), torch.float32))
     assert choice.name == "torch" and choice.reason
 
 

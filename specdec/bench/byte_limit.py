@@ -19,18 +19,22 @@ from specdec.bench.budget import RoundBytes
 from specdec.config import SpecConfig
 from specdec.cuda_graph import on_device
 from specdec.draft.eagle import DraftHead, Eagle3Head
-from specdec.models.causal_lm import CausalLM
+from specdec.loading import kv_token_bytes
 from specdec.models.config import ModelConfig
+from specdec.models.target import Target
 
 READ_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than any cache holds
 READ_REPEATS = {"cuda": 15, "cpu": 5}
 READ_COLUMNS = 16384
 
 
-def byte_limit(model: CausalLM, head: DraftHead | None, spec: SpecConfig | None, batch: int, context: float) -> RoundBytes:
+def byte_limit(
+    model: Target, head: DraftHead | None, spec: SpecConfig | None, batch: int, context: float, kv_cache_dtype: str = "auto"
+) -> RoundBytes:
     """Bytes of a round of `spec`, or of a plain step if it is None.  context: committed tokens of each of `batch` sequences."""
     nodes = batch * (spec.num_draft_tokens if spec else 1)
-    target, target_kv = _weights(model) + nodes * _row_bytes(model), int(batch * context * _kv_bytes(model, model.config))
+    target = _weights(model) + nodes * _row_bytes(model)
+    target_kv = int(batch * context * _kv_bytes(model, model.config, kv_cache_dtype))
     if spec is None:
         return RoundBytes(target, target_kv)
     assert head is not None
@@ -38,7 +42,7 @@ def byte_limit(model: CausalLM, head: DraftHead | None, spec: SpecConfig | None,
     rows = batch * (spec.topk * (passes - 1) + passes + 1)  # of all passes: the tree's branches, then the extend's
     once = _bytes(head.fc.weight) if isinstance(head, Eagle3Head) else 0  # features are fused in the extend only
     draft = passes * (_weights(head) - once) + once + rows * _row_bytes(head)
-    draft_kv = int(passes * batch * context * _kv_bytes(head, head.config.model))
+    draft_kv = int(passes * batch * context * _kv_bytes(head, head.config.model, kv_cache_dtype))
     return RoundBytes(target, target_kv, draft, draft_kv, passes)
 
 
@@ -80,7 +84,7 @@ def _host_seconds(work: Callable[[], Tensor], repeats: int) -> float:
     return median(seconds)
 
 
-def _weights(module: CausalLM | DraftHead) -> int:
+def _weights(module: Target | DraftHead) -> int:
     """Bytes of all weights that a pass reads, shared ones once, without an embedding table that is no output layer too."""
     tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
     embedding = module.embed_tokens.weight
@@ -89,14 +93,14 @@ def _weights(module: CausalLM | DraftHead) -> int:
     return sum(map(_bytes, tensors.values()))
 
 
-def _row_bytes(module: CausalLM | DraftHead) -> int:
+def _row_bytes(module: Target | DraftHead) -> int:
     """Of one row of the embedding table."""
     return _bytes(module.embed_tokens.weight[0])
 
 
-def _kv_bytes(module: nn.Module, config: ModelConfig) -> int:
-    """Of one token in all layers; KV is kept in the dtype that the model computes in."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * next(module.parameters()).element_size()
+def _kv_bytes(module: nn.Module, config: ModelConfig, kv_cache_dtype: str) -> int:
+    """Of one token in all layers."""
+    return kv_token_bytes(config, kv_cache_dtype, next(module.parameters()).dtype)
 
 
 def _bytes(tensor: Tensor) -> int:

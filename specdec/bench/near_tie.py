@@ -7,6 +7,10 @@ Three passes round on their own, in every layer (28 of them, or more): that of e
 here need not be the best there, three tokens may tie, and a score may stand a few ulps apart from what either pass saw.  A
 logic error is off by whole units.
 
+Over 8-bit KV the forward rounds keys and values as the cache does.  A value within an ulp of the border of two steps falls to
+either side: of n such errors of size ulp, every (step / ulp)th becomes one of a whole step, and their mean square is that of
+errors of sqrt(ulp * step).  That is an ulp there, in float32 too.
+
 Shapes: T tokens, V vocabulary.
 """
 
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.dense import DenseAttention
+from specdec.attention.quant_cache import STEPS, QuantCache
 from specdec.bench.measurement import Divergence
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
@@ -44,7 +49,8 @@ def explain_divergence(
 ) -> Divergence | None:
     """Where baseline ids_a and speculative ids_b part, and whether both went on with one of the equally good tokens.
 
-    A near-tie: the worse of the two tokens is at most NEAR_TIE_ULPS ulps below the best score.  float32 allows none.
+    A near-tie: the worse of the two tokens is at most NEAR_TIE_ULPS ulps below the best score.  float32 allows none, unless
+    KV is kept in 8 bits.
     prompt: the prompt's number.  sampling: as it ran; needs a seed when it samples.  None if the outputs are equal.
     """
     index = first_divergence(ids_a, ids_b)
@@ -53,24 +59,27 @@ def explain_divergence(
     if index >= min(len(ids_a), len(ids_b)):  # one goes on where the other ends: no two tokens to compare
         return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
     logits_V = _last_logits(decoder, [*prompt_ids, *ids_a[:index]])
-    bound = NEAR_TIE_ULPS * _ulp(logits_V.max().item(), decoder.settings.dtype)
+    dtype, step = decoder.settings.dtype, STEPS.get(decoder.settings.kv_cache_dtype)
+    bound = NEAR_TIE_ULPS * _ulp(logits_V.max().item(), dtype, step)
     scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
     if sampling.temperature > 0:
         bound /= sampling.temperature
     a, b = ids_a[index], ids_b[index]
     rank_a, rank_b = (int((scores_V > scores_V[token]).sum()) + 1 for token in (a, b))
     margin = (scores_V.max() - scores_V[[a, b]].min()).item()  # infinite where top-k or top-p left one of them out
-    is_tie = decoder.settings.dtype in (torch.float16, torch.bfloat16) and margin <= bound
+    is_tie = (dtype in (torch.float16, torch.bfloat16) or step is not None) and margin <= bound
     shown = margin if math.isfinite(margin) else None
     return Divergence(prompt, index, a, b, rank_a, rank_b, shown, bound, "near-tie" if is_tie else "DIVERGED")
 
 
 @torch.inference_mode()
 def _last_logits(decoder: SpecDecoder, ids: list[int]) -> Tensor:
-    """[V] float32 logits behind the ids, computed in the model's own dtype."""
+    """[V] float32 logits behind the ids, computed in the model's own dtype, from keys and values as the cache keeps them."""
     model, device = decoder.model, decoder.settings.device
     ids_T = torch.tensor(ids, device=device)
-    out = model(ids_T, torch.arange(len(ids), device=device), DenseAttention(model.config.layer_kinds))
+    cache = decoder.engine.verifier.cache
+    attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored if isinstance(cache, QuantCache) else None)
+    out = model(ids_T, torch.arange(len(ids), device=device), attn)
     return model.logits(out.hidden_TH[-1:])[0].float()
 
 
@@ -90,8 +99,9 @@ def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor
     return (scaled_1V + gumbel_noise(row.seed_R, torch.tensor([position], device=device), len(logits_V)))[0]
 
 
-def _ulp(value: float, dtype: torch.dtype) -> float:
-    """Distance of neighbouring floats of that dtype around the value."""
+def _ulp(value: float, dtype: torch.dtype, step: float | None) -> float:
+    """Distance of neighbouring floats of that dtype around the value.  step: of 8-bit KV, see above."""
     if value == 0 or not math.isfinite(value):
         return torch.finfo(dtype).tiny
-    return 2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps
+    return 2.0 ** math.floor(math.log2(abs(value))) * (eps if step is None else math.sqrt(eps * step))

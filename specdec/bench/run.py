@@ -29,9 +29,9 @@ from specdec.decoder import SpecDecoder
 from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
 from specdec.loading import EngineSettings, load_pair
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoint import resolve_folder
-from specdec.models.loader import read_target_config
+from specdec.models.registry import choose_target
+from specdec.models.target import Target
 from specdec.prompts import Tokenizer, check_length, encode_prompt
 from specdec.verify.synthetic import SyntheticAcceptance
 
@@ -193,7 +193,7 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
 
 def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of all prompts, checked against the model's limits before its weights are read."""
-    config = read_target_config(resolve_folder(options.target))
+    config = choose_target(resolve_folder(options.target), options.engine.get("backend", "auto")).config
     encoded = []
     for i, prompt in enumerate(options.prompts):
         name = f"prompt {i + 1} of {options.prompts_source}"
@@ -206,7 +206,7 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     return encoded
 
 
-def _load(options: BenchOptions, longest_prompt: int) -> tuple[CausalLM, DraftHead, EngineSettings]:
+def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead, EngineSettings]:
     """Both models, once for all cells: with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead)
     length = options.max_seq_len or longest_prompt + options.sampling.max_tokens
@@ -236,6 +236,9 @@ def _settings(options: BenchOptions, settings: EngineSettings) -> dict[str, Any]
         "attention_reason": settings.attention.reason,
         "cuda_graphs": settings.cuda_graphs,
         "page_size": settings.page_size,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "backend": settings.backend,
+        "backend_reason": settings.backend_reason,
         "max_seq_len": settings.max_seq_len,
         "repeats": options.repeats,
         "sampling": {name: getattr(sampling, name) for name in sampling.__dataclass_fields__},

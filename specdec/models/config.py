@@ -120,7 +120,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{where}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") and not quantises_kv_alone(raw["quantization_config"]):
         raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
@@ -157,6 +157,20 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         eos_ids=as_ids(raw.get("eos_token_id")),
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
     )
+
+
+def quantises_kv_alone(scheme: dict[str, Any]) -> bool:
+    """Whether a quantization_config says no more than that there are fp8 scales of keys and values.
+
+    As compressed-tensors (llm-compressor) or ModelOpt write it.  Without kv_cache_dtype="fp8" they are not used.
+    """
+    if scheme.get("quant_method") == "modelopt":
+        return scheme.get("kv_cache_quant_algo") == "FP8" and not scheme.get("quant_algo")
+    kv = scheme.get("kv_cache_scheme") or {}
+    is_fp8 = kv.get("num_bits") == 8 and kv.get("type") == "float" and kv.get("symmetric", True) and not kv.get("dynamic")
+    groups = (scheme.get("config_groups") or {}).values()
+    only_kv = not any(group.get("weights") or "Linear" in group.get("targets", ()) for group in groups)
+    return scheme.get("quant_method") == "compressed-tensors" and is_fp8 and only_kv
 
 
 def refuse_unknown(raw: dict[str, Any], known: frozenset[str], where: str) -> None:

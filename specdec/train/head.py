@@ -22,6 +22,7 @@ from specdec.generation import Stats
 from specdec.models.causal_lm import CausalLM
 from specdec.models.layers import RMSNorm
 from specdec.models.loader import build
+from specdec.models.target import Target
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
 from specdec.train.text import load_documents
@@ -98,7 +99,7 @@ def train_head(
     return progress
 
 
-def new_head(model: CausalLM, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> Eagle3Head:
+def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> Eagle3Head:
     """A fresh head: random but for its language-model head and final norm, which start as the target's."""
     config = model.config
     shape = replace(
@@ -106,7 +107,7 @@ def new_head(model: CausalLM, aux_layers: tuple[int, ...], draft_ids_V: Tensor, 
         intermediate_size=run.intermediate_size or config.intermediate_size,
     )  # fmt: skip
     head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
-    device = model.norm.weight.device
+    device = model.embed_tokens.weight.device
     head = build(lambda: Eagle3Head(head_config, run.width), device, torch.float32)
     head.embed_tokens = model.embed_tokens  # the target's own, frozen
     head.requires_grad_(True)
@@ -118,7 +119,8 @@ def new_head(model: CausalLM, aux_layers: tuple[int, ...], draft_ids_V: Tensor, 
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
         head.lm_head.weight.copy_(model.lm_head.weight[draft_ids_V.to(device)])
-        head.norm.weight.copy_(model.norm.weight)
+        if isinstance(model, CausalLM):  # the norms of others may be of another kind
+            head.norm.weight.copy_(model.norm.weight)
     head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
     return head
 
@@ -140,7 +142,7 @@ def _rows(decoder: SpecDecoder, documents: list[str], run: HeadRun, path: Path, 
 
 
 def _objective(
-    model: CausalLM, head: Eagle3Head, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
+    model: Target, head: Eagle3Head, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
 ) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
     """The loss of a step, and the mean loss over the last rows, which are never trained on."""
     kept = min(256, max(1, len(rows) // 20))

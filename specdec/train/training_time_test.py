@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.attention.dense import DenseAttention, per_row
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle import Eagle3Head
-from specdec.models.causal_lm import CausalLM, TargetOutput
+from specdec.models.target import Target, TargetOutput
 from specdec.ops.rope import HeadPrep
 
 
@@ -51,7 +51,7 @@ def step_mask(length: int, step: int, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def target_pass(model: CausalLM, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetOutput:
+def target_pass(model: Target, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetOutput:
     """The target over whole rows: hidden [B*T, H] after the final norm, and the captured features."""
     B, T = ids_BT.shape
     positions = torch.arange(T, device=ids_BT.device).repeat(B)
@@ -74,7 +74,7 @@ def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num
 
 
 def head_loss(
-    model: CausalLM, head: Eagle3Head, rows_BT: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
+    model: Target, head: Eagle3Head, rows_BT: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
     """(loss, correct_J): cross entropy to the target's distribution over the draft vocabulary, summed over steps with
     weight decay**j; and the share of positions where the head's first choice at step j is the row's next token.
