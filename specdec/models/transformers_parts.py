@@ -23,7 +23,7 @@ class Unsupported(Exception):
 class Parts:
     """The pieces of a transformers causal LM: its decoder without the head, the decoder's layers, and the way to logits."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         decoders = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
         if len(decoders) != 1:
             raise Unsupported(f"expected a causal LM around one decoder, got {type(model).__name__} around {list(decoders)}")

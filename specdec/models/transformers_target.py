@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.attention.kinds import PLAIN, Scoring
+from specdec.cuda_graph import GraphSet, on_device
 from specdec.models.config import ModelConfig
 from specdec.models.layers import AttentionFn, Embedding, Linear
 from specdec.models.target import Target, TargetOutput
@@ -127,7 +128,7 @@ def load_transformers_target(
             folder, config=load_hf_config(folder), dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
             output_loading_info=True, local_files_only=True,
         )  # fmt: skip
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder}: transformers can't load its weights: {error}") from error
     for key, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture")):
         if names := sorted(report[key]):
@@ -145,7 +146,7 @@ def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
 
     Runs some tokens in two orders with an attention in which each token reads itself alone.
     """
-    run, order = _lone_pass(target)
+    run, order = lone_pass(target)
     states = run(order)
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
     apart = run(torch.arange(len(order), device=order.device)).float()
@@ -160,20 +161,19 @@ def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
 @torch.inference_mode()
 def check_capturable(target: TransformersTarget, where: str) -> None:
     """ValueError if the forward pass can't be recorded in a CUDA graph."""
-    run, order = _lone_pass(target)
-    run(order)
-    graph = torch.cuda.CUDAGraph()
+    run, order = lone_pass(target)
     try:
-        with torch.cuda.graph(graph):
-            run(order)
+        with on_device(order.device):
+            GraphSet(True).run("check", lambda: run(order), [])
     except Exception as error:  # of any kind: the code is the model's own
+        first = str(error.__context__ or error).partition("\n")[0]  # before the end of the capture failed too
         raise ValueError(
-            f"{where}: this {target.config.family} model can't be captured in a CUDA graph ({error}); nearest setting that "
+            f"{where}: this {target.config.family} model can't be captured in a CUDA graph ({first}); nearest setting that "
             "works: cuda_graphs=False"
         ) from error
 
 
-def _lone_pass(target: TransformersTarget) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def lone_pass(target: TransformersTarget) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """(hidden states [T, H] of a few tokens in an order, an order of them), each token reading itself alone."""
     device, config, T = target.embed_tokens.weight.device, target.config, CHECK_TOKENS
     ids_T = torch.arange(1, T + 1, device=device) * 7919 % config.vocab_size

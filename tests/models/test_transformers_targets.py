@@ -178,7 +178,7 @@ REFUSED = [
     ("mamba", SMALL, "layers of type linear_attention"),
     ("falcon_h1", SMALL, "layers of type hybrid"),
     ("qwen3_next", dict(num_hidden_layers=4), "layers of type linear_attention"),
-    ("recurrent_gemma", dict(num_hidden_layers=3, vocab_size=40), "layers of type linear_attention"),
+    ("recurrent_gemma", dict(num_hidden_layers=3, vocab_size=40), "layers of type linear_attention|never attend"),
     ("gemma3", {}, r"gemma3 wraps several models; .*text_config \(gemma3_text\)"),
     ("llama4", {}, r"llama4 wraps several models; .*text_config \(llama4_text\)"),
     ("gemma3n_text", {}, "num_kv_shared_layers"),
