@@ -5,46 +5,14 @@ Shapes: B rows, W pages per row, K topk, H draft hidden, P tokens of a pause, F 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
+from specdec.attention.shared import SharedPrefix
 from specdec.pages import DUMMY_PAGE
 from specdec.sampling import RowSampling
-
-
-class SharedPrefix(NamedTuple):
-    """Pages that some rows of a batch begin with, the same ones, so that they can be read once for all of these rows.
-
-    All int32.  length_1: their tokens; 0: there are none.  table_1W: their pages.  shared_B: the tokens that row b reads of
-    them; all, or none if it is no member.  unshared_B: those that it does not, length_1 - shared_B.
-    """
-
-    length_1: Tensor
-    table_1W: Tensor
-    shared_B: Tensor
-    unshared_B: Tensor
-
-    @classmethod
-    def empty(cls, like: BatchState) -> SharedPrefix:
-        """No row shares anything."""
-        shared_B, unshared_B = torch.zeros_like(like.lens_B), torch.zeros_like(like.lens_B)
-        return cls(like.lens_B.new_zeros(1), torch.zeros_like(like.page_table_BW[:1]), shared_B, unshared_B)
-
-    def narrow(self, rows: int) -> SharedPrefix:
-        """Views for the first rows."""
-        return self._replace(shared_B=self.shared_B[:rows], unshared_B=self.unshared_B[:rows])
-
-    def set(self, members: list[int], pages: list[int], tokens: int) -> None:
-        """Rows that begin with these pages of so many tokens; all others share nothing."""
-        shared_B = torch.zeros(self.shared_B.shape, dtype=torch.int32)
-        shared_B[members] = tokens
-        self.length_1.fill_(tokens)
-        self.table_1W[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self.table_1W.device)
-        self.shared_B.copy_(shared_B)
-        self.unshared_B.copy_(tokens - shared_B)
 
 
 @dataclass(frozen=True)
@@ -74,7 +42,7 @@ class BatchState:
     pending_B: Tensor
     pending_tokens_BP: Tensor
     pending_features_BPF: Tensor
-    shared: SharedPrefix | None = None
+    shared: SharedPrefix | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(
@@ -126,7 +94,7 @@ class BatchState:
 
     def tensors(self) -> list[Tensor]:
         """Of each row's own: all but what is shared."""
-        return [getattr(self, field.name) for field in fields(self) if field.name != "shared"]
+        return [getattr(self, each.name) for each in fields(self) if each.name != "shared"]
 
     def narrow(self, rows: int) -> BatchState:
         """Views of the first rows, each reading all of its own."""

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.admission import Admission
+from specdec.attention.mla_cache import MLACache
 from specdec.auto_steps import StepChooser
-from specdec.batch import BatchState, SharedPrefix
+from specdec.batch import BatchState
 from specdec.config import MAX_PAUSE, SpecConfig
 from specdec.cuda_graph import on_device
 from specdec.models.packed import PackedPrompts
@@ -22,7 +23,7 @@ from specdec.prefill import PrefillRunner
 from specdec.readback import Readback, Ticket
 from specdec.request import Request
 from specdec.rounds import Drafter, GraphMode, Round, RoundRunner
-from specdec.sharing import LEAST_SAVED, NOBODY, Group, best_group
+from specdec.sharing import RowSharing
 from specdec.startup import STARTUP
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
@@ -73,9 +74,7 @@ class Engine:
         self.in_flight: deque[InFlight] = deque()
         self.speculate = drafter is not None
         self.max_prefill_tokens = MAX_PREFILL_TOKENS[device.type]
-        self.group: Group | None = NOBODY  # rows that read pages together; None: rows came or went since it was chosen
-        self.shared = SharedPrefix.empty(state) if prefix_caching else None
-        self.least_saved = LEAST_SAVED[device.type]
+        self.sharing = RowSharing(state, pool.page_size, _heads_a_key(verifier)) if prefix_caching else None
 
     @property
     def is_idle(self) -> bool:
@@ -160,7 +159,7 @@ class Engine:
     def _enter(self, request: Request) -> None:
         row, pages = len(self.running), self.admission.places[request].table
         self.running.append(request)
-        self.group = None
+        self._rows_changed()
         state, sampling = self.state, request.sampling
         table = torch.tensor(pages, dtype=torch.int32)
         state.page_table_BW[row, : len(pages)] = table.to(state.page_table_BW.device)
@@ -212,7 +211,9 @@ class Engine:
     def _launch(self) -> None:
         """One round over the running rows, padded to a bucket when graphs are on."""
         rows = self._bucket(len(self.running)) if self.rounds.pads_rows else len(self.running)
-        state, mode = self._sharing(self.state.narrow(rows)), _sampling_mode(self.running)
+        state, mode = self.state.narrow(rows), _sampling_mode(self.running)
+        if self.sharing is not None:
+            state = self.sharing.apply(state, lambda: [self.admission.fixed_pages(request) for request in self.running])
         spec = self._spec(rows)
         if self.pause and (spec is not None or self.pause == MAX_PAUSE):
             assert self.drafter is not None
@@ -229,20 +230,6 @@ class Engine:
             launched = self.rounds.plain(self.verifier, state, mode)
         ticket = self.readback.start(launched.emitted_BX, begun)
         self.in_flight.append(InFlight(ticket, list(self.running), launched, rows))
-
-    def _sharing(self, state: BatchState) -> BatchState:
-        """The same rows, reading the pages that many of them begin with once, where that pays."""
-        if self.shared is None:
-            return state
-        if self.group is None:
-            self.group = best_group([self.admission.fixed_pages(request) for request in self.running])
-            tokens = self.group.pages * self.pool.page_size
-            if (len(self.group.rows) - 1) * tokens >= self.least_saved:
-                leader = self.running[self.group.rows[0]]
-                self.shared.set(self.group.rows, self.admission.fixed_pages(leader)[: self.group.pages], tokens)
-            else:
-                self.group = NOBODY
-        return state.sharing(self.shared) if self.group.rows else state
 
     def _spec(self, rows: int) -> SpecConfig | None:
         """The shape of the next round's tree; None for no tree."""
@@ -297,16 +284,26 @@ class Engine:
             lag = self.pause if self.speculate else 0  # tokens whose draft rows may be missing
             self.admission.keep(request, known[: len(known) - lag], self.speculate)
         self.admission.leave(request)
-        self.group = None
+        self._rows_changed()
         if not self.running:  # what is in flight is nobody's any more
             for flight in self.in_flight:
                 flight.ticket.drop()
             self.in_flight.clear()
             self.pause = 0
 
+    def _rows_changed(self) -> None:
+        if self.sharing is not None:
+            self.sharing.forget()
+
     def _bucket(self, rows: int) -> int:
         """The next power of two, or all rows."""
         return min(self.state.rows, 1 << (rows - 1).bit_length())
+
+
+def _heads_a_key(verifier: TargetVerifier) -> int:
+    """Query heads of the target that read the same key; a latent is read by all."""
+    config = verifier.model.config
+    return config.num_heads // (1 if isinstance(verifier.cache, MLACache) else config.num_kv_heads)
 
 
 def _sampling_mode(requests: list[Request]) -> SamplingMode:

@@ -136,6 +136,29 @@ def test_text_far_beyond_the_window(zoo: Zoo, shape: tuple[int, int, int] | None
         assert one.stats.accepted_per_round == other.stats.accepted_per_round
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("short_passes")
+@pytest.mark.parametrize("shape", [(3, 4, 12), (5, 1, 6)], ids=str)
+def test_rings_in_graphs(zoo: Zoo, shape: tuple[int, int, int]) -> None:
+    """A round ahead of the host, replayed: tables that were written once serve a sequence that goes around many times."""
+    decoder = windowed(zoo, SpecConfig(*shape), 4, device="cuda", attention="triton")
+    assert decoder.engine.pool.ring is not None and decoder.engine.depth == 1
+    prompts = [[5, 9, 2], [*range(1, 38), *range(30)], [7] * 9, [4, 8] * 20]
+    for _ in range(2):
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=LENGTH))
+        assert [out.token_ids for out in outputs] == [zoo.greedy("mistral", prompt, LENGTH) for prompt in prompts]
+    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+
+
+@pytest.mark.usefixtures("short_passes")
+def test_a_ring_too_short_shows(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a test above that would pass on any ring.  Look-ahead has some slack, so one page less may go unnoticed."""
+    whole = specdec.admission.ring_pages
+    monkeypatch.setattr(specdec.admission, "ring_pages", lambda *args: whole(*args) - 2)
+    (out,) = windowed(zoo, SpecConfig(3, 4, 12), 4).generate([5, 9, 2], SamplingParams(max_tokens=LENGTH))
+    assert out.token_ids != zoo.greedy("mistral", [5, 9, 2], LENGTH)
+
+
 @pytest.mark.usefixtures("short_passes")
 def test_a_pause_longer_than_the_window(zoo: Zoo) -> None:
     """Keeps out: a draft that catches up on pages which went around during the pause."""

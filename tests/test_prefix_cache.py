@@ -197,6 +197,20 @@ def test_hits_equal_cold_runs(zoo: Zoo, kind: str | None, spec: SpecConfig | Non
     assert counted.lookup_tokens == 4 * sum(map(len, prompts)) > counted.hit_tokens > 0.8 * 3 * 5 * len(SYSTEM)
 
 
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_pages_of_8_bits(zoo: Zoo, kept: str) -> None:
+    """A page means the same to whoever reads it: scales are a token's own, or stand once the first tokens came."""
+    settings = dict(page_size=4, max_batch_size=3, max_seq_len=96, kv_cache_dtype=kept)
+    warm = zoo.decoder("llama", "eagle3", TREE, **settings, prefix_caching=True)
+    cold = zoo.decoder("llama", "eagle3", TREE, **settings)
+    sampling = SamplingParams(max_tokens=16)
+    want = cold.generate(prompts_behind(SYSTEM)[:3], sampling)
+    for _ in range(2):
+        got = warm.generate(prompts_behind(SYSTEM)[:3], sampling)
+        assert [out.token_ids for out in got] == [out.token_ids for out in want]
+    assert all(out.stats.cached_tokens >= 36 for out in got)
+
+
 def test_hit_rate_is_that_of_plain_decoding(zoo: Zoo) -> None:
     """Keeps out: a last page that is computed again because the draft needs its neighbour."""
     prompts, rates = prompts_behind(SYSTEM) + ragged_prompts(40, 6, seed=3), []
@@ -371,3 +385,8 @@ def test_a_hit_in_chunks(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
     got = decoder.generate(prompts, sampling)
     same(got, want)
     assert all(out.stats.cached_tokens >= 36 for out in got)
+
+
+def test_the_setting_is_a_bool(zoo: Zoo) -> None:
+    with pytest.raises(TypeError, match="prefix_caching must be a bool, got 'on'; nearest setting that works: False"):
+        zoo.decoder("llama", None, prefix_caching="on")

@@ -8,11 +8,14 @@ Shapes: B sequences, n queries of each, H heads, K kv heads, D head dim.
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_prefix_cache import SYSTEM, assert_whole, same
+from toolkit.deepseek import DeepseekZoo
+from toolkit.families import Families
 from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
@@ -24,9 +27,9 @@ from specdec.attention.kv_cache import MHACache
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment, last_positions
-from specdec.attention.shared import split_shared
+from specdec.attention.shared import SharedPrefix, split_shared
 from specdec.attention.torch_backend import TorchBackend
-from specdec.batch import BatchState, SharedPrefix
+from specdec.batch import BatchState
 from specdec.sharing import NOBODY, best_group, common_length
 
 
@@ -83,7 +86,7 @@ class World:
             self.cache.kv[:, slots.to(device)] = torch.randn(len(kinds), len(at), 2, 2, 16, dtype=dtype, device=device)
         self.table, self.lens_B = table.to(device), torch.tensor(self.lens, dtype=torch.int32, device=device)
         state = BatchState.empty(4, width, 0, 0, device=device, dtype=dtype)
-        self.shared = SharedPrefix.empty(state)
+        self.shared = SharedPrefix.empty(state.page_table_BW, 10)
         if shared:
             self.shared.set([0, 1], table[0, : shared // page_size].tolist(), shared)
 
@@ -100,9 +103,7 @@ class World:
             pages = self.table.long().gather(1, (at // self.page_size).flatten(1).long()).view(at.shape)
             slots = (pages * self.page_size + at % self.page_size).flatten(0, 1).int()
             suffix = (Segment.of_slots(slots, (depth.repeat(4) > 0).int() + 1, self.lens_B),)
-        return tuple(
-            AttentionPlan((*split_shared(own, shared), *suffix), positions) for shared in (None, self.shared)
-        )  # type: ignore[return-value]
+        return tuple(AttentionPlan((*split_shared(own, shared), *suffix), positions) for shared in (None, self.shared))  # type: ignore[return-value]
 
     def attend(self, backend: Backend, plan: AttentionPlan, q_THD: Tensor) -> list[Tensor]:
         """What each layer's queries get."""
@@ -147,6 +148,14 @@ def test_kernels_share(n: int, tree: bool, page_size: int, shared: int) -> None:
         torch.testing.assert_close(got[: 3 * n], right[: 3 * n], atol=2e-5, rtol=2e-5)
 
 
+def test_many_queries_read_as_ever() -> None:
+    """Keeps out: one more launch a layer where arithmetic takes the time, as in the verification of a large tree."""
+    world = World(4, 16, 4, torch.float64, "cpu")
+    own = prefix_segment(world.table, world.lens_B, 11, 4)
+    assert split_shared(own, world.shared) == split_shared(own, None) == (own,)
+    assert len(split_shared(prefix_segment(world.table, world.lens_B, 10, 4), world.shared)) == 2
+
+
 def test_nothing_is_read_twice() -> None:
     """The members' own tables may say anything where they share."""
     world = World(4, 16, 4, torch.float64, "cpu")
@@ -168,22 +177,23 @@ def pair(zoo: Zoo, target: str, kind: str | None, spec: SpecConfig | None, **mor
     """A decoder that shares whenever there is anything to share, and one that keeps nothing."""
     settings = {"page_size": 4, "max_batch_size": 4, "max_seq_len": 96, **more}
     sharing = zoo.decoder(target, kind, spec, **settings, prefix_caching=True)
-    sharing.engine.least_saved = 1
+    sharing.engine.sharing.least_saved = 1  # type: ignore[union-attr]
     return sharing, zoo.decoder(target, kind, spec, **settings)
 
 
 def watch(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(members, tokens) of every round that shares."""
     seen: list[tuple[int, int]] = []
-    original = decoder.engine._sharing
+    assert decoder.engine.sharing is not None
+    original = decoder.engine.sharing.apply
 
-    def spy(state: BatchState) -> BatchState:
-        sharing = original(state)
-        if sharing.shared is not None:
-            seen.append((int((sharing.shared.shared_B > 0).sum()), int(sharing.shared.length_1)))
-        return sharing
+    def spy(*args: Any) -> BatchState:
+        state = original(*args)
+        if state.shared is not None:
+            seen.append((int((state.shared.shared_B > 0).sum()), int(state.shared.length_1)))
+        return state
 
-    monkeypatch.setattr(decoder.engine, "_sharing", spy)
+    monkeypatch.setattr(decoder.engine.sharing, "apply", spy)
     return seen
 
 
@@ -216,6 +226,46 @@ def test_text_and_drafts_stay_the_same(
     assert_whole(sharing)
 
 
+class FamilyZoo(Zoo):
+    """Targets through transformers."""
+
+    def target(self, name: str) -> Path:
+        return Families(self.root).target(name)
+
+
+@pytest.mark.parametrize("name", ["v3", "gemma3", "gpt-oss", "llama4"])
+def test_other_targets_share_too(tmp_path_factory: pytest.TempPathFactory, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents, windows and chunks among full layers, sinks: found and shared, they write what they write alone."""
+    zoo = (DeepseekZoo if name == "v3" else FamilyZoo)(tmp_path_factory.mktemp("others"))
+    sharing, alone = pair(zoo, name, "eagle3", SpecConfig(3, 2, 7))
+    seen = watch(sharing, monkeypatch)
+    prompts, sampling = [[*SYSTEM, 1], [*SYSTEM, 2, 3], [*SYSTEM, 4, 5, 6]], SamplingParams(max_tokens=14)
+    want = alone.generate(prompts, sampling)
+    for _ in range(2):
+        got = sharing.generate(prompts, sampling)
+        same(got, want)
+    assert (3, 36) in seen and all(out.stats.cached_tokens == 36 for out in got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["round", "step"])
+@pytest.mark.parametrize("spec", [SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)], ids=str)
+def test_graphs_stay_right_when_membership_changes(zoo: Zoo, spec: SpecConfig, graphs: str, monkeypatch: Any) -> None:
+    """Keeps out: a captured round that remembers who shared when it was captured, prompts' graphs that start at 0."""
+    sharing, _ = pair(zoo, "llama", "eagle3", spec, max_seq_len=200, device="cuda", cuda_graphs=graphs, attention="triton")
+    seen = watch(sharing, monkeypatch)
+    prompts = [[*SYSTEM, i, *tail] for i, tail in enumerate(ragged_prompts(40, 9, seed=1))]
+    prompts[4:4] = ragged_prompts(40, 4, seed=2)
+    params = [SamplingParams(max_tokens=length) for length in (9, 24, 3, 17, 30, 12, 5, 21, 8, 28, 14, 6, 19)]
+    want = [zoo.greedy("llama", prompt, 30)[: p.max_tokens] for prompt, p in zip(prompts, params, strict=True)]
+    for _ in range(4):
+        got = sharing.generate(prompts, params)
+        assert [out.token_ids for out in got] == want
+        assert sharing.generate(prompts, params, speculate=False)[3].token_ids == want[3]
+    assert len(set(seen)) >= 3 and len(sharing.engine.prefills.graphs) > 0
+    assert_whole(sharing)
+
+
 def test_auto_with_pauses(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paused rounds and catching up share as well."""
     from test_pause import Script
@@ -236,7 +286,7 @@ def test_auto_with_pauses(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sharing_starts_where_it_pays(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: graphs with one more state to merge for a page that two rows have in common."""
     sharing, _ = pair(zoo, "llama", "eagle3", SpecConfig(3, 4, 12))
-    sharing.engine.least_saved = 2 * 36
+    sharing.engine.sharing.least_saved = 2 * 36  # type: ignore[union-attr]
     seen = watch(sharing, monkeypatch)
     prompts = [[*SYSTEM, 1], [*SYSTEM, 2], [*SYSTEM, 3]]
     sharing.generate(prompts[:2], SamplingParams(max_tokens=9))

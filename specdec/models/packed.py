@@ -76,8 +76,9 @@ class PackedPrompts:
         lens_B = zeros(rows, torch.int32)
         whole = Segment(page_table_BW, lens_B, zeros(rows + 1, torch.int32), tokens, True, page_size, ragged=True)
         last = causal_segment(page_table_BW, lens_B, 1, page_size)
-        places = [zeros(size) for size in (tokens, tokens, tokens, rows, rows)]
-        return cls(*places, AttentionPlan((whole,), places[1]), AttentionPlan((last,)))
+        ids_T, positions_T, slots_T = (zeros(tokens) for _ in range(3))
+        plan, last_plan = AttentionPlan((whole,), positions_T), AttentionPlan((last,))
+        return cls(ids_T, positions_T, slots_T, zeros(rows), zeros(rows), plan, last_plan)
 
     @property
     def page_size(self) -> int:

@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Rows that begin with the same tokens: what reading these once is worth, and what finding them cached is.
+
+    python benchmarks/shared_prefix.py --out benchmarks/results/shared_prefix_h100.json
+
+Llama-3.1-8B shape and an EAGLE-3 head of the real shape, random bf16 weights, rounds through the engine as in `generate()`.
+Three ways to run a batch whose prompts begin alike:
+
+    copies     every row has pages of its own: no prefix caching
+    cached     the rows' tables name the same pages, and each row reads them for itself
+    shared     the pages are read once for all rows, where a pass has few queries a row
+    all        in every pass, so in the verification of a large tree too
+
+Then how long a prompt's first token takes, with and without its beginning in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import triton
+from round_8b import TARGET, random_pair, spec_of
+
+from specdec.attention.attend import PagedAttention
+from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
+from specdec.bench.kernels import trace
+from specdec.bench.profile import Work, timed_walls
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.draft.eagle import DraftHead
+from specdec.engine import Engine
+from specdec.loading import EngineSettings
+from specdec.models.causal_lm import CausalLM
+from specdec.prompts import Tokenizer
+from specdec.tree import DraftTree
+from specdec.verify.tables import tree_tables
+
+SPECS = ("plain", "5,1,6", "5,4,16", "5,8,32")
+ROWS, SHARED, OWN = 32, 8192, 256
+RULE_ROWS, RULE_SHARED = (2, 4, 8, 16, 32), (512, 1024, 2048, 4096, 8192)
+MAX_TOKENS = 400
+WARM, TRACED = 3, 8
+
+
+def make_decoder(model: CausalLM, head: DraftHead, spec: str, prefix_caching: bool) -> SpecDecoder:
+    device, shape = torch.device("cuda", 0), spec_of(spec)
+    choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device)))
+    settings = EngineSettings(
+        shape, ROWS, SHARED + OWN + MAX_TOKENS + 64, 16, choice, "round", device, torch.bfloat16, prefix_caching=prefix_caching
+    )
+    return SpecDecoder(model, head if shape else None, settings, Tokenizer(Path("/nonexistent")))
+
+
+def prompts_of(rows: int, shared: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(shared)
+    system = torch.randint(1000, 100000, (shared,), generator=generator).tolist()
+    return [system + torch.randint(1000, 100000, (OWN,), generator=generator).tolist() for _ in range(rows)]
+
+
+def give_copies(engine: Engine) -> None:
+    """Every row but the first gets the shared pages as copies of its own, as without prefix caching."""
+    state, size, pool = engine.state, engine.pool.page_size, engine.pool
+    fixed = [engine.admission.fixed_pages(request) for request in engine.running]
+    count = next(i for i, page in enumerate(fixed[0]) if page != fixed[1][i])
+    for row in range(1, len(engine.running)):
+        pages = torch.tensor(pool.admit(("copy", row), count * size), device=state.lens_B.device)
+        offsets = torch.arange(size, device=pages.device)
+        old = (state.page_table_BW[row, :count].long()[:, None] * size + offsets).flatten()
+        new = (pages[:, None] * size + offsets).flatten()
+        for worker in (engine.verifier, engine.drafter):
+            for layer in worker.cache.kv if worker is not None else ():  # type: ignore[attr-defined]
+                layer[new] = layer[old]
+        state.page_table_BW[row, :count] = pages.int()
+
+
+def take_copies(engine: Engine, rows: int) -> None:
+    for row in range(1, rows):
+        engine.pool.release(("copy", row))
+
+
+def measure(decoder: SpecDecoder, spec: str, rows: int, shared: int, way: str, rounds: int, traced: bool) -> dict[str, Any]:
+    """Wall milliseconds a round, median; and the trace's attention, a layer of the target and of each draft pass alike."""
+    engine, shape = decoder.engine, spec_of(spec)
+    assert engine.sharing is not None
+    engine.sharing.least_saved = 0 if way in ("shared", "all") else math.inf
+    if way == "all":  # before anything is captured
+        engine.sharing.shared = engine.sharing.shared._replace(most_queries=10**6)
+    work = Work(decoder, prompts_of(rows, shared), [SamplingParams(max_tokens=MAX_TOKENS)] * rows, shape is not None)
+    with work.running(), torch.inference_mode():
+        if way == "copies":
+            give_copies(engine)
+        for _ in range(WARM):
+            engine.step()
+        walls = [timed_walls(engine) for _ in range(rounds)]
+        assert len(engine.running) == rows and _is_shared(engine) == (way in ("shared", "all"))
+        row: dict[str, Any] = {"spec": spec, "rows": rows, "shared": shared, "own": OWN, "way": way}
+        row["ms"] = 1e3 * median(wall for wall, _ in walls)
+        row["host_ms"] = 1e3 * median(wall - waited for wall, waited in walls)
+        if traced:
+            split = trace(engine.step, TRACED, decoder.settings.device)
+            passes = TARGET.num_layers + (shape.max_steps if shape else 0)  # S - 1 draft steps and an extend, a layer each
+            row |= {"kinds_ms": split.by_kind, "phases_ms": split.by_phase, "longest": split.longest}
+            row["attention_ms_a_layer"] = split.by_kind.get("attention", 0.0) / passes
+        if way == "shared":
+            row["difference"] = difference(engine, rows)
+        if way == "copies":
+            take_copies(engine, rows)
+    print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items() if "longest" != key})
+    return row
+
+
+def _is_shared(engine: Engine) -> bool:
+    assert engine.sharing is not None and engine.sharing.group is not None
+    return bool(engine.sharing.group.rows)
+
+
+@torch.inference_mode()
+def difference(engine: Engine, rows: int) -> float:
+    """How far one layer's attention, shared, is from the same unshared: ||a - b|| / ||b||, both in bf16."""
+    state, device = engine.state.narrow(rows), engine.state.lens_B.device
+    assert engine.sharing is not None
+    tree = DraftTree.chain(torch.zeros(rows, 6, dtype=torch.int64, device=device))
+    q = torch.randn(rows * 6, TARGET.num_heads, TARGET.head_dim, dtype=torch.bfloat16, device=device)
+    outs = []
+    for each in (state, state.sharing(engine.sharing.shared)):
+        tables = tree_tables(each, tree, engine.pool.page_size)
+        cache, backend = engine.verifier.cache, engine.verifier.backend
+        attn = PagedAttention(backend, cache, tables.plan, tables.slots_BN.flatten())
+        torch.cuda.synchronize()  # attention reads its tables before it waits: in a model they are much older
+        outs.append(backend.attend(q, cache.view(3), attn.prepared[cache.kinds[3]]).double())
+    return float((outs[1] - outs[0]).norm() / outs[0].norm())
+
+
+def first_token_ms(decoder: SpecDecoder, prompts: list[list[int]], again: int) -> list[float]:
+    """Wall milliseconds until every prompt has its first token, of each of so many calls."""
+    times = []
+    for _ in range(again):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decoder.generate(prompts, SamplingParams(max_tokens=1))
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def first_tokens(decoder: SpecDecoder, model: CausalLM, head: DraftHead) -> list[dict[str, Any]]:
+    """One prompt, and a batch: cold, when only the beginning is known, and (a batch) with no cache at all."""
+    found = []
+    prompts = prompts_of(ROWS + 4, SHARED - 16)  # another text than the rounds'
+    cold = first_token_ms(decoder, prompts[:1], 1)[0]
+    tails = [first_token_ms(decoder, prompts[i : i + 1], 1)[0] for i in (1, 2, 3)]
+    found.append({"prompts": 1, "tokens": SHARED - 16 + OWN, "cold_ms": cold, "hit_ms": median(tails)})
+    fresh = prompts_of(ROWS, SHARED - 32)
+    batch = first_token_ms(decoder, fresh, 1)[0]
+    decoder.generate(prompts[:1], SamplingParams(max_tokens=1))
+    hit = first_token_ms(decoder, prompts[4:], 1)[0]
+    del decoder
+    torch.cuda.empty_cache()
+    found.append({"prompts": ROWS, "tokens": SHARED - 16 + OWN, "first_time_ms": batch, "hit_ms": hit})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--no-rule", action="store_true")
+    parser.add_argument("--no-first", action="store_true")
+    parser.add_argument("--specs", default=" ".join(SPECS), help="separated by blanks")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model, head = random_pair(SHARED + OWN + MAX_TOKENS + 512, torch.device("cuda", 0))
+    rows, rule, first = [], [], []
+    for spec in args.specs.split():
+        decoder = make_decoder(model, head, spec, prefix_caching=True)
+        for way in ("copies", "cached", "shared"):
+            rows.append(measure(decoder, spec, ROWS, SHARED, way, args.rounds, traced=True))
+        for batch in () if args.no_rule or spec == "5,8,32" else RULE_ROWS:
+            for shared in RULE_SHARED:
+                for way in ("cached", "shared"):
+                    if (batch, shared) != (ROWS, SHARED):
+                        rule.append(measure(decoder, spec, batch, shared, way, args.rounds, traced=False))
+        if spec == "5,1,6" and not args.no_first:
+            first = first_tokens(decoder, model, head)
+            print(first, flush=True)
+        del decoder
+        torch.cuda.empty_cache()
+        if spec in ("5,4,16", "5,8,32"):
+            decoder = make_decoder(model, head, spec, prefix_caching=True)
+            rows.append(measure(decoder, spec, ROWS, SHARED, "all", args.rounds, traced=True))
+            rows += [measure(decoder, spec, *size, "all", args.rounds, traced=False) for size in ((8, SHARED), (ROWS, 1024))]
+            del decoder
+            torch.cuda.empty_cache()
+    if first:
+        decoder = make_decoder(model, head, "5,1,6", prefix_caching=False)
+        first[1]["without_cache_ms"] = first_token_ms(decoder, prompts_of(ROWS, SHARED - 16), 1)[0]
+        print(first[1], flush=True)
+    result = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+        "rounds": args.rounds, "rows": rows, "rule": rule, "first_token": first,
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
