@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from specdec.attention.flash_rule import DISPATCHED, where_fa4_is_faster
+from specdec.attention.flash_rule import MEASURED_HEAD_DIM, why_fa4
 from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.quant_cache import FP8_LEAST_ARCHITECTURE
 
 KINDS = ("full", "window", "chunk")
 KV_DTYPES = ("auto", "fp8", "int8")
-GRAPH_MODES = (False, "step", "round")
+GraphMode = Literal["round", "step", False]
+GRAPH_MODES: tuple[GraphMode, ...] = (False, "step", "round")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,7 +41,8 @@ class Capability:
     kinds: of layers whose keys it reads itself; `ours`: of layers that our kernels read for it, as they read shared prefixes
     then.  unread_pages: sizes of pages it would read whole, slots that nobody wrote (NaN) included.  mla: whether it reads
     latent caches, and if so whether with softcap and sinks.  package: whose import it needs, at least that version.
-    architectures: majors of the GPU's compute capability; empty: any.  run_on: the hardware its own tests have passed on.
+    architectures: majors of the GPU's compute capability; empty: any.  fp8_from: the least for fp8 KV.  run_on: the hardware
+    its own tests have passed on.
     """
 
     name: str
@@ -58,9 +61,10 @@ class Capability:
     softcap: bool = True
     sinks: bool = True
     kv_dtypes: tuple[str, ...] = ("auto",)
+    fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
     tree: bool = True
-    graphs: tuple[Literal["round", "step", False], ...] = GRAPH_MODES
+    graphs: tuple[GraphMode, ...] = GRAPH_MODES
     shared_prefixes: bool = True
 
 
@@ -73,7 +77,7 @@ TABLE = {
         ),
         Capability(
             "triton", "our kernels", "H100", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_dtypes=KV_DTYPES, mla="plain",
+            kv_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain",
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -99,7 +103,8 @@ class AttentionNeeds:
 
     architecture: the GPU's compute capability; None on a CPU.  head_dims, kinds: of all layers of both models; an MLA layer
     has no head dim here.  kv_dtype: as the door's kv_cache_dtype.  tree: whether drafts branch.  graphs: as cuda_graphs.
-    rows, packed, keys: the most sequences, of queries x heads that share a key in a verify pass, and of tokens.
+    rows, tokens: the most sequences, and of one.  kv_heads, and packed (queries x heads of a group in one sequence's verify
+    pass): of the target.
     """
 
     device: torch.device
@@ -113,11 +118,12 @@ class AttentionNeeds:
     mla: bool = False
     page_size: int = 16
     tree: bool = True
-    graphs: Literal["round", "step", False] = False
+    graphs: GraphMode = False
     shared_prefixes: bool = False
     rows: int = 1
+    tokens: int = 0
+    kv_heads: int = 1
     packed: int = 1
-    keys: int = 0
 
 
 def architecture_of(device: torch.device) -> tuple[int, int] | None:
@@ -168,8 +174,8 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         names = " or ".join(short(dtype) for dtype in c.dtypes)
         best = c.dtypes[0]
         yield Fault(f"computes {names}, got {short(n.dtype)}", f"dtype='{short(best)}'", replace(n, dtype=best))
-    for dim in n.head_dims if c.head_dims else ():
-        if not c.head_dims.least <= dim <= c.head_dims.most or dim % c.head_dims.multiple:
+    for dim in n.head_dims:
+        if c.head_dims and (not c.head_dims.least <= dim <= c.head_dims.most or dim % c.head_dims.multiple):
             yield Fault(f"takes heads of {c.head_dims}, got {dim}")
     if n.page_size in c.unread_pages:
         problem = f"reads pages of {listed(c.unread_pages)} tokens whole, unwritten slots included, got page_size={n.page_size}"
@@ -184,6 +190,10 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if n.kv_dtype not in c.kv_dtypes:
         problem = f"reads KV in the models' own dtype, got kv_cache_dtype={n.kv_dtype!r}"
         yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_dtype="auto"))
+    elif n.kv_dtype == "fp8" and c.fp8_from and n.architecture and n.architecture < c.fp8_from:
+        wanted, got = (".".join(map(str, numbers)) for numbers in (c.fp8_from, n.architecture))
+        problem = f"reads fp8 KV on GPUs of compute capability {wanted} or later, got {got}"
+        yield Fault(problem, "kv_cache_dtype='int8'", replace(n, kv_dtype="int8"))
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
@@ -271,7 +281,7 @@ def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
         if not_torch := why_not("torch", needs):
             raise ValueError(not_torch)
         return BackendChoice("torch", reason)
-    if not why_not("fa4", needs) and set(needs.head_dims) == {DISPATCHED.head_dim}:
-        if where := where_fa4_is_faster(needs.rows, needs.packed, needs.keys):
-            return BackendChoice("fa4", where, by_rule=True)
+    if not why_not("fa4", needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
+        if reason := why_fa4(needs.rows, needs.kv_heads, needs.packed, needs.tokens):
+            return BackendChoice("fa4", reason, by_rule=True)
     return BackendChoice("triton", "CUDA device and triton installed")

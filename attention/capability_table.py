@@ -18,7 +18,7 @@ def table_rows() -> list[list[str]]:
         **{f"{kind} layers": [_kind(c, kind) for c in cs] for kind in KINDS},
         "softcap": [_yes(c.softcap) for c in cs],
         "sinks": [_yes(c.sinks) for c in cs],
-        **{f"{kv} KV": [_yes(kv in c.kv_dtypes) for c in cs] for kv in KV_DTYPES[1:]},
+        **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
         "MLA": [{"plain": "without softcap or sinks", "": "no"}.get(c.mla, "yes") for c in cs],
         "draft trees": [_yes(c.tree) for c in cs],
         "CUDA graphs": [", ".join(str(mode) for mode in c.graphs if mode) or "no" for c in cs],
@@ -53,6 +53,12 @@ def _pages(c: Capability) -> str:
 
 def _kind(c: Capability, kind: str) -> str:
     return "yes" if kind in c.kinds else "our kernel" if kind in c.ours else "no"
+
+
+def _kv(c: Capability, kv: str) -> str:
+    if kv == "fp8" and kv in c.kv_dtypes and c.fp8_from:
+        return f"on {'.'.join(map(str, c.fp8_from))} and later"
+    return _yes(kv in c.kv_dtypes)
 
 
 def _yes(can: bool) -> str:

@@ -41,7 +41,7 @@ class FlashBackend(TritonBackend):
         if not self._asks_library(q_THD, view, segment):
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
         assert isinstance(view, MHAView)
-        self._hold_once(q_THD, view, segment.page_size)
+        self._hold_once(q_THD, view, segment)
         return DOORS[self.name](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
@@ -49,13 +49,13 @@ class FlashBackend(TritonBackend):
             return False
         if segment.page_size % TABLE[self.name].page_multiple:
             return False  # a list of slots
-        packed = segment.max_seqlen_q * (q_THD.shape[1] // view.kv.shape[2])
-        return not self.by_rule or fa4_is_faster(segment.rows, packed, segment.max_keys)
+        kv_heads = view.kv.shape[2]
+        return not self.by_rule or fa4_is_faster(segment.rows, kv_heads, segment.max_seqlen_q * (q_THD.shape[1] // kv_heads))
 
-    def _hold_once(self, q_THD: Tensor, view: MHAView, page_size: int) -> None:
-        """Before a shape's first call: the library's answers to two questions are known."""
-        key = (q_THD.shape[1:], view.kv.shape[2], page_size, q_THD.dtype)
+    def _hold_once(self, q_THD: Tensor, view: MHAView, segment: Segment) -> None:
+        """Before the first call with such heads: two questions whose answers are known."""
+        key = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype)
         if key in self._held or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._held.add(key)
-        hold_to_its_word(self.name, (q_THD.shape[1], view.kv.shape[2], q_THD.shape[2]), page_size, q_THD.dtype, q_THD.device)
+        hold_to_its_word(self.name, q_THD, view, segment)

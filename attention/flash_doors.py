@@ -9,15 +9,16 @@ Shapes: T queries, H heads, K kv heads, D head dim, R rows, n queries of each ro
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.kv_cache import MHAView
-from specdec.attention.plan import causal_segment
-from specdec.attention.segment import Segment
+from specdec.attention.segment import Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 
 Door = Callable[[Tensor, MHAView, Segment, Scoring], AttentionState]
@@ -62,8 +63,7 @@ def fa3_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
 
 def fa4_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
     """flash_attn.cute.  Compiles at the first call of each dtype, head shape, causality and softcap: not during a capture."""
-    from flash_attn.cute.interface import flash_attn_varlen_func
-
+    flash_attn_varlen_func = _fa4()
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_varlen_func(
         q_THD, k, v, cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q, seqused_k=segment.cache_seqlens,
@@ -71,6 +71,15 @@ def fa4_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
         return_lse=True,
     )  # fmt: skip
     return AttentionState(out_THD, lse_HT.t())
+
+
+@cache
+def _fa4() -> Callable[..., tuple[Tensor, Tensor]]:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    # At every compilation, of an argument of its own.
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
+    return flash_attn_varlen_func
 
 
 DOORS: dict[str, Door] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_state}
@@ -91,20 +100,21 @@ def _state(out_THD: Tensor, lse_TH: Tensor) -> AttentionState:
 
 
 @torch.inference_mode()
-def hold_to_its_word(name: str, heads: tuple[int, int, int], page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Asks a door two questions whose answers are known: lse is a natural log, and a row without keys is empty.
+def hold_to_its_word(name: str, q_THD: Tensor, view: MHAView, like: Segment) -> None:
+    """Asks a door what is known: lse is a natural log, and a row without keys is empty.
 
-    heads: H, K, D.  Raises RuntimeError if the installed library answers otherwise.  Compiles what it compiles.
+    In the dtype and heads of q and view, and in the kind of call that `like` is, so that nothing is compiled in vain.  Raises
+    RuntimeError if the installed library answers otherwise.
     """
-    H, K, D = heads
+    (H, D), K, device = q_THD.shape[1:], view.kv.shape[2], q_THD.device
+    n, P = min(like.max_seqlen_q, 129), like.page_size
     table_R1 = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    lens_R = torch.tensor([3, 0], dtype=torch.int32, device=device)
-    kv = torch.ones(page_size, 2, K, D, dtype=dtype, device=device)
-    q_THD = torch.ones(2, H, D, dtype=dtype, device=device)
-    segment = causal_segment(table_R1, lens_R.clamp(max=page_size), 1, page_size)
-    out_THD, lse_TH = DOORS[name](q_THD, MHAView(kv), segment, PLAIN)
-    want = math.sqrt(D) + math.log(min(3, page_size))
-    got, empty = float(lse_TH[0, 0]), (float(lse_TH[1, 0]), float(out_THD[1].abs().max()))
+    lens_R = torch.tensor([min(3, P), 0], dtype=torch.int32, device=device)
+    segment = Segment(table_R1, lens_R, uniform_cu_seqlens(2, n, device), n, like.causal, P)
+    ones = MHAView(torch.ones(P, 2, K, D, dtype=q_THD.dtype, device=device))
+    out_THD, lse_TH = DOORS[name](torch.ones(2 * n, H, D, dtype=q_THD.dtype, device=device), ones, segment, PLAIN)
+    want, got = math.sqrt(D) + math.log(min(3, P)), float(lse_TH[n - 1, 0])  # the row's last query reads all its keys
+    empty = (float(lse_TH[n:].max()), float(out_THD[n:].abs().max()))
     if abs(got - want) > 1e-2 * want or empty != (-math.inf, 0.0):
         raise RuntimeError(
             f"{name}: the installed library answers lse {got:.4f} where the natural log is {want:.4f}, and lse, output {empty} "

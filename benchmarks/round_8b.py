@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
+from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, rounds_in, timed_walls
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
-from specdec.loading import EngineSettings
+from specdec.loading import EngineSettings, attention_needs
 from specdec.models.causal_lm import CausalLM
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.loader import build
@@ -72,7 +72,7 @@ PAUSES = (1, 32)  # batch sizes at which "auto" is held against plain decoding
 def random_pair(max_positions: int, device: torch.device) -> tuple[CausalLM, DraftHead]:
     """Both models with normal weights, made on the GPU."""
     model = build(lambda: CausalLM(TARGET, max_positions), device, torch.bfloat16)
-    shape = HeadConfig(replace(TARGET, num_layers=1), "eagle3", (1, 15, 28), TARGET.hidden_size, DRAFT_VOCAB)
+    shape = HeadConfig(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", (1, 15, 28), TARGET.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
     for parameter in {*model.parameters(), *head.parameters()}:
@@ -91,8 +91,9 @@ def make_decoder(
     model: CausalLM, head: DraftHead, spec: SpecConfig | None, batch: int, context: int, graphs: GraphMode
 ) -> SpecDecoder:
     device = torch.device("cuda", 0)
-    choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device)))
-    settings = EngineSettings(spec, batch, context + 1024, 16, choice, graphs, device, torch.bfloat16)
+    settings = EngineSettings(spec, batch, context + 1024, 16, BackendChoice("auto", ""), graphs, device, torch.bfloat16)
+    needs = attention_needs(settings, model.config, head.config.model)
+    settings = replace(settings, attention=choose_backend("auto", needs))
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")))
 
 

@@ -3,9 +3,9 @@
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
-import importlib.util
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
 
 from toolkit import fake_flash  # noqa: E402
 
+from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed  # noqa: E402
 from specdec.attention.flash_doors import DOORS, hold_to_its_word  # noqa: E402
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring  # noqa: E402
 from specdec.attention.kv_cache import MHAView  # noqa: E402
@@ -27,7 +28,7 @@ from specdec.attention.segment import Segment  # noqa: E402
 
 H, K, D, P = 4, 2, 16, 256
 LENS = [300, 0, 3, 511]
-REAL_FA4 = HAS_GPU and importlib.util.find_spec("flash_attn") is not None
+REAL_FA4 = HAS_GPU and installed("flash-attn-4") is not None
 DEVICE = "cuda" if REAL_FA4 else "cpu"
 NAMES = ["fa4"] if REAL_FA4 else list(DOORS)
 
@@ -105,9 +106,12 @@ def test_doors_answer_full_layers_only(name: str) -> None:
         DOORS[name](queries(4), view, local, PLAIN)
 
 
+@pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_doors_keep_their_word(name: str) -> None:
-    hold_to_its_word(name, (H, K, 128 if REAL_FA4 else D), P, torch.float16, torch.device(DEVICE))
+def test_the_doors_keep_their_word(name: str, shape: str) -> None:
+    head_dim = 128 if REAL_FA4 else D
+    table, lens, view = world(P, LENS, head_dim)
+    hold_to_its_word(name, queries(4, head_dim), view, segments(table, lens, P)[shape][0])
 
 
 @pytest.mark.skipif(REAL_FA4, reason="of stand-ins")
@@ -124,5 +128,68 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
         return (out, lse / 0.6931) if fault == "base 2" else (out, lse.flip(1))
 
     monkeypatch.setattr(module, "flash_attn_varlen_func", other)
+    table, lens, view = world(16, LENS)
     with pytest.raises(RuntimeError, match="fa4: the installed library .* attention='triton'"):
-        hold_to_its_word("fa4", (H, K, D), 16, torch.float16, torch.device("cpu"))
+        hold_to_its_word("fa4", queries(4), view, segments(table, lens, 16)["chain"][0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "change"),
+    [
+        ("fa4", dict()),
+        ("triton", dict(rows=4)),
+        ("triton", dict(packed=128)),
+        ("triton", dict(tokens=1024)),
+        ("triton", dict(tree=False)),
+        ("triton", dict(head_dims=(128, 64))),
+        ("triton", dict(architecture=(8, 0))),
+        ("triton", dict(page_size=128)),
+        ("triton", dict(kv_dtype="fp8")),
+    ],
+)
+def test_auto_takes_what_measured_faster(asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: seconds of compiling for calls that ours answers sooner, and a choice without a reason."""
+    fake_flash.install(monkeypatch)
+    needs = AttentionNeeds(
+        torch.device("cuda"), torch.bfloat16, (9, 0), head_dims=(128,), rows=8, tokens=8192, kv_heads=8, packed=256
+    )
+    choice = choose_backend("auto", replace(needs, **change))
+    assert choice.name == asked and choice.reason and choice.by_rule == (asked == "fa4")
+
+
+class Asked(Exception):
+    """A door was opened."""
+
+
+@pytest.mark.parametrize(
+    ("name", "by_rule", "shape", "asks"),
+    [
+        ("fa4", False, "prefix", True),
+        ("fa4", True, "prefix", False),
+        ("fa4", True, "prompts", False),
+        ("fa3", False, "decode", True),
+        ("fa2", False, "chain", True),
+        ("fa2", False, "small pages", False),
+        ("fa4", False, "window", False),
+    ],
+)
+def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a backend asked for by name that quietly never calls its library, or calls it for what it can't do."""
+    from specdec.attention.flash import FlashBackend
+
+    def knock(*args: Any) -> None:
+        raise Asked
+
+    monkeypatch.setitem(DOORS, name, knock)
+    page_size = 16 if shape == "small pages" else P
+    table, lens, view = world(page_size, LENS)
+    shapes = segments(table, lens, page_size)
+    segment, count = shapes.get(shape, shapes["chain"])
+    if shape == "window":
+        segment = segment.local(LayerKind(window=4), lens.long().repeat_interleave(5))
+    backend, q_THD = FlashBackend(name, by_rule), queries(count)
+    monkeypatch.setattr(backend, "_hold_once", lambda *args: None)
+    assert (backend.partial_splits(q_THD, view, segment, PLAIN) == 0) == asks
+    if asks:
+        with pytest.raises(Asked):
+            backend.run(q_THD, view, segment)
