@@ -8,7 +8,8 @@ Shapes: T tokens, H hidden or query heads, K kv heads, X = H + 2K, D head dim, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.cuda_graph import GraphSet, on_device
@@ -124,10 +126,11 @@ def load_transformers_target(
 ) -> TransformersTarget:
     """The folder's model.  ValueError names tensors that are missing or left over, and what in the model can't run here."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, config=load_hf_config(folder), dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
-            output_loading_info=True, local_files_only=True,
-        )  # fmt: skip
+        with _no_progress_bar():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, config=load_hf_config(folder), dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
+                output_loading_info=True, local_files_only=True,
+            )  # fmt: skip
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder}: transformers can't load its weights: {error}") from error
     for key, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture")):
@@ -138,6 +141,18 @@ def load_transformers_target(
     if cuda_graphs:
         check_capturable(target, str(folder))
     return target
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Inside, transformers draws none: it would stand in the middle of what the command line prints."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @torch.inference_mode()
