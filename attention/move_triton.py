@@ -1,4 +1,4 @@
-"""The kernel behind `MHACache.move`: accepted tokens to their final slots, in all layers, in one launch.
+"""The kernel behind `move_slots`: accepted tokens to their final slots, in all layers, in one launch.
 
 One program a sequence, layer and block of columns: it holds that block of all the sequence's moving tokens, so it reads
 everything before it writes, and sequences share no slot.

@@ -20,10 +20,11 @@ from specdec.attention.kv_cache import move_slots
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
-STEPS = {"fp8": 2.0**-3, "int8": 2 / INT8_MAX}  # between neighbours, relative to them; int8's at half of the largest
+LOGIT_NOISE = {"fp8": 2.0**-6, "int8": 2.0**-8}  # how far logits move, as a share of their spread: benchmarks/kv_quant.py
 FP8_LEAST_ARCHITECTURE = (8, 9)  # whose instructions convert it
 # Later passes may hold larger values than the first.  Four times the range costs two of e4m3's eighteen powers of two.
 HEADROOM = 4.0
+LEAST_STEP = 2.0**-120  # of int8: below, all is 0, since the inverse would overflow
 # A first prompt of few tokens may hold none of the large ones: every head can keep at least +-7.
 LEAST_SCALE = 2.0**-6
 
@@ -103,7 +104,7 @@ def dequantised(stored_N2KD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 def to_fp8(kv_T2KD: Tensor, scale_2K: Tensor) -> Tensor:
     """Nearest float8_e4m3fn of kv / scale; beyond its range, its largest."""
-    return (kv_T2KD.float() / scale_2K[:, :, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (kv_T2KD.float() * (1 / scale_2K)[:, :, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def fp8_scale(kv_T2KD: Tensor) -> Tensor:
@@ -116,8 +117,9 @@ def to_int8(kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
     """Nearest int8 of kv / scale (ties up), and the scales [T, 2, K] float32: a head's largest is 127; of zeros, 0."""
     kv_T2KD = kv_T2KD.float()
     scales_T2K = kv_T2KD.abs().amax(-1) * (1 / INT8_MAX)
-    steps_T2KD = kv_T2KD / torch.where(scales_T2K > 0, scales_T2K, 1.0)[..., None]
-    return (steps_T2KD + 0.5).floor_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8), scales_T2K
+    inverse_T2K = torch.where(scales_T2K > LEAST_STEP, 1 / scales_T2K, 0.0)
+    steps_T2KD = (kv_T2KD * inverse_T2K[..., None]).clamp_(-INT8_MAX, INT8_MAX)
+    return (steps_T2KD + 0.5).floor_().to(torch.int8), scales_T2K
 
 
 class QuantCache:

@@ -14,18 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.kv_cache import MHAView
-from specdec.attention.quant_cache import FP8_MAX, INT8_MAX, QuantView
+from specdec.attention.quant_cache import FP8_MAX, INT8_MAX, LEAST_STEP, QuantView
 from specdec.ops.launch import chained
 from specdec.ops.rope import HeadPrep
 
-MOST_FP8, MOST_INT8 = tl.constexpr(FP8_MAX), tl.constexpr(INT8_MAX)
+MOST_FP8, MOST_INT8, SMALLEST_STEP = tl.constexpr(FP8_MAX), tl.constexpr(INT8_MAX), tl.constexpr(LEAST_STEP)
 FEW_TOKENS = 64  # up to here a token's heads are spread over several programs, which shortens the one wave there is
 
 
 @triton.jit
-def nearest_step(x, step):
-    """Nearest int8 of x / step, ties up, as a float."""
-    return tl.clamp(tl.floor(tl.div_rn(x, step) + 0.5), -MOST_INT8, MOST_INT8)
+def nearest_step(x, inverse):
+    """Nearest int8 of x * inverse, ties up, as a float.  The clamp keeps product and sum apart: fused, they round otherwise."""
+    return tl.floor(tl.clamp(x * inverse, -MOST_INT8, MOST_INT8) + 0.5)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -99,16 +99,17 @@ def rope_store_kernel(
         tl.store(at_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
         is_kv_X = (row_X >= 0) & (row_X < 2 * KV_HEADS)
         if QUANT == "fp8":
-            scale_X = tl.load(scales + row_X, mask=is_kv_X, other=1.0)
-            low_XE = tl.clamp(tl.div_rn(low_XE, scale_X[:, None]), -MOST_FP8, MOST_FP8)
-            high_XE = tl.clamp(tl.div_rn(high_XE, scale_X[:, None]), -MOST_FP8, MOST_FP8)
+            inverse_X = tl.div_rn(1.0, tl.load(scales + row_X, mask=is_kv_X, other=1.0))
+            low_XE = tl.clamp(low_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
+            high_XE = tl.clamp(high_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
         else:
             most_X = tl.maximum(tl.max(tl.abs(low_XE), 1), tl.max(tl.abs(high_XE), 1))
             scale_X = most_X * (1 / MOST_INT8)
             tl.store(scales + slot * (2 * KV_HEADS) + row_X, scale_X, mask=is_kv_X)
-            step_X = tl.where(scale_X > 0, scale_X, 1.0)
-            low_XE = nearest_step(low_XE, step_X[:, None])
-            high_XE = nearest_step(high_XE, step_X[:, None])
+            is_some_X = scale_X > SMALLEST_STEP
+            inverse_X = tl.where(is_some_X, tl.div_rn(1.0, tl.where(is_some_X, scale_X, 1.0)), 0.0)
+            low_XE = nearest_step(low_XE, inverse_X[:, None])
+            high_XE = nearest_step(high_XE, inverse_X[:, None])
         to_XE = kv + cache_X[:, None] + e[None, :]
         ok_kv_XE = ok_XE & is_kv_X[:, None]
         tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
@@ -124,7 +125,8 @@ def launch_rope_store(qkv_TXD: Tensor, view: MHAView | QuantView, slots_T: Tenso
     assert qkv_TXD.stride()[1:] == (D, 1) and slots_T.shape == (T,)
     if not T:
         return qkv_TXD[:, :Q]
-    quant, scales = "", kv  # without scales none are read; any tensor stands in
+    quant = ""
+    scales: Tensor | None = kv  # without scales none are read; any tensor stands in
     if isinstance(view, QuantView):
         if view.needs_scale:
             view.set_scale(prep.apply_(qkv_TXD.clone())[1])

@@ -93,10 +93,10 @@ class Admission:
 
         drafted: the draft's KV is needed too.
         """
-        total, size = self.pool.pages_for(self.tokens_needed(request)), self.pool.page_size
+        needed, size = self.tokens_needed(request), self.pool.page_size
         if self.cache is None:
-            return Found([], 0) if total <= self.free_pages else None
-        if total - len(request.prompt_ids) // size > self.free_pages:
+            return Found([], 0) if self.pool.can_admit(needed) else None
+        if self.pool.pages_for(needed) - len(request.prompt_ids) // size > self.free_pages:
             return None
         path = self.cache.find(request.prompt_ids, drafted)
         return Found(path, len(path) * size)

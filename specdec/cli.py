@@ -289,6 +289,8 @@ def _stream(decoder: Any, prompt: Any, sampling: SamplingParams) -> str:
     print(flush=True)
     seconds, stats, tokens = time.perf_counter() - start, generation.stats, len(generation.token_ids)
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
+    if decoder.settings.prefix_caching:
+        line += f", {stats.cached_tokens} of {len(generation.prompt_token_ids)} prompt tokens cached"
     if decoder.head is None:
         return line + "; plain decoding"
     if not stats.rounds:

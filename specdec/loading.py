@@ -170,9 +170,11 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         page_size=settings.page_size,
         tree=spec is not None and spec.topk > 1,
         graphs=settings.cuda_graphs,
+        shared_prefixes=settings.prefix_caching,
         rows=settings.max_batch_size,
+        tokens=settings.max_seq_len,
+        kv_heads=target.num_kv_heads,
         packed=(spec.num_draft_tokens if spec else 1) * (target.num_heads // target.num_kv_heads),
-        keys=settings.pages_per_sequence * settings.page_size,
     )
 
 

@@ -1,8 +1,8 @@
 """Whole engines on 8-bit KV: the text is the target's own over a cache of the same dtype, whatever the tree.
 
 The oracle has no cache: one dense forward over the whole text, in which keys and values are rounded as the cache would.
-Passes of other shapes differ in the last bit, and a value on the border of two steps then falls to either side; so models and
-prompts are ones without near-ties, as in tests/test_lossless.py.
+Passes of other shapes differ in the last bit, and a value on the border of two steps then falls to either side.  So a token
+counts as the best if it is within the noise of 8-bit KV of it, and texts must be equal where no token was as near as that.
 """
 
 import json
@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.dense import DenseAttention
-from specdec.attention.quant_cache import QuantCache
+from specdec.attention.quant_cache import LOGIT_NOISE, QuantCache
+from specdec.bench import near_tie
 from specdec.generation import Generation
 from specdec.loading import kv_bytes_per_page
 
@@ -33,16 +34,19 @@ CASES = [
 
 
 @torch.inference_mode()
-def assert_is_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> None:
-    """Every token is the best behind those before it, by more than rounding can turn round."""
+def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
+    """Asserts that every token is the best, or near it, behind those before; whether none other was near at any place."""
     model, cache = decoder.model, decoder.engine.verifier.cache
     assert isinstance(cache, QuantCache)
     ids_T = torch.tensor([*out.prompt_token_ids, *out.token_ids[:-1]])
     attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored)
     logits_TV = model.logits(model(ids_T, torch.arange(len(ids_T)), attn).hidden_TH)
-    best = logits_TV[len(out.prompt_token_ids) - 1 :].topk(2)
-    margins = best.values[:, 0] - best.values[:, 1]
-    assert out.token_ids == best.indices[:, 0].tolist(), margins.tolist()
+    logits_TV = logits_TV[len(out.prompt_token_ids) - 1 :]
+    noise = LOGIT_NOISE[decoder.settings.kv_cache_dtype] * logits_TV.std()
+    best, second = logits_TV.topk(2).values.unbind(-1)
+    below = best - logits_TV.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+    assert (below <= noise).all(), (below.tolist(), noise)
+    return bool((best - second > noise).all())
 
 
 @pytest.mark.parametrize(
@@ -56,10 +60,12 @@ def test_generate_equals_the_oracle(
     prompts = ragged_prompts(COMMON["vocab_size"], 7)[::-1]
     sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 2, 18)]
     outputs = decoder.generate(prompts, sampling)
-    for out in outputs:
-        assert_is_the_oracle_s_text(decoder, out)
     plain = decoder.generate(prompts, sampling, speculate=False)
-    assert [out.token_ids for out in plain] == [out.token_ids for out in outputs]
+    clear = [is_clearly_the_oracle_s_text(decoder, out) for out in outputs]
+    for out, other, is_clear in zip(outputs, plain, clear, strict=True):
+        assert out.token_ids == other.token_ids or not is_clear
+        is_clearly_the_oracle_s_text(decoder, other)
+    assert sum(clear) >= 2, "too many near-ties: choose other prompts"
     assert sum(out.stats.drafted for out in outputs) > 0
     for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
         assert cache.kv.dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
@@ -129,7 +135,7 @@ def test_a_checkpoint_s_scales_are_used(tmp_path: Path, names: str) -> None:
     for layer in layers:
         assert torch.equal(decoder.engine.verifier.cache.view(layer).scale_2K, scales[layer])
     assert decoder.engine.drafter.cache.view(0).scale_2K.tolist() == [[pytest.approx(0.7)] * 2, [pytest.approx(0.9)] * 2]
-    assert_is_the_oracle_s_text(decoder, out)
+    is_clearly_the_oracle_s_text(decoder, out)
     for kind in ("auto", "int8"):  # which need none
         SpecDecoder.from_pretrained(target, head, kv_cache_dtype=kind, **settings).generate(
             [[1, 2]], SamplingParams(max_tokens=3)
@@ -190,3 +196,27 @@ def test_a_scheme_of_keys_and_values_alone_loads(tmp_path: Path, scheme: dict[st
         return
     with pytest.raises(ValueError, match="quantization_config must be absent"):
         SpecDecoder.from_pretrained(target, **settings)
+
+
+def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> None:
+    """Keeps out: texts over 8-bit KV judged by logits over the values as they were, which are others."""
+    decoder = zoo.decoder("llama", kv_cache_dtype="int8")
+    ids = ragged_prompts(40, 5)[4]
+    got_V = near_tie._last_logits(decoder, ids)
+    kinds, cache = decoder.model.config.layer_kinds, decoder.engine.verifier.cache
+    assert isinstance(cache, QuantCache)
+    with torch.inference_mode():
+        rounded_V, exact_V = (
+            decoder.model.logits(
+                decoder.model(torch.tensor(ids), torch.arange(len(ids)), DenseAttention(kinds, as_stored=store)).hidden_TH
+            )[-1]
+            for store in (cache.as_stored, None)
+        )
+    torch.testing.assert_close(got_V, rounded_V, rtol=1e-5, atol=1e-5)
+    assert (got_V - exact_V).abs().max() > 1e-3
+
+
+def test_the_command_line_passes_it_on() -> None:
+    for command in (["generate", "x"], ["bench"]):
+        args = cli.build_parser().parse_args([*command, "--kv-cache-dtype", "fp8"])
+        assert cli._engine(args)["kv_cache_dtype"] == "fp8"

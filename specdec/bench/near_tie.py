@@ -7,9 +7,9 @@ Three passes round on their own, in every layer (28 of them, or more): that of e
 here need not be the best there, three tokens may tie, and a score may stand a few ulps apart from what either pass saw.  A
 logic error is off by whole units.
 
-Over 8-bit KV the forward rounds keys and values as the cache does.  A value within an ulp of the border of two steps falls to
-either side: of n such errors of size ulp, every (step / ulp)th becomes one of a whole step, and their mean square is that of
-errors of sqrt(ulp * step).  That is an ulp there, in float32 too.
+Over 8-bit KV the forward rounds keys and values as the cache does.  But a value within an ulp of the border of two steps falls
+to either side; that moves the next layer's values by more than an ulp, more of them fall to the other side, and so on: behind
+many layers two passes may stand apart as far as rounding KV moves logits at all, in float32 too.  An ulp has that added there.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.dense import DenseAttention
-from specdec.attention.quant_cache import STEPS, QuantCache
+from specdec.attention.quant_cache import LOGIT_NOISE, QuantCache
 from specdec.bench.measurement import Divergence
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
@@ -59,15 +59,15 @@ def explain_divergence(
     if index >= min(len(ids_a), len(ids_b)):  # one goes on where the other ends: no two tokens to compare
         return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
     logits_V = _last_logits(decoder, [*prompt_ids, *ids_a[:index]])
-    dtype, step = decoder.settings.dtype, STEPS.get(decoder.settings.kv_cache_dtype)
-    bound = NEAR_TIE_ULPS * _ulp(logits_V.max().item(), dtype, step)
+    dtype, noise = decoder.settings.dtype, LOGIT_NOISE.get(decoder.settings.kv_cache_dtype, 0.0)
+    bound = NEAR_TIE_ULPS * _ulp(logits_V.max().item(), dtype, noise)
     scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
     if sampling.temperature > 0:
         bound /= sampling.temperature
     a, b = ids_a[index], ids_b[index]
     rank_a, rank_b = (int((scores_V > scores_V[token]).sum()) + 1 for token in (a, b))
     margin = (scores_V.max() - scores_V[[a, b]].min()).item()  # infinite where top-k or top-p left one of them out
-    is_tie = (dtype in (torch.float16, torch.bfloat16) or step is not None) and margin <= bound
+    is_tie = (dtype in (torch.float16, torch.bfloat16) or noise > 0) and margin <= bound
     shown = margin if math.isfinite(margin) else None
     return Divergence(prompt, index, a, b, rank_a, rank_b, shown, bound, "near-tie" if is_tie else "DIVERGED")
 
@@ -99,9 +99,8 @@ def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor
     return (scaled_1V + gumbel_noise(row.seed_R, torch.tensor([position], device=device), len(logits_V)))[0]
 
 
-def _ulp(value: float, dtype: torch.dtype, step: float | None) -> float:
-    """Distance of neighbouring floats of that dtype around the value.  step: of 8-bit KV, see above."""
+def _ulp(value: float, dtype: torch.dtype, noise: float) -> float:
+    """Distance of neighbouring floats of that dtype around the value, and KV's noise there."""
     if value == 0 or not math.isfinite(value):
         return torch.finfo(dtype).tiny
-    eps = torch.finfo(dtype).eps
-    return 2.0 ** math.floor(math.log2(abs(value))) * (eps if step is None else math.sqrt(eps * step))
+    return 2.0 ** math.floor(math.log2(abs(value))) * (torch.finfo(dtype).eps + noise)

@@ -57,6 +57,10 @@ def _facts(m: Measurement) -> Table:
         ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
         ("output", f"at most {sampling['max_tokens']} tokens, {how}" + (", EOS ignored" if sampling["ignore_eos"] else "")),
     ]
+    if s.get("prefix_caching"):  # the warm-up passes left the prompts there
+        sides = [side.counters for cell in m.cells for side in (cell.baseline, cell.speculative)]
+        found = sum(stats.cached_tokens for stats in sides) / sum(stats.prefill_tokens for stats in sides)
+        rows.append(("prefixes", f"cached: {found:.0f} of a prompt's {tokens['sum'] / prompts['count']:.0f} tokens were found"))
     if m.synthetic_acceptance is not None:
         forced = ", ".join(f"{p:g}" for p in m.synthetic_acceptance)
         said = (

@@ -237,6 +237,7 @@ def _settings(options: BenchOptions, settings: EngineSettings) -> dict[str, Any]
         "cuda_graphs": settings.cuda_graphs,
         "page_size": settings.page_size,
         "kv_cache_dtype": settings.kv_cache_dtype,
+        "prefix_caching": settings.prefix_caching,
         "backend": settings.backend,
         "backend_reason": settings.backend_reason,
         "max_seq_len": settings.max_seq_len,

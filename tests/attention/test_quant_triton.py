@@ -81,7 +81,8 @@ def test_int8_store_equals_the_definition(dtype: torch.dtype, Q: int, K: int, D:
     want_q, want_kv = exact.apply_(qkv_TXD.double().clone())
     view = poisoned("int8", K, D).view(0)
     got_q = store(view, qkv_TXD.clone(), slots_T, prep)
-    torch.testing.assert_close(got_q.double(), want_q, rtol=2e-3, atol=2e-3)
+    rounding = max(torch.finfo(dtype).eps, 1e-5)  # of the queries, which stay in the models' own dtype
+    torch.testing.assert_close(got_q.double(), want_q, rtol=rounding, atol=1e-5)
     step = want_kv.abs().amax(-1, keepdim=True) / 127
     kv = torch.stack(view.read(slots_T, torch.float64), dim=1)
     assert ((kv - want_kv).abs() <= step * 0.502 + 1e-12).all()
@@ -111,6 +112,7 @@ def test_fp8_stores_the_very_numbers_of_the_definition(dtype: torch.dtype) -> No
     if not HAS_GPU:  # numbers of float8 times powers of two, and some beyond its range
         eighths = torch.randint(8, 16, qkv_TXD.shape) / 8 * 2.0 ** torch.randint(-4, 9, qkv_TXD.shape)
         qkv_TXD = (eighths * (torch.randint(0, 2, qkv_TXD.shape) * 2 - 1)).to(dtype)
+    qkv_TXD[4] = torch.randn(Q + 2 * K, D).sign() * 3e4  # too large for any of the scales
     views = [poisoned("fp8", K, D).view(0) for _ in range(2)]
     for view in views:
         view.scale_2K.copy_(scale_2K)
@@ -163,6 +165,7 @@ def test_moves_equal_the_definition(kind: str) -> None:
             assert torch.equal(tensor.cpu(), moved)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn: the decoder is on the CPU")
 @pytest.mark.parametrize("shape", [(2, 1, 3), (2, 2, 4)], ids=str)
 def test_rounds_through_the_kernels_write_the_torch_backend_s_text(zoo: Zoo, shape: tuple[int, int, int]) -> None:
     """Keeps out: a store and a load that each agree with their tests, but not with each other."""
