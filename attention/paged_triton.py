@@ -5,8 +5,9 @@ packed into one tile, so keys and values are read once for all of them.  Where e
 splits divide what is between the least of them and the tile's end, and pages before that are never touched.  Each split leaves
 its own state; who merges them, and how many there are, is the launcher's business.
 
-8-bit keys and values are made numbers of the queries' type in registers.  Their scales go into the products: of a head, once;
-of a token, into its column of scores and of weights.
+8-bit keys and values are made numbers of the queries' type in registers, float16 where that is bfloat16: it holds them all,
+and takes a fifth of the instructions.  Queries and weights then move, by a power of two, to where float16 holds them no worse
+than bfloat16 did.  A head's scale goes into the products, a token's into its keys and values.
 
 Chained (see specdec/ops/launch.py), it reads page table, lengths and first keys before it waits: they must be older than the
 kernel right before it, which in a model stores the queries' own keys.
@@ -24,32 +25,21 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def widened(x, to: tl.constexpr, ASM: tl.constexpr):
-    """8-bit numbers as those of the type `to`.
-
-    ASM (sm_90 and later): float8_e4m3fn becomes bfloat16 by moving its bits, and 2 ** 120 makes up for the other exponent; the
-    instruction that converts takes a third of the time that memory needs.
-    """
-    if ASM and x.dtype == tl.float8e4nv and to == tl.bfloat16:
+    """8-bit numbers as those of the type `to`.  ASM: int8 by its bits, since conversions of integers are slow."""
+    if ASM and x.dtype == tl.int8 and to == tl.float16:  # 1024 + n has n in its last bits
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, m;
-            mov.b32 m, 0x7b807b80;
-            prmt.b32 a, $2, 0, 0x1404;
-            shr.u32 b, a, 4;
-            and.b32 b, b, 0x07f007f0;
-            lop3.b32 a, a, 0x80008000, b, 0xea;
-            mul.bf16x2 $0, a, m;
-            prmt.b32 a, $2, 0, 0x3424;
-            shr.u32 b, a, 4;
-            and.b32 b, b, 0x07f007f0;
-            lop3.b32 a, a, 0x80008000, b, 0xea;
-            mul.bf16x2 $1, a, m;
-            }
-            """,
+            """{
+            .reg .b32 n, a, b;
+            xor.b32 n, $2, 0x80808080;
+            mov.b32 b, 0x64806480;
+            prmt.b32 a, n, 0x64646464, 0x4140;
+            sub.f16x2 $0, a, b;
+            prmt.b32 a, n, 0x64646464, 0x4342;
+            sub.f16x2 $1, a, b;
+            }""",
             "=r,=r,r",
             [x],
-            dtype=tl.bfloat16,
+            dtype=tl.float16,
             is_pure=True,
             pack=4,
         )
@@ -57,15 +47,27 @@ def widened(x, to: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def scale_of(scales_N, ok_N, column, KV_HEADS: tl.constexpr):
-    """The scale [N] in one column of rows [2 * K] of scales: read with its neighbours, so that every thread reads a few.
+def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
+    """Queries times a power of two, which fit float16, and what to multiply their products by.
 
-    A lone column would be read by each thread for all of its keys.
+    STAGED: as they come back from memory, of_MD.  Triton hands the products queries from memory where they lie, others in
+    registers, of which large tiles have none to spare.  Splits of a row write the same numbers.
     """
-    near = column // 8 * 8 + tl.arange(0, 8)
-    ok_N8 = ok_N[:, None] & (near < 2 * KV_HEADS)[None, :]
-    x_N8 = tl.load(scales_N[:, None] + near[None, :], mask=ok_N8, other=0.0)
-    return tl.sum(tl.where((near == column)[None, :], x_N8, 0.0), 1)
+    size_MD = tl.abs(q_MD.to(tl.float32))
+    most = tl.max(tl.where(size_MD < float("inf"), size_MD, 1e-30))  # a padded row's junk must not reach the others
+    unit = tl.exp2(tl.floor(tl.log2(tl.maximum(most, 1e-30))) - 14)
+    q_MD = (q_MD.to(tl.float32) / unit).to(tl.float16)
+    if STAGED:
+        tl.store(of_MD, q_MD, mask=ok_MD)
+        tl.debug_barrier()
+        q_MD = tl.load(of_MD, mask=ok_MD, other=0.0)
+    return q_MD, unit
+
+
+@triton.jit
+def in_range(scales_N, to: tl.constexpr):
+    """A token's scales in the type `to`, at most so large that 127 times as much is finite in float16."""
+    return (tl.minimum(scales_N, 515.0) if to == tl.float16 else scales_N).to(to)
 
 
 @triton.jit
@@ -90,6 +92,7 @@ def paged_attention_kernel(
     sinks,  # [H], any float type
     out,  # [T, H, states, D], any float type: the first of S states that lie together
     lse,  # [T, H, states] float32, natural log
+    staged,  # [T, H, D] float16
     scale,
     softcap,
     stride_qt,
@@ -114,6 +117,7 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
+    STAGED: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -157,22 +161,24 @@ def paged_attention_kernel(
     d = tl.arange(0, PADDED_DIM)
     ok_D = d < HEAD_DIM
     token_M = (first + query_M).to(tl.int64)
-    q_MD = tl.load(
-        q + (token_M * stride_qt + head_M * stride_qh)[:, None] + d[None, :],
-        mask=ok_M[:, None] & ok_D[None, :],
-        other=0.0,
-    )
-    top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total_M = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:  # a key that has been seen already, of value 0
-        top_M = tl.load(sinks + head_M).to(tl.float32) * LOG2E
-        total_M += 1.0
-    acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    ok_MD = ok_M[:, None] & ok_D[None, :]
+    q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + d[None, :], mask=ok_MD, other=0.0)
     scale2 = scale * LOG2E
     if SOFTCAP:
         scale2 = scale
     if QUANT == "head":
         scale2 *= tl.load(scales + kv_head)
+    if QUANT != "" and q_MD.dtype == tl.bfloat16:
+        of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
+        q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
+        scale2 *= unit
+    LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are 2 ** LIFT as large, which leaves float16 more room below
+    top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # a key that has been seen already, of value 0
+        top_M = tl.load(sinks + head_M).to(tl.float32) * LOG2E
+        total_M += tl.exp2(LIFT)
+    acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
@@ -180,16 +186,11 @@ def paged_attention_kernel(
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         ok_ND = ok_N[:, None] & ok_D[None, :]  # values too: 0 times the NaN of an unwritten slot is NaN
-        k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
-        if QUANT != "":
-            k_ND = widened(k_ND, q_MD.dtype, ASM)
+        k_ND = widened(tl.load(at_ND, mask=ok_ND, other=0.0), q_MD.dtype, ASM)
         if QUANT == "token":
-            scales_N = scales + slot_N * (2 * KV_HEADS)
-            key_scale_N = scale_of(scales_N, ok_N, kv_head, KV_HEADS) * scale2
-            value_scale_N = scale_of(scales_N, ok_N, KV_HEADS + kv_head, KV_HEADS)
-            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * key_scale_N[None, :]
-        else:
-            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
+            scales_N = scales + slot_N * (2 * KV_HEADS) + kv_head
+            k_ND *= in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
         if CAUSAL or HAS_STARTS:
@@ -205,14 +206,12 @@ def paged_attention_kernel(
             s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # with its scale, one fused multiply-add
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = new_M
-        p_MN = tl.exp2(s_MN - shift_M[:, None])
+        p_MN = tl.exp2(s_MN - (shift_M - LIFT)[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
-        v_ND = tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
-        if QUANT != "":
-            v_ND = widened(v_ND, q_MD.dtype, ASM)
+        v_ND = widened(tl.load(at_ND + stride_v, mask=ok_ND, other=0.0), q_MD.dtype, ASM)
         if QUANT == "token":
-            p_MN *= value_scale_N[None, :]
+            v_ND *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 
@@ -221,7 +220,7 @@ def paged_attention_kernel(
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
-    tl.store(lse + state_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
+    tl.store(lse + state_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
     # The merge does not read a split whose lse is -inf: a short row's idle splits write nothing.
     written_M = query_M < tl.where((low < high) | (splits == 1), queries, 0)
     tl.store(

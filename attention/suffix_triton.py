@@ -10,7 +10,7 @@ C splits of a chunk.
 import triton
 import triton.language as tl
 
-from specdec.attention.paged_triton import capped, widened
+from specdec.attention.paged_triton import capped
 
 
 @triton.jit(
@@ -51,7 +51,6 @@ def suffix_merge_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    ASM: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -97,7 +96,7 @@ def suffix_merge_kernel(
             k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
             v_ND = tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
             if QUANT != "":
-                k_ND, v_ND = widened(k_ND, q_GD.dtype, ASM), widened(v_ND, q_GD.dtype, ASM)
+                k_ND, v_ND = k_ND.to(q_GD.dtype), v_ND.to(q_GD.dtype)
             s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale
             if QUANT == "token":
                 at_N = scales + slot_N * (2 * KV_HEADS) + kv_head

@@ -34,23 +34,28 @@ def padded(D: int) -> int:
 
 
 @lru_cache
-def tiles_for(packed_queries: int, D: int, itemsize: int, kv_itemsize: int, causal: bool, local: bool, waves: float) -> Tiles:
+def tiles_for(packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float) -> Tiles:
     """Measured on an H100 with heads of 128; other dims keep a stage's bytes.  waves: of the GPU, at one tile a row and head.
 
     Up to 64 packed queries the keys decide: large blocks where a row is split over SMs that hold one program each, small
     ones where rows are many and SMs hold two.  A lone token has so little to merge that it is split further.  Beyond 64,
     the arithmetic decides.  Long prompts have enough tiles for two programs an SM, one of which computes while the other
-    waits.  float32 has no tensor cores to fill, and spills beyond its tiles.
+    waits.  float32 has no tensor cores to fill, and spills beyond its tiles.  8-bit keys (quant: whose scales, or "") are made
+    16-bit on the way into a product of 64 rows or more: smaller ones would read them from shared memory byte by byte.
     """
 
     def keys(most: int) -> int:
         return max(16, min(most, most * 256 // (padded(D) * itemsize)))
 
     wanted = max(16, triton.next_power_of_2(packed_queries))
-    if kv_itemsize < itemsize == 2:
-        return Tiles(64, keys(64), 4, 3) if wanted <= 64 or D > 128 else Tiles(128, 64, 8, 2, registers=128, an_sm=2)
     if itemsize == 4:
         return Tiles(min(wanted, 32), keys(64), 8, 2)
+    if quant and (wanted <= 64 or D > 128):
+        if quant == "head":
+            return Tiles(64, keys(128), 4, 3, an_sm=2)
+        return Tiles(64, keys(128), 4, 2, an_sm=2) if waves > 0.3 else Tiles(64, keys(64), 4, 3, an_sm=2)
+    if quant:
+        return Tiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else Tiles(128, 64, 8, 3)
     if wanted == 16:
         return Tiles(16, keys(128), 4, 3) if waves > 0.1 else Tiles(16, keys(64), 4, 3, least=64)
     if wanted == 32:

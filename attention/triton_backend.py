@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.kv_cache import MHAView
+from specdec.attention.kv_cache import KVView, MHAView
 from specdec.attention.mla_cache import MLAView
 from specdec.attention.mla_launch import attend_latent
 from specdec.attention.paged_triton import paged_attention_kernel
@@ -61,16 +61,17 @@ class TritonBackend(Backend):
     def __init__(self, programs: int | None = None) -> None:
         self.programs = programs
 
-    def store(self, view: PlannedView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+    def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        assert isinstance(view, MHAView | QuantView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments)
 
-    def attend(self, q_THD: Tensor, view: PlannedView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> Tensor:
         return self._state(q_THD, view, prepared, scoring).out_THD
 
-    def run(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self._state(q_THD, view, TritonPlan((segment,)), replace(scoring, sinks_H=None))
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
@@ -92,7 +93,7 @@ class TritonBackend(Backend):
         scoring.sinks_H is set they are merged here.  It is None in every other call.
 
         S == 0: returns a state in memory of its own.  out [T, H, D] of any float type, dense along D; lse [T, H], float32, any
-        strides, natural log, -inf where no key was read (out may be anything there).  Without sinks: they are merged by us.
+        strides, natural log; 0 and -inf where no key was read.  Without sinks: they are merged by us.
         """
         tiles, splits = self._tiles(q_THD, view, segment)
         assert out_THSD.shape[2] == splits
@@ -103,18 +104,18 @@ class TritonBackend(Backend):
         """Tiles of the paged kernel, and splits."""
         (_, H, D), K = q_THD.shape, view.kv.shape[2]
         packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
-        local = segment.starts_T is not None
         waves = segment.rows * K / programs
-        tiles = tiles_for(packed, D, q_THD.element_size(), view.kv.element_size(), segment.causal, local, waves)
+        tiles = tiles_for(packed, D, q_THD.element_size(), quant_of(view), segment.causal, waves)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 
-    def _state(self, q_THD: Tensor, view: PlannedView | MLAView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
+    def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
         """Every paged segment through its kernel, then suffix and merge where there is anything of either to do."""
         q_THD = _dense_rows(q_THD)
         T, H, D = q_THD.shape
         if isinstance(view, MLAView):
             return attend_latent(q_THD, view, plan, scoring, self.programs or programs_at_once(q_THD.device))
+        assert isinstance(view, MHAView | QuantView)
         check_view(q_THD, view)
         state = new_state((T, H, D), q_THD.dtype, q_THD.device)
         if not T:
@@ -157,16 +158,19 @@ def launch_paged(
     states = lse_THS.stride(1)  # of a query and head, in a row
     assert segment.page_table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
-    starts_T, sinks_H = segment.starts_T, scoring.sinks_H
+    starts_T, sinks_H, quant = segment.starts_T, scoring.sinks_H, quant_of(view)
+    in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
         q_THD, view.kv, scales_of(view), segment.page_table, segment.cache_seqlens, segment.cu_seqlens_q,
         segment.cu_seqlens_q if starts_T is None else starts_T, lse_THS if sinks_H is None else sinks_H, out_THSD, lse_THS,
+        torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], segment.page_table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant_of(view),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages, ASM=has_pdl(q_THD.device),
+        SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
+        STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
 
@@ -196,7 +200,7 @@ def launch_suffix_merge(
         *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D),
-        BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), ASM=has_pdl(q_THD.device), HAS_SUFFIX=suffix is not None,
+        BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=starts_T is not None, SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None,
         QUANT=quant_of(view) if suffix else "", HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),

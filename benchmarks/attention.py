@@ -2,10 +2,13 @@
 """Attention alone: prefix, tree suffix and merge of one layer, ours against flash-attn 4.  Prints a table, and writes JSON.
 
     python benchmarks/attention.py --out benchmarks/results/attention_h100.json
+    python benchmarks/attention.py --kinds --out benchmarks/results/attention_kinds.json
 
-32/8 heads of 128, bf16, pages of 16 that lie scattered.  Times are medians of CUDA-graph replays, per layer.  A graph holds
-several layers, each with its own cache, so that a layer finds its keys in memory and not in L2, as in a model.  The share of
-bandwidth counts the prefix's keys and values once, and neither queries, suffix, partial states nor output.
+--kinds: windowed layers (4096 as Mistral's; 128 and sinks as gpt-oss's) and 8-bit caches, beside full bf16 layers of the same
+shapes.  32/8 heads of 128, bf16, pages of 16 that lie scattered.  Times are medians of CUDA-graph replays, per layer.  A graph
+holds several layers, each with its own cache, so that a layer finds its keys in memory and not in L2, as in a model.  The share
+of bandwidth counts the prefix's keys and values that are read (a window's; 8-bit ones with their scales) once, and neither
+queries, suffix, partial states nor output.
 
 flash-attn 4 answers a prefix call and a suffix call (pages of one slot); a small kernel merges their states.  Its prefix
 call is also timed alone.  Where it is not installed, ours is timed alone.
@@ -24,6 +27,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +37,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
@@ -42,24 +48,42 @@ from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 DEVICE = torch.device("cuda")
 H, K, D, PAGE_SIZE, DEPTH = 32, 8, 128, 16, 8  # DEPTH of the trees: the suffix's width
+FP8 = torch.float8_e4m3fn
 READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB (DESIGN 11)
 TOKEN_BYTES = 2 * K * D * 2
+KV_BYTES = {"auto": TOKEN_BYTES, "fp8": 2 * K * D, "int8": 2 * K * (D + 4)}  # of a token
 BARS_US = {(1, 1024, 6): 12.0, (1, 1024, 32): 15.0}
 BARS_TBPS = {(1, 32768, 6): 2.2, (1, 32768, 32): 1.9, (32, 8192, 6): 2.6}
+WINDOWED = (("decode", 1), ("chain", 6), ("tree", 6), ("tree", 32))
 
 
 class Case(NamedTuple):
-    """kind: tree (prefix + suffix), chain (N causal queries that are stored already), decode (a chain of one)."""
+    """kind: tree (prefix + suffix), chain (N causal queries that are stored already), decode (a chain of one).
+
+    window: of the layers; 128 comes with sinks.  kv: the cache's numbers.
+    """
 
     kind: str
     B: int
     L: int
     N: int
+    window: int | None = None
+    kv: str = "auto"
 
 
 TREES = [Case("tree", B, L, N) for B, L, N in itertools.product((1, 8, 32), (1024, 8192, 32768, 131072), (1, 6, 32, 64))]
 CAUSAL = [
     Case("decode" if N == 1 else "chain", B, L, N) for N in (1, 6) for B, L in ((1, 1024), (1, 32768), (8, 1024), (32, 1024))
+]
+PLAIN_KINDS = [
+    *(Case("tree", B, L, N) for B, L in ((1, 1024), (1, 32768), (8, 32768), (32, 8192)) for N in (6, 32)),
+    *(Case(kind, B, 32768, N) for kind, N in (("decode", 1), ("chain", 6)) for B in (1, 8)),
+]
+KINDS = [
+    *PLAIN_KINDS,
+    *(case._replace(kv=kv) for kv in ("fp8", "int8") for case in PLAIN_KINDS),
+    *(Case(kind, B, 32768, N, window) for window in (128, 4096) for B in (1, 8) for kind, N in WINDOWED),
+    *(Case("tree", 8, 32768, N, 4096, "fp8") for N in (6, 32)),
 ]
 
 
@@ -67,13 +91,17 @@ class World:
     """One case's inputs.  pool: random bf16 numbers that every case's caches are cut from."""
 
     def __init__(self, case: Case, pool: Tensor) -> None:
-        kind, B, L, N = case
+        kind, B, L, N = case[:4]
         self.case, width = case, -(-(L + N) // PAGE_SIZE)
-        numbers = B * width * PAGE_SIZE * 2 * K * D
-        self.layers = min(pool.numel() // numbers, max(2, min(32, -(-100_000_000 // numbers))))  # four times L2
-        shape = (self.layers, B * width * PAGE_SIZE, 2, K, D)
-        self.views = [MHAView(layer) for layer in pool[: self.layers * numbers].view(shape)]
-        table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
+        held = width if case.window is None else -(-(case.window + N) // PAGE_SIZE) + 1  # pages that anybody reads
+        numbers = B * held * PAGE_SIZE * 2 * K * D
+        most = 32 if case.window is None else 160
+        self.layers = min(pool.numel() // numbers, max(2, min(most, -(-100_000_000 // numbers))))  # four times L2
+        shape = (self.layers, B * held * PAGE_SIZE, 2, K, D)
+        self.views = [cached(layer, case.kv) for layer in pool[: self.layers * numbers].view(shape)]
+        self.scoring = Scoring(sinks_H=torch.randn(H, device=DEVICE)) if case.window == 128 else PLAIN
+        table = torch.zeros(B, width, dtype=torch.int32, device=DEVICE)
+        table[:, width - held :] = torch.randperm(B * held, device=DEVICE).view(B, held)
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
         behind = L if kind == "tree" else L - N  # where this pass's tokens stand
         positions = (behind + torch.arange(N, device=DEVICE)).expand(B, N)
@@ -83,11 +111,26 @@ class World:
         rotary = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 1024).to(DEVICE, torch.bfloat16)
         self.prep = HeadPrep(Rotation(rotary, torch.arange(B * N, device=DEVICE)), K)
         if kind != "tree":
-            self.plan = AttentionPlan((causal_segment(table, lens, N, PAGE_SIZE),))
+            self.plan = AttentionPlan((causal_segment(table, lens, N, PAGE_SIZE),)).local(LayerKind(case.window))
             return
-        suffix = Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE)
-        fill_tree_suffix(suffix, self.slots_T.view(B, N), tree_mask(N).expand(B, N, N))
-        self.plan = AttentionPlan((prefix_segment(table, lens, N, PAGE_SIZE), suffix))
+        mask = tree_mask(N)
+        suffix = replace(Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE), base_B=lens)
+        fill_tree_suffix(suffix, self.slots_T.view(B, N), mask.expand(B, N, N))
+        positions_T = (L + mask.sum(1) - 1).repeat(B)
+        plan = AttentionPlan((prefix_segment(table, lens, N, PAGE_SIZE), suffix), positions_T)
+        self.plan = plan.local(LayerKind(case.window))
+
+
+def cached(kv: Tensor, kv_dtype: str) -> MHAView | QuantView:
+    """The numbers [slots, 2, K, D], kept as a cache of that kind keeps them."""
+    if kv_dtype == "auto":
+        return MHAView(kv)
+    parts = kv.split(65_536)
+    if kv_dtype == "fp8":
+        scale_2K = torch.full((2, K), 0.02, device=DEVICE)
+        return QuantView(torch.cat([to_fp8(part, scale_2K).view(torch.uint8) for part in parts]).view(FP8), scale_2K)
+    stored, scales = zip(*map(to_int8, parts), strict=True)
+    return QuantView(torch.cat(stored), scales_N2K=torch.cat(scales))
 
 
 def tree_mask(N: int) -> Tensor:
@@ -103,7 +146,7 @@ def ours(world: World) -> list[Tensor]:
     """Every layer's attention; as in a model, the layers share what is prepared."""
     backend = TritonBackend()
     prepared = backend.prepare(world.plan)
-    return [backend.attend(world.q_THD, view, prepared) for view in world.views]
+    return [backend.attend(world.q_THD, view, prepared, world.scoring) for view in world.views]
 
 
 def ours_with_store(world: World) -> list[Tensor]:
@@ -112,7 +155,7 @@ def ours_with_store(world: World) -> list[Tensor]:
     prepared, outs = backend.prepare(world.plan), []
     for view in world.views:
         q_THD = backend.store(view, world.qkv_TXD, world.slots_T, world.prep)
-        outs.append(backend.attend(q_THD, view, prepared))
+        outs.append(backend.attend(q_THD, view, prepared, world.scoring))
     return outs
 
 
@@ -187,9 +230,9 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
         out = timed(ours, world, 1)[1]  # of the keys as they are now
     if case.B * case.L <= 65_536:
         oracle = TorchBackend()
-        view = MHAView(world.views[-1].kv.double())
-        row["error"] = apart(out, oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan)))
-    if with_fa4:
+        want = oracle.attend(world.q_THD.double(), world.views[-1], oracle.prepare(world.plan), world.scoring)
+        row["error"] = apart(out, want)
+    if with_fa4 and case[4:] == (None, "auto"):
         fa4_us, fa4_out = timed(flash_attn_4, world, replays)
         prefix_us = timed(partial(flash_attn_4, prefix_only=True), world, replays)[0]
         row |= {
@@ -202,18 +245,19 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
 
 
 def rates(case: Case, us: float) -> dict[str, float]:
-    speed = case.B * case.L * TOKEN_BYTES / us * 1e6
+    speed = case.B * min(case.L, case.window or case.L) * KV_BYTES[case.kv] / us * 1e6
     return {"TBps": round(speed / 1e12, 3), "share": round(speed / READ_BANDWIDTH, 3)}
 
 
 def show(row: dict[str, Any]) -> str:
     case = Case(*(row[name] for name in Case._fields))
-    text = f"{case.kind:6} {case.B:3} {case.L:7} {case.N:3} {row['us']:9.2f} {row['TBps']:6.2f} {row['share']:6.0%}"
+    text = f"{case.kind:6} {case.B:3} {case.L:7} {case.N:3} {case.window or '':6} {case.kv:4}"
+    text += f" {row['us']:9.2f} {row['TBps']:6.2f} {row['share']:6.0%}"
     if "fa4_us" in row:
         text += f" {row['fa4_prefix_us']:9.2f} {row['fa4_us']:9.2f} {row['fa4_TBps']:6.2f}   {row['fa4_us'] / row['us']:5.2f}x"
     if "with_store_us" in row:
         text += f"   with store {row['with_store_us']:.2f} us"
-    key = case[1:]
+    key = case[1:4] if case[4:] == (None, "auto") else ()
     if case.kind == "tree" and key in BARS_US:
         text += f"   bar {BARS_US[key]} us: {'met' if row['us'] <= BARS_US[key] else 'MISSED'}"
     if case.kind == "tree" and key in BARS_TBPS:
@@ -239,13 +283,14 @@ def main() -> int:
     parser.add_argument("--pool-gb", type=float, default=36.0, help="GPU memory for caches; larger cases are skipped")
     parser.add_argument("--replays", type=int, default=21)
     parser.add_argument("--trees-only", action="store_true", help="leave out decode and chains")
+    parser.add_argument("--kinds", action="store_true", help="windows and 8-bit caches, and full bf16 layers beside them")
     args = parser.parse_args()
     installed = versions()
     print(f"{torch.cuda.get_device_name()}, {installed}")
     pool = torch.empty(int(args.pool_gb * 1e9) // 2, dtype=torch.bfloat16, device=DEVICE).normal_()
-    print("kind     B       L   N        us   TB/s  share fa4prefix    fa4 us   TB/s   fa4 / ours")
+    print("kind     B       L   N window kv         us   TB/s  share fa4prefix    fa4 us   TB/s   fa4 / ours")
     rows, skipped = [], []
-    for case in TREES if args.trees_only else CAUSAL + TREES:
+    for case in KINDS if args.kinds else TREES if args.trees_only else CAUSAL + TREES:
         if case.B * (case.L + case.N + PAGE_SIZE) * TOKEN_BYTES > pool.numel() * 2:
             skipped.append(case._asdict())
             continue

@@ -231,12 +231,13 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 @pytest.mark.parametrize("waves", [0.06, 2.0])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("itemsize", "quant"), [(2, ""), (4, ""), (2, "head"), (2, "token"), (4, "head")])
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
 @pytest.mark.parametrize("packed", [1, 4, 24, 64, 128, 240, 4096])
-def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int, causal: bool, waves: float) -> None:
+def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int, quant: str, causal: bool, waves: float) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
-    tiles = tiles_for(packed, head_dim, itemsize, itemsize, causal, False, waves)
+    tiles = tiles_for(packed, head_dim, itemsize, quant, causal, waves)
     row = padded(head_dim) * itemsize
-    assert tiles.block_m * row + 2 * tiles.stages * tiles.block_n * row <= 227 * 1024
+    kept = tiles.stages * (padded(head_dim) if quant else row) + (row if quant else 0)  # 8-bit blocks, and one made wider
+    assert tiles.block_m * row + 2 * tiles.block_n * kept <= 227 * 1024
     assert tiles.block_m >= 16 and tiles.block_n >= 16

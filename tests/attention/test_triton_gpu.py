@@ -4,6 +4,7 @@ Shapes: B sequences, L prefix length, N queries of a sequence, T queries, H head
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention import triton_backend
+from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import (
     causal_segment,
@@ -26,6 +28,7 @@ from specdec.attention.plan import (
     ragged_causal_segment,
     slots_at,
 )
+from specdec.attention.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
@@ -43,7 +46,7 @@ class World(NamedTuple):
     """lens_B: what the plan reads; slots_T: where this pass's tokens stand."""
 
     plan: AttentionPlan
-    view: MHAView
+    view: MHAView | QuantView
     q_THD: Tensor
     lens_B: Tensor
     slots_T: Tensor
@@ -77,21 +80,30 @@ def world(
         mask = torch.eye(N, dtype=torch.bool)
         for n in range(1, N):
             mask[n] |= mask[(n - 1) // 2]
-        suffix = Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE)
+        suffix = replace(Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE), base_B=lens_B)
         fill_tree_suffix(suffix, slots_BN, mask.to(DEVICE).expand(B, N, N))
-        plan = AttentionPlan((prefix_segment(table, lens_B, N, P), suffix))
+        positions_T = (L + mask.sum(1) - 1).repeat(B).to(DEVICE)
+        plan = AttentionPlan((prefix_segment(table, lens_B, N, P), suffix), positions_T)
     return World(plan, MHAView(kv), q_THD, lens_B, slots_BN.flatten(), table)
 
 
-def error(out_THD: Tensor, w: World) -> float:
+def in_8_bit(view: MHAView, kv_dtype: str) -> QuantView:
+    if kv_dtype == "fp8":
+        scale_2K = torch.rand(2, view.kv.shape[2], device=DEVICE) * 0.02 + 0.01
+        return QuantView(to_fp8(view.kv, scale_2K), scale_2K)
+    stored, scales_N2K = to_int8(view.kv)
+    return QuantView(stored, scales_N2K=scales_N2K)
+
+
+def error(out_THD: Tensor, w: World, scoring: Scoring = PLAIN) -> float:
     oracle = TorchBackend()
-    want = oracle.attend(w.q_THD.double(), MHAView(w.view.kv.double()), oracle.prepare(w.plan))
+    want = oracle.attend(w.q_THD.double(), w.view, oracle.prepare(w.plan), scoring)
     return float((out_THD.double() - want).norm() / want.norm())
 
 
-def attend(w: World) -> Tensor:
+def attend(w: World, scoring: Scoring = PLAIN) -> Tensor:
     backend = TritonBackend()
-    return backend.attend(w.q_THD, w.view, backend.prepare(w.plan))
+    return backend.attend(w.q_THD, w.view, backend.prepare(w.plan), scoring)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -109,6 +121,54 @@ def test_against_float64(case: tuple, dtype: torch.dtype) -> None:
     """Keeps out: a tile, a layout or a precision that is wrong only in compiled code.  Interpreted runs see none of it."""
     w = world(*case, dtype=dtype)
     assert error(attend(w), w) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("layer", [FULL, LayerKind(window=128), LayerKind(chunk=700)], ids=str)
+@pytest.mark.parametrize(
+    "case", [("tree", 2, 3000, 32), ("tree", 3, 1500, 6, 5), ("chain", 2, 3000, 6), ("prompts", 2, 900, 0)], ids=str
+)
+def test_kinds_against_float64(case: tuple, layer: LayerKind, kv_dtype: str) -> None:
+    """Keeps out: first keys, sinks, softcaps and 8-bit numbers that are wrong in compiled code only."""
+    w = world(*case)
+    w = w._replace(view=w.view if kv_dtype == "auto" else in_8_bit(w.view, kv_dtype))
+    if case[0] == "prompts":
+        w = w._replace(plan=replace(w.plan, positions_T=torch.arange(case[2], device=DEVICE).repeat(case[1])))
+    w = w._replace(plan=w.plan.local(layer))
+    scoring = PLAIN if layer is FULL else Scoring(0.1, 20.0, torch.randn(32, device=DEVICE))
+    assert error(attend(w, scoring), w, scoring) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e5])
+def test_queries_of_any_size_meet_8_bit_keys(size: float) -> None:
+    """Keeps out: bfloat16 queries beyond float16's range, and a row of NaN (padding) that reaches the rows of its tile."""
+    w = world("chain", 1, 500, 6)
+    w = w._replace(view=in_8_bit(w.view, "fp8"), q_THD=w.q_THD * size)
+    scoring = Scoring(scale=0.1 / size)
+    broken = w.q_THD.clone()
+    broken[2, 5] = NAN
+    out_THD = attend(w._replace(q_THD=broken), scoring)
+    out_THD[2, 5] = attend(w, scoring)[2, 5]
+    assert error(out_THD, w, scoring) < BOUNDS[torch.bfloat16]
+
+
+def test_a_captured_window_follows_the_lengths() -> None:
+    """Keeps out: first keys frozen at capture, or read before the kernel that writes them is done."""
+    w = world("chain", 3, 3000, 6)
+    backend, layer = TritonBackend(), LayerKind(window=300)
+
+    def step() -> Tensor:
+        return backend.attend(w.q_THD, w.view, backend.prepare(w.plan.local(layer)))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out_THD = step()
+    for lens in ((3000, 299, 6), (1200, 2999, 400), (300, 301, 302)):
+        w.lens_B.copy_(torch.tensor(lens))
+        out_THD.fill_(NAN)
+        graph.replay()
+        assert error(out_THD, w._replace(plan=w.plan.local(layer))) < BOUNDS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
