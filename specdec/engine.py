@@ -77,6 +77,11 @@ class Engine:
         self.sharing = RowSharing(state, pool.page_size, _heads_a_key(verifier)) if prefix_caching else None
 
     @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured so far."""
+        return len(self.rounds.round_graphs) + len(self.rounds.phase_graphs) + len(self.prefills.graphs)
+
+    @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
 

@@ -17,7 +17,7 @@ from specdec.rounds import Drafter
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
 MAX_CAPTURED_TOKENS = 256  # of a bucket; beyond, a GPU computes for longer than a host launches
-EAGER_USES = 2  # of a bucket before it is captured, which takes as long as a few eager passes
+EAGER_USES = 1  # of a bucket before it is captured, which takes as long as a few eager passes
 
 Bucket = tuple[int, int]  # tokens, rows
 

@@ -59,6 +59,7 @@ class StubDecoder:
         self.clock = PhaseClock(torch.device("cpu"))
         self.engine = SimpleNamespace(
             rounds=SimpleNamespace(clock=self.clock),
+            num_graphs=0,
             pool=SimpleNamespace(num_pages=3),
             verifier=SimpleNamespace(synthetic="forced" if synthetic else None, cache=None),
         )
@@ -271,6 +272,19 @@ def test_a_near_tie_of_sampled_text_is_one_of_perturbed_scores():
     part = explain_divergence(decoder, 0, [1, 2], [9, 3], [9, 1], sampling)
     assert (part.verdict, part.rank_baseline, part.rank_speculative) == ("near-tie", 1, 2)
     assert part.margin == pytest.approx(0.01, abs=1e-4)
+
+
+def test_it_warms_up_until_nothing_is_captured():
+    """Keeps out: a repeat that captures graphs, and so measures the capture."""
+    decoder, speculate = StubDecoder(), StubDecoder.generate
+
+    def generate(prompts, params, *, speculate_=speculate, speculate):
+        decoder.engine.num_graphs = min(3, decoder.engine.num_graphs + 1)  # the fourth pass brings none
+        return speculate_(decoder, prompts, params, speculate=speculate)
+
+    decoder.generate = generate
+    measure_cell(decoder, PROMPTS, GREEDY, repeats=1)
+    assert [asked for asked, timed in decoder.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
 
 
 def test_an_output_that_ends_early_has_diverged():

@@ -22,6 +22,9 @@ from specdec.generation import Generation, Stats
 from specdec.loading import kv_bytes_per_page
 
 
+WARM_UPS = 4  # at most; what a short run captures late, a long one has captured long ago
+
+
 def measure_cell(
     decoder: SpecDecoder,
     prompts: Sequence[list[int]],
@@ -29,7 +32,7 @@ def measure_cell(
     repeats: int,
     on_pass: Callable[[str, int], None] = lambda *_: None,
 ) -> Cell:
-    """Both sides on one decoder: a warm-up pass each, the timed repeats, and a pass that times the phases.
+    """Both sides on one decoder: warm-up passes until no more graphs come, the timed repeats, and a pass that times the phases.
 
     Where the decoder's acceptance is forced, outputs are not compared.
     """
@@ -44,7 +47,11 @@ def measure_cell(
             run(sides[speculate])
             done += 1
 
-    both("warm-up", (False, True), _SideRun.warm_up)
+    for warm_up in range(WARM_UPS):
+        graphs, done = decoder.engine.num_graphs, 0
+        both("warm-up" + (f" {warm_up + 1}" if warm_up else ""), (False, True), _SideRun.warm_up)
+        if decoder.engine.num_graphs == graphs:
+            break
     for repeat in range(repeats):  # alternating, so that a machine that slows down hits both
         both(f"repeat {repeat + 1} of {repeats}", (False, True) if repeat % 2 == 0 else (True, False), _SideRun.time)
     memory = _memory(decoder)  # before phases get graphs of their own
