@@ -32,10 +32,12 @@ from specdec.ops.launch import use_kernels
 from specdec.ops.rope import HeadPrep, Rotation
 from specdec.ops.rows import select_rows
 
-# Absorbed, a pair of query and key costs a head 2C + R products, expanded Q + V, and a key 1/H of expanding it.  With
-# DeepSeek's dims they meet at 170 queries a row.  Captured prompts (at most 256 tokens) stay below: how many chunks the
-# cached part of a row makes is the host's knowledge, and would be frozen in a graph.
-EXPAND_ABOVE = 256
+# Absorbed, a pair of query and key costs a head 2C + R products, expanded N + R + V, and every key 1/H of expanding it: with
+# DeepSeek's dims they meet at 170 queries a row.  But the absorbed kernel is closer to the GPU's limit: on an H100 a pass of
+# 1500 and 700 tokens took 1.65 ms a layer expanded and 2.0 absorbed; by those rates they meet between 400 and 700.
+# Captured prompts (at most 256 tokens) must stay below: how many chunks the cached part of a row makes is the host's
+# knowledge, and would be frozen in a graph.
+EXPAND_ABOVE = 512
 EXPANDED_TOKENS = 4096  # of cached latents at once, over all rows: with 128 heads 400 MB in bf16
 
 

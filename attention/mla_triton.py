@@ -42,8 +42,6 @@ def absorb(s_MN, c_NC, top_M, total_M, acc_MC):
 def latent_attention_kernel(
     q,  # [T, H, C + R]
     latent,  # [slots, C + R]
-    latent_tiles,  # its tiles [BLOCK_N, C], for TMA
-    rope_tiles,  # its tiles [BLOCK_N, R]
     page_table,  # [B, W] int32
     cache_seqlens,  # [B] int32
     cu_seqlens_q,  # [B + 1] int32
@@ -70,7 +68,6 @@ def latent_attention_kernel(
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
-    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0) % tiles  # neighbours share keys, so all but the first find them in L2
@@ -95,7 +92,7 @@ def latent_attention_kernel(
     begin = 0
     if HAS_STARTS:  # keys from the first one that any query of the tile reads
         start_M = tl.load(starts + token_M, mask=ok_M, other=2147483647)
-        begin = tl.maximum(tl.min(start_M, 0), 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(tl.min(start_M, 0), 0)
     # At least so many keys, or merging costs more than splitting gains: of many splits, a short row uses the first few.
     per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end - begin, 0), splits), LEAST), BLOCK_N) * BLOCK_N
     low = begin + split * per_split
@@ -126,24 +123,15 @@ def latent_attention_kernel(
     acc_MC = tl.zeros([BLOCK_M, PADDED_RANK], tl.float32)
     scale2 = scale * LOG2E
     # A block's page numbers are read one block ahead: its keys then wait for nothing but themselves.
-    if TMA:  # a block lies in one page
-        page = tl.load(pages + low // PAGE_SIZE, mask=low < whole, other=0)
-        for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
-            slot = page * PAGE_SIZE + start % PAGE_SIZE
-            page = tl.load(pages + (start + BLOCK_N) // PAGE_SIZE, mask=start + BLOCK_N < whole, other=0)
-            c_NC, r_NR = latent_tiles.load([slot, 0]), rope_tiles.load([slot, RANK])
-            s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale2
-            top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
-    else:
-        page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < whole, other=0)
-        for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
-            at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE) * stride_slot
-            ahead_N = start + BLOCK_N + n
-            page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < whole, other=0)
-            c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_C[None, :], other=0.0)
-            r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_R[None, :], other=0.0)
-            s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale2
-            top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < whole, other=0)
+    for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
+        at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE) * stride_slot
+        ahead_N = start + BLOCK_N + n
+        page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < whole, other=0)
+        c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_C[None, :], other=0.0)
+        r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_R[None, :], other=0.0)
+        s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale2
+        top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
     for start in tl.range(whole, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high

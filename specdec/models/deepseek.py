@@ -9,6 +9,7 @@ Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +63,10 @@ class DeepseekLayer(DecoderLayer):
     def __init__(self, config: DeepseekConfig, index: int) -> None:
         nn.Module.__init__(self)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LatentAttention(config)
+        self.add_module("self_attn", LatentAttention(config))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.experts is None or index < config.first_dense:
-            self.mlp = MLP(config)
-        else:
-            self.mlp = MixtureOfExperts(config, config.experts)
+        dense = config.experts is None or index < config.first_dense
+        self.add_module("mlp", MLP(config) if dense else MixtureOfExperts(config, config.experts))
 
 
 class DeepseekLM(CausalLM):
@@ -89,4 +88,4 @@ class DeepseekLM(CausalLM):
     ) -> TargetOutput:
         """As CausalLM's."""
         latent = MLAttention(attn) if isinstance(attn, PagedAttention) else ExpandedHeads(attn)
-        return super().forward(ids_T, positions_T, latent, aux_layers, rows_R)
+        return super().forward(ids_T, positions_T, cast(AttentionFn, latent), aux_layers, rows_R)

@@ -13,6 +13,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.deepseek import DeepseekLayer, DeepseekLM, LatentAttention
 from specdec.models.deepseek_config import DeepseekConfig
 from specdec.models.experts import MixtureOfExperts
+from specdec.models.layers import MLP
 from specdec.models.loader import build, copy_, fill_ends, fill_mlp, fill_norm
 
 
@@ -41,11 +42,13 @@ def load_deepseek(
 def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
     fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
     fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
-    _fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn", config)
-    if isinstance(layer.mlp, MixtureOfExperts):
-        _fill_experts(layer.mlp, checkpoint, f"{prefix}.mlp")
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    assert isinstance(attention, LatentAttention) and isinstance(mlp, MLP | MixtureOfExperts)
+    _fill_attention(attention, checkpoint, f"{prefix}.self_attn", config)
+    if isinstance(mlp, MLP):
+        fill_mlp(mlp, checkpoint, f"{prefix}.mlp")
     else:
-        fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")
+        _fill_experts(mlp, checkpoint, f"{prefix}.mlp")
 
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:

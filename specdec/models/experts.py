@@ -61,8 +61,9 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The chosen experts' weighted sum, and the shared experts' output, of which every token has all."""
 
-    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig | None) -> None:
         super().__init__()
+        assert experts is not None
         E, H, I = experts.count, config.hidden_size, experts.intermediate_size
         self.gate = Router(H, experts)
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))

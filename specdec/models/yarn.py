@@ -65,7 +65,7 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
     if missing := [key for key in ("factor", "original_max_position_embeddings") if merged.get(key) is None]:
         raise ValueError(f"{where}: rope type 'yarn' needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
     merged = {"rope_theta": raw.get("rope_theta"), **merged}
-    numbers = {name: float(merged[key]) for key, name in _NUMBERS.items() if merged.get(key) is not None}
+    numbers: dict[str, Any] = {name: float(merged[key]) for key, name in _NUMBERS.items() if merged.get(key) is not None}
     rope = YarnRope(**numbers, truncate=bool(merged.get("truncate", True)))
     if "amplitude" in numbers:
         return rope

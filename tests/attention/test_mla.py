@@ -111,6 +111,8 @@ def test_shared_prefixes_and_windows(backend: Backend) -> None:
     prefix = prefix_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=4), positions + 3)
     starts = Segment(tree.page_table, tree.cache_seqlens, tree.cu_seqlens_q, 1, starts_T=ints(0, 1, 1, 0, 0, 3))
     check(backend, q_THL, latent, prefix, starts)
+    behind = slots_at(table, torch.arange(29, device=DEVICE).expand(2, 29), 16).flatten()
+    check(backend, q_THL, latent.index_fill(0, behind, NAN), chain)  # pages behind a window may be given away
 
 
 def test_odd_sizes_are_padded() -> None:

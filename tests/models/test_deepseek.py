@@ -136,6 +136,42 @@ def test_text_is_that_of_transformers(
     assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "shape", "page_size"), [("v3", (4, 4, 16), 16), ("v2-lite", (3, 1, 4), 5)])
+def test_captured_rounds_write_the_same(zoo: DeepseekZoo, name: str, shape: tuple[int, int, int], page_size: int) -> None:
+    """In float32 on a GPU, whole rounds in graphs.  Keeps out: experts or chunks whose number the host read while capturing."""
+    prompts = ragged_prompts(40, 6, seed=7)
+    for graphs in ("round", False):
+        decoder = zoo.decoder(
+            name, "eagle3", SpecConfig(*shape), page_size=page_size, max_batch_size=3, device="cuda", cuda_graphs=graphs
+        )
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
+        assert [out.token_ids for out in outputs] == [zoo.greedy(name, prompt, 24) for prompt in prompts], graphs
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 16), (4, 1, 5)], ids=["tree", "chain"])
+def test_shared_prefixes_are_read_as_latents(
+    zoo: DeepseekZoo, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached pages of another's prompt.  Keeps out: a prefix that is expanded from where the prompt began, not the row."""
+    monkeypatch.setattr(mla, "EXPAND_ABOVE", 6)
+    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
+    settings = dict(page_size=5, max_batch_size=4, prefix_caching=True)
+    decoder = zoo.decoder("v3", "eagle3", SpecConfig(*shape), **settings)
+    tails = ragged_prompts(40, 5, seed=8)
+    common = tails[-1] + tails[-2]
+    prompts = [common + tail for tail in tails] + [common, tails[0]]
+    for _ in range(2):  # the second time, every prompt is known
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=12))
+        assert [out.token_ids for out in outputs] == [zoo.greedy("v3", prompt, 12) for prompt in prompts]
+
+
+def test_latents_have_no_quantised_cache(zoo: DeepseekZoo) -> None:
+    """Keeps out: a setting that is looked away from."""
+    with pytest.raises(ValueError, match="latent.*kv_cache_dtype='auto'"):
+        zoo.decoder("v2-lite", kv_cache_dtype="int8")
+
+
 # ---- strictness ----
 
 

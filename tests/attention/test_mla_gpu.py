@@ -1,0 +1,70 @@
+"""Latent attention at DeepSeek's dims on a GPU, in bf16, against float64: the Hopper kernel, and Triton's beside it.
+
+Keeps out: a block's tail that is read beyond the row (NaN there), a buffer loaded while it is read, splits that nobody merges.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.kinds import LayerKind, Scoring
+from specdec.attention.mla_cache import MLAView
+from specdec.attention.plan import causal_segment, prefix_segment, slots_at
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.torch_backend import TorchBackend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_new_memory")]
+C, R, H = 512, 64, 128
+SCALING = Scoring(scale=0.1)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def scattered(lens: list[int], P: int) -> tuple[Tensor, MLAView]:
+    """Latents that are NaN wherever no row may read; idle entries name page 0."""
+    pages = max(-(-n // P) for n in lens) + 1
+    table = (torch.randperm(len(lens) * pages, device="cuda").view(len(lens), pages) + 1).int()
+    latent = torch.full(((len(lens) * pages + 1) * P, C + R), float("nan"), device="cuda", dtype=torch.bfloat16)
+    for row, n in zip(table, lens):
+        place = torch.arange(n, device="cuda")
+        latent[row[place // P].long() * P + place % P] = torch.randn(n, C + R, device="cuda", dtype=torch.bfloat16)
+        row[-(-n // P) :] = 0
+    return table, MLAView(latent, C)
+
+
+def check(q_THL: Tensor, view: MLAView, *segments: Segment) -> None:
+    from specdec.attention.triton_backend import TritonBackend
+
+    plan, oracle = AttentionPlan(segments), TorchBackend()
+    want = oracle.attend(q_THL.double(), MLAView(view.latent.double(), C), oracle.prepare(plan), SCALING)
+    for programs in (1, None, 1000):
+        backend = TritonBackend(programs)
+        got = backend.attend(q_THL, view, backend.prepare(plan), SCALING)
+        assert (got.double() - want).norm() / want.norm() < 5e-3, programs
+
+
+@pytest.mark.parametrize(("P", "hopper"), [(64, True), (5, True), (16, False)])
+def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bool) -> None:
+    """Decode, chains, trees, first keys and empty rows."""
+    from specdec.attention import mla_launch
+
+    if not hopper:
+        tiles = mla_launch.latent_tiles(768, (C, C + R), 2, True, 9)
+        monkeypatch.setattr(mla_launch, "latent_tiles", lambda *_: tiles)
+    torch.manual_seed(P)
+    lens = [1000, 64, 129, 7]
+    table, view = scattered(lens, P)
+    for queries in (1, 6):
+        q_THL = torch.randn(4 * queries, H, C + R, device="cuda", dtype=torch.bfloat16)
+        check(q_THL, view, causal_segment(table, ints(*lens), queries, P))
+    chain = causal_segment(table, ints(*lens), 6, P)
+    positions = (ints(*lens)[:, None] - 6 + torch.arange(6, device="cuda")).flatten().long()
+    check(q_THL, view, chain.local(LayerKind(window=100), positions))
+    prefix = [n - 4 for n in lens]
+    places = torch.tensor([[n + i for i in range(4)] for n in prefix], device="cuda").repeat_interleave(6, 0)
+    slots = slots_at(table.repeat_interleave(6, 0), places, P).int()
+    check(q_THL, view, prefix_segment(table, ints(*prefix), 6, P), Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4)))
+    empty = prefix_segment(table, ints(960, 0, 129, 0), 6, P)
+    check(q_THL, view, empty, Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4)))
