@@ -5,83 +5,20 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
+from toolkit.bench import StubDecoder
 
-from specdec.attention.kinds import FULL
 from specdec.bench.cell import measure_cell
-from specdec.bench.measurement import Divergence, Measurement, repeat_ratio
-from specdec.bench.near_tie import explain_divergence, first_divergence
+from specdec.bench.measurement import Measurement, repeat_ratio
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.report import print_report
 from specdec.bench.run import BenchOptions
 from specdec.config import SamplingParams, SpecConfig
-from specdec.generation import Generation, Stats
-from specdec.phase_clock import PhaseClock
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=9)
-
-
-class StubModel(torch.nn.Module):
-    """A target whose next-token logits are the same everywhere."""
-
-    def __init__(self, logits: list[float]) -> None:
-        super().__init__()
-        self.row = torch.nn.Parameter(torch.tensor(logits))
-        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,))
-
-    def forward(self, ids_T, positions_T, attn):
-        assert positions_T.tolist() == list(range(len(ids_T)))
-        return SimpleNamespace(hidden_TH=torch.ones(len(ids_T), 1))
-
-    def logits(self, hidden):
-        return self.row.expand(hidden.shape[0], -1)
-
-
-class StubDecoder:
-    """Counts what is asked of it; speculates five times as fast, or writes `wrong` while it does.
-
-    outputs: ids of a prompt, the same for every one.
-    """
-
-    def __init__(
-        self, wrong: list[int] | None = None, logits: list[float] = (0.0,) * 9, dtype=torch.float32, synthetic: bool = False
-    ) -> None:
-        self.model, self.head = StubModel(list(logits)), None
-        self.settings = SimpleNamespace(
-            spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4,
-            cuda_graphs=False, kv_cache_dtype="auto",
-        )  # fmt: skip
-        self.clock = PhaseClock(torch.device("cpu"))
-        self.engine = SimpleNamespace(
-            rounds=SimpleNamespace(clock=self.clock),
-            num_graphs=0,
-            pool=SimpleNamespace(num_pages=3),
-            verifier=SimpleNamespace(synthetic="forced" if synthetic else None, cache=None),
-        )
-        self.right, self.wrong = [5, 6, 7, 8, 5, 6], wrong
-        self.calls: list[tuple[bool, bool]] = []
-
-    def generate(self, prompts, params, *, speculate):
-        self.calls.append((speculate, self.clock.enabled))
-        self.asked = prompts, params
-        if self.clock.enabled:
-            for name in ("prefill", *(["draft", "verify", "extend"] if speculate else ["decode"] * 5)):
-                self.clock.seconds[name] += 0.001
-                self.clock.calls[name] += 1
-        ids = self.wrong if speculate and self.wrong else self.right
-        return [self._output(prompt, ids, speculate) for prompt in prompts]
-
-    def _output(self, prompt, ids, speculate):
-        stats = Stats(prefill_tokens=1)
-        for _ in range(2 if speculate else 5):
-            stats.count_round(3 if speculate else 0, 2 if speculate else 0, 2 if speculate else 0)
-        stats.truncated = stats.emitted + 1 - len(ids)
-        return Generation(prompt, ids, "", "length", stats)
 
 
 def bench(decoder: StubDecoder, sampling: SamplingParams = GREEDY, repeats: int = 3):
@@ -242,38 +179,6 @@ def test_forced_acceptance_is_marked_everywhere_and_compared_nowhere():
     assert (derived["outputs"], derived["outputs_equal"], derived["speed_up"]) == ("SYNTHETIC", None, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("logits", "dtype", "verdict"),
-    [
-        ([0, 16.0, 0, 16.125], torch.bfloat16, "near-tie"),  # one ulp of bf16 at 16 is 0.125
-        ([0, 16.0, 0, 16.5], torch.bfloat16, "near-tie"),  # four ulps: three passes round on their own
-        ([0, 16.0, 0, 16.625], torch.bfloat16, "DIVERGED"),  # five
-        ([0, 16.0, 16.125, 16.125], torch.bfloat16, "near-tie"),  # three tie, and token 1 is third of them
-        ([0, 16.0, 16.625, 16.125], torch.bfloat16, "DIVERGED"),  # close to each other, but not to the best
-        ([0, 16.0, 0, 16.0], torch.float32, "DIVERGED"),  # float32 has no excuse
-        ([0, 16.0, 0, 16.125], torch.float16, "DIVERGED"),  # its ulp is an eighth of bf16's
-    ],
-)
-def test_a_near_tie_is_two_tokens_within_four_ulps_of_the_best(logits, dtype, verdict):
-    """Keeps out: any difference in half precision waved through as rounding, and ties of three called errors."""
-    part = explain_divergence(StubDecoder(logits=logits, dtype=dtype), 0, [1, 2], [9, 3, 3], [9, 1, 3], GREEDY)
-    assert (part.verdict, part.index, part.token_baseline, part.token_speculative) == (verdict, 1, 3, 1)
-    assert part.margin == pytest.approx(max(logits) - logits[1])
-
-
-def test_a_near_tie_of_sampled_text_is_one_of_perturbed_scores():
-    """Keeps out: sampled text judged by its logits, where the second best token may win by far."""
-    from specdec.sampling import gumbel_noise
-
-    sampling = SamplingParams(temperature=0.5, seed=3)
-    noise_V = gumbel_noise(torch.tensor([3]), torch.tensor([3]), 8)[0]  # the token behind [1, 2] and [9] has position 3
-    target_V = torch.tensor([0.0, 4.0, 0, 4.01, 0, 0, 0, 0])
-    decoder = StubDecoder(logits=((target_V - noise_V) * 0.5).tolist(), dtype=torch.bfloat16)
-    part = explain_divergence(decoder, 0, [1, 2], [9, 3], [9, 1], sampling)
-    assert (part.verdict, part.rank_baseline, part.rank_speculative) == ("near-tie", 1, 2)
-    assert part.margin == pytest.approx(0.01, abs=1e-4)
-
-
 def test_it_warms_up_until_nothing_is_captured():
     """Keeps out: a repeat that captures graphs, and so measures the capture."""
     decoder, speculate = StubDecoder(), StubDecoder.generate
@@ -285,14 +190,6 @@ def test_it_warms_up_until_nothing_is_captured():
     decoder.generate = generate
     measure_cell(decoder, PROMPTS, GREEDY, repeats=1)
     assert [asked for asked, timed in decoder.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
-
-
-def test_an_output_that_ends_early_has_diverged():
-    """Keeps out: a lost tail that compares equal because zip stops."""
-    assert first_divergence([1, 2], [1, 2, 3]) == 2
-    assert first_divergence([1, 2], [1, 2]) is None
-    part = explain_divergence(StubDecoder(), 0, [1], [1, 2], [1, 2, 3], GREEDY)
-    assert part == Divergence(0, 2, None, 3)
 
 
 def test_looping_text_is_flagged():
