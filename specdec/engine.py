@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.admission import Admission
-from specdec.attention.mla_cache import MLACache
 from specdec.auto_steps import StepChooser
 from specdec.batch import BatchState
 from specdec.config import MAX_PAUSE, SpecConfig
 from specdec.cuda_graph import on_device
+from specdec.models.kv import heads_a_key
 from specdec.models.packed import PackedPrompts
 from specdec.pages import PagePool
 from specdec.prefill import PrefillRunner
@@ -74,7 +74,7 @@ class Engine:
         self.in_flight: deque[InFlight] = deque()
         self.speculate = drafter is not None
         self.max_prefill_tokens = MAX_PREFILL_TOKENS[device.type]
-        self.sharing = RowSharing(state, pool.page_size, _heads_a_key(verifier)) if prefix_caching else None
+        self.sharing = RowSharing(state, pool.page_size, heads_a_key(verifier.model.config)) if prefix_caching else None
 
     @property
     def num_graphs(self) -> int:
@@ -303,12 +303,6 @@ class Engine:
     def _bucket(self, rows: int) -> int:
         """The next power of two, or all rows."""
         return min(self.state.rows, 1 << (rows - 1).bit_length())
-
-
-def _heads_a_key(verifier: TargetVerifier) -> int:
-    """Query heads of the target that read the same key; a latent is read by all."""
-    config = verifier.model.config
-    return config.num_heads // (1 if isinstance(verifier.cache, MLACache) else config.num_kv_heads)
 
 
 def _sampling_mode(requests: list[Request]) -> SamplingMode:

@@ -15,9 +15,8 @@ from torch import nn
 from specdec.admission import ring_of
 from specdec.attention.attend import make_backend
 from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend
-from specdec.attention.kv_cache import KVCache, MHACache
-from specdec.attention.mla_cache import MLACache
-from specdec.attention.quant_cache import QuantCache, kv_bytes_per_token, why_not_kv_dtype
+from specdec.attention.kv_cache import KVCache
+from specdec.attention.quant_cache import why_not_kv_dtype
 from specdec.batch import BatchState
 from specdec.config import MAX_PAUSE, SpecConfig, require_int
 from specdec.draft.eagle import DraftHead
@@ -26,8 +25,7 @@ from specdec.draft.worker import DraftWorker
 from specdec.engine import Engine
 from specdec.models.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek_config import DeepseekConfig
-from specdec.models.kv_scales import kv_scales
+from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
 from specdec.models.loader import DTYPES
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
@@ -161,12 +159,12 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         settings.device,
         settings.dtype,
         architecture_of(settings.device),
-        head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not isinstance(c, DeepseekConfig))),
+        head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not keeps_latents(c))),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),
         kv_dtype=settings.kv_cache_dtype,
-        mla=isinstance(target, DeepseekConfig),
+        mla=keeps_latents(target),
         page_size=settings.page_size,
         tree=spec is not None and spec.topk > 1,
         graphs=settings.cuda_graphs,
@@ -174,7 +172,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         rows=settings.max_batch_size,
         tokens=settings.max_seq_len,
         kv_heads=target.num_kv_heads,
-        packed=(spec.num_draft_tokens if spec else 1) * (target.num_heads // target.num_kv_heads),
+        packed=(spec.num_draft_tokens if spec else 1) * heads_a_key(target),
     )
 
 
@@ -217,13 +215,6 @@ def kv_bytes_per_page(model: Target, head: DraftHead | None, settings: EngineSet
     return settings.page_size * sum(kv_token_bytes(config, settings.kv_cache_dtype, settings.dtype) for config in configs)
 
 
-def kv_token_bytes(config: ModelConfig, kept: str, dtype: torch.dtype) -> int:
-    """Bytes of one token in all layers' caches.  kept: as kv_cache_dtype."""
-    if isinstance(config, DeepseekConfig):
-        return config.num_layers * (config.rank + config.head_dim) * dtype.itemsize
-    return kv_bytes_per_token(kept, dtype, config.num_layers, config.num_kv_heads, config.head_dim)
-
-
 def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings, ring: int | None) -> int:
     """Pages for a full batch of longest sequences, or what memory holds; requests then wait for pages."""
     wanted = settings.max_batch_size * (ring or settings.pages_per_sequence) + 1
@@ -241,11 +232,6 @@ def _pool_bytes(device: torch.device) -> float:
 
 
 def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: EngineSettings) -> KVCache:
-    """config: the model's.  Its own scales are read by an fp8 cache only: the others need none."""
-    sizes = (config.num_layers, pool.num_pages * settings.page_size, config.num_kv_heads, config.head_dim)
-    device, kinds = settings.device, config.layer_kinds
-    if isinstance(config, DeepseekConfig):
-        return MLACache(*sizes[:2], config.rank, config.head_dim, dtype=settings.dtype, device=device, kinds=kinds)
-    if settings.kv_cache_dtype == "auto":
-        return MHACache(*sizes, dtype=settings.dtype, device=device, kinds=kinds)
-    return QuantCache(settings.kv_cache_dtype, *sizes, device=device, kinds=kinds, scales=kv_scales(model))
+    """config: the model's."""
+    slots = pool.num_pages * settings.page_size
+    return make_cache(model, config, slots, settings.kv_cache_dtype, settings.dtype, settings.device)

@@ -19,8 +19,8 @@ from specdec.bench.budget import RoundBytes
 from specdec.config import SpecConfig
 from specdec.cuda_graph import on_device
 from specdec.draft.eagle import DraftHead, Eagle3Head
-from specdec.loading import kv_token_bytes
 from specdec.models.config import ModelConfig
+from specdec.models.kv import kv_token_bytes
 from specdec.models.target import Target
 
 READ_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than any cache holds
