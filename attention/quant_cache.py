@@ -29,19 +29,6 @@ LEAST_STEP = 2.0**-120  # of int8: below, all is 0, since the inverse would over
 LEAST_SCALE = 2.0**-6
 
 
-def why_not_kv_dtype(kv_cache_dtype: str, backend: str, architecture: tuple[int, int] | None) -> str:
-    """Why KV can't be kept so; the empty string if it can.  architecture: the GPU's compute capability; None on a CPU."""
-    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
-        return f"kv_cache_dtype must be 'auto', 'fp8' or 'int8', got {kv_cache_dtype!r}; nearest setting that works: 'auto'"
-    if kv_cache_dtype == "fp8" and backend != "torch" and architecture and architecture < FP8_LEAST_ARCHITECTURE:
-        needed, got = (".".join(map(str, numbers)) for numbers in (FP8_LEAST_ARCHITECTURE, architecture))
-        return (
-            f"kv_cache_dtype='fp8' with attention={backend!r} needs a GPU of compute capability {needed} or later, got {got}; "
-            "nearest setting that works: kv_cache_dtype='int8'"
-        )
-    return ""
-
-
 def kv_bytes_per_token(kv_cache_dtype: str, dtype: torch.dtype, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
     """Bytes of one token's keys and values in all layers, scales included.  dtype: the models', which "auto" keeps."""
     heads = num_layers * 2 * num_kv_heads

@@ -16,7 +16,7 @@ from specdec.admission import ring_of
 from specdec.attention.attend import make_backend
 from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend
 from specdec.attention.kv_cache import KVCache
-from specdec.attention.quant_cache import why_not_kv_dtype
+from specdec.attention.quant_cache import KV_CACHE_DTYPES
 from specdec.batch import BatchState
 from specdec.config import MAX_PAUSE, SpecConfig, require_int
 from specdec.draft.eagle import DraftHead
@@ -123,6 +123,10 @@ def load_pair(
     require_int("page_size", page_size, 1, 4096)
     if not isinstance(spec, SpecConfig):
         raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
+    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+        raise ValueError(
+            f"kv_cache_dtype must be 'auto', 'fp8' or 'int8', got {kv_cache_dtype!r}; nearest setting that works: 'auto'"
+        )
     if not isinstance(prefix_caching, bool):
         raise TypeError(f"prefix_caching must be a bool, got {prefix_caching!r}; nearest setting that works: False")
     if cuda_graphs is not False and cuda_graphs not in ("round", "step"):
@@ -138,8 +142,6 @@ def load_pair(
         BackendChoice(attention, ""), cuda_graphs if where.type == "cuda" else False, where, number, kv_cache_dtype,
         chosen.backend, chosen.reason, prefix_caching,
     )  # fmt: skip
-    if reason := why_not_kv_dtype(kv_cache_dtype, attention, architecture_of(where)):
-        raise ValueError(reason)
     settings = replace(settings, attention=choose_backend(attention, attention_needs(settings, config)))  # before the weights
     max_positions = settings.max_seq_len + settings.lookahead
     model = load_chosen(chosen, folder, max_positions, where, number, bool(settings.cuda_graphs))

@@ -21,7 +21,6 @@ from specdec.attention.quant_cache import (
     kv_bytes_per_token,
     to_fp8,
     to_int8,
-    why_not_kv_dtype,
 )
 from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment
@@ -241,14 +240,6 @@ def test_bytes_of_a_token_are_what_the_cache_takes(kind: str) -> None:
     assert taken == 10 * kv_bytes_per_token(kind, torch.bfloat16, 4, 8, 128)
     half = kv_bytes_per_token("auto", torch.bfloat16, 4, 8, 128) / 2
     assert half <= taken / 10 <= half * (1 + 4 / 128)
-
-
-def test_what_can_not_be_is_said_with_what_can() -> None:
-    assert "must be 'auto', 'fp8' or 'int8', got 'fp4'" in why_not_kv_dtype("fp4", "torch", None)
-    refusal = why_not_kv_dtype("fp8", "triton", (8, 0))
-    assert "compute capability 8.9 or later, got 8.0" in refusal and refusal.endswith("kv_cache_dtype='int8'")
-    fine = [("auto", "triton", (7, 5)), ("int8", "triton", (8, 0)), ("fp8", "triton", (8, 9)), ("fp8", "triton", (9, 0))]
-    assert not any(why_not_kv_dtype(*case) for case in [*fine, ("fp8", "torch", (8, 0)), ("fp8", "torch", None)])
 
 
 def test_int8_scales_are_float32_whatever_comes_in() -> None:
