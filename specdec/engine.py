@@ -23,7 +23,7 @@ from specdec.prefill import PrefillRunner
 from specdec.readback import Readback, Ticket
 from specdec.request import Request
 from specdec.rounds import Drafter, GraphMode, Round, RoundRunner
-from specdec.sharing import RowSharing
+from specdec.sharing import RowSharing, can_share
 from specdec.startup import STARTUP
 from specdec.verify.verifier import SamplingMode, TargetVerifier
 
@@ -74,7 +74,8 @@ class Engine:
         self.in_flight: deque[InFlight] = deque()
         self.speculate = drafter is not None
         self.max_prefill_tokens = MAX_PREFILL_TOKENS[device.type]
-        self.sharing = RowSharing(state, pool.page_size, heads_a_key(verifier.model.config)) if prefix_caching else None
+        heads = heads_a_key(verifier.model.config)
+        self.sharing = RowSharing(state, pool.page_size, heads) if prefix_caching and can_share(heads) else None
 
     @property
     def num_graphs(self) -> int:
@@ -287,7 +288,7 @@ class Engine:
         if request.error is None:  # else nobody knows what was written
             known = request.prompt_ids + request.output.token_ids
             lag = self.pause if self.speculate else 0  # tokens whose draft rows may be missing
-            self.admission.keep(request, known[: len(known) - lag], self.speculate)
+            self.admission.keep(request, known[: max(0, len(known) - lag)], self.speculate)
         self.admission.leave(request)
         self._rows_changed()
         if not self.running:  # what is in flight is nobody's any more

@@ -20,6 +20,7 @@ MAX_CAPTURED_TOKENS = 256  # of a bucket; beyond, a GPU computes for longer than
 EAGER_USES = 1  # of a bucket before it is captured, which takes as long as a few eager passes
 
 Bucket = tuple[int, int]  # tokens, rows
+Key = tuple[Bucket, SamplingMode, bool]  # and whether the draft sees the prompts too
 
 
 class PrefillRunner:
@@ -27,7 +28,7 @@ class PrefillRunner:
 
     def __init__(self, capture: bool) -> None:
         self.graphs = GraphSet(capture)
-        self._uses: Counter[Bucket] = Counter()
+        self._uses: Counter[Key] = Counter()
         self._static: dict[Bucket, tuple[BatchState, PackedPrompts]] = {}
 
     def run(
@@ -37,20 +38,16 @@ class PrefillRunner:
         bucket = _bucket(prompts)
         if not (self.graphs.enabled and verifier.backend.reads_no_lengths and bucket[0] <= MAX_CAPTURED_TOKENS):
             return _prefill(verifier, drafter, state, prompts, mode)
-        self._uses[bucket] += 1
-        if self._uses[bucket] <= EAGER_USES:
+        key = bucket, mode, drafter is not None
+        self._uses[key] += 1
+        if self._uses[key] <= EAGER_USES:  # unpadded too: from the first keys and values it stores, fp8 KV takes its scales
             return _prefill(verifier, drafter, state, prompts, mode)
-        return self._replay(bucket, verifier, drafter, state, prompts, mode)
+        return self._replay(key, verifier, drafter, state, prompts)
 
     def _replay(
-        self,
-        bucket: Bucket,
-        verifier: TargetVerifier,
-        drafter: Drafter | None,
-        state: BatchState,
-        prompts: PackedPrompts,
-        mode: SamplingMode,
+        self, key: Key, verifier: TargetVerifier, drafter: Drafter | None, state: BatchState, prompts: PackedPrompts
     ) -> Tensor:
+        bucket, mode, _ = key
         if bucket not in self._static:
             tokens, rows = bucket
             like = state.padding(rows)
@@ -60,7 +57,6 @@ class PrefillRunner:
         for target, source in zip(static.tensors(), state.tensors(), strict=True):
             target[:B].copy_(source)
         padded.fill(prompts)
-        key = (bucket, mode, drafter is not None)
         self.graphs.run(key, lambda: _prefill(verifier, drafter, static, padded, mode), [])
         for target, source in zip(state.tensors(), static.tensors(), strict=True):
             target.copy_(source[:B])

@@ -44,27 +44,33 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 def best_group(rows: Sequence[list[int]]) -> Group:
     """rows: the leading pages of each row that may be shared.  The group that saves the most reads: (rows - 1) * pages.
 
-    In sorted order groups lie together, and what one shares is the least that neighbours in it do.
+    In sorted order groups lie together, and what one shares is the least that neighbours in it do: so it is the largest
+    rectangle under a histogram.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row])
     common = [common_length(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False)]
     best, saved = NOBODY, 0
-    for i in range(len(common)):
-        least = common[i]
-        for j in range(i, len(common)):
-            least = min(least, common[j])
-            if not least:
-                break
-            if (j - i + 1) * least > saved:
-                best, saved = Group(sorted(order[i : j + 2]), least), (j - i + 1) * least
-    return best
+    open_runs: list[tuple[int, int]] = []  # (first neighbours, pages) of runs that share so many pages so far, ever more
+    for i, pages in enumerate([*common, 0]):
+        first = i
+        while open_runs and open_runs[-1][1] >= pages:
+            first, least = open_runs.pop()
+            if (i - first) * least > saved:
+                best, saved = Group(order[first : i + 1], least), (i - first) * least
+        open_runs.append((first, pages))
+    return Group(sorted(best.rows), best.pages)
+
+
+def can_share(heads_a_key: int) -> bool:
+    """Whether some pass of the target can gain: not where one query's heads (128 over a DeepSeek's latent) are too many."""
+    return heads_a_key <= MOST_PACKED
 
 
 class RowSharing:
     """Lets rows read together what they share, from one change of membership to the next.
 
-    heads_a_key: query heads that read one key.  group: the rows that do; None: not chosen yet.  least_saved:
-    (rows - 1) * tokens from which they do.
+    heads_a_key: of the target, query heads that read one key; the draft's passes go by it too.  group: the rows that do;
+    None: not chosen yet.  least_saved: (rows - 1) * tokens from which they do.
     """
 
     def __init__(self, state: BatchState, page_size: int, heads_a_key: int) -> None:

@@ -49,3 +49,14 @@ def test_an_output_that_ends_early_has_diverged():
     assert first_divergence([1, 2], [1, 2]) is None
     part = explain_divergence(StubDecoder(), 0, [1], [1, 2], [1, 2, 3], GREEDY)
     assert part == Divergence(0, 2, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("kept", "below", "verdict"), [("int8", 0.05, "near-tie"), ("int8", 0.2, "DIVERGED"), ("fp8", 0.2, "near-tie")]
+)
+def test_over_8_bit_kv_the_noise_of_its_steps_counts_too(kept, below, verdict):
+    """Keeps out: a bound that follows the size of the logits, which rounding of keys and values does not."""
+    decoder = StubDecoder(logits=[90.0, 100.0, 98.0, 100.0 - below, *[90.0, 98.0] * 15], dtype=torch.float32)
+    decoder.settings.kv_cache_dtype = kept
+    part = explain_divergence(decoder, 0, [1, 2], [9, 1], [9, 3], GREEDY)
+    assert part.verdict == verdict, (part.margin, part.bound)

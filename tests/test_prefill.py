@@ -28,7 +28,7 @@ def test_padded_prompts_equal_bare_ones(zoo: Zoo, kind: str, monkeypatch: pytest
 
     def replay(verifier, drafter, state, packed, mode):
         seen.append(_bucket(packed))
-        return runner._replay(seen[-1], verifier, drafter, state, packed, mode)
+        return runner._replay((seen[-1], mode, drafter is not None), verifier, drafter, state, packed)
 
     monkeypatch.setattr(runner, "run", replay)
     for cache in (engine.verifier.cache, engine.drafter.cache):  # type: ignore[attr-defined]

@@ -9,7 +9,8 @@ logic error is off by whole units.
 
 Over 8-bit KV the forward rounds keys and values as the cache does.  But a value within an ulp of the border of two steps falls
 to either side; that moves the next layer's values by more than an ulp, more of them fall to the other side, and so on: behind
-many layers two passes may stand apart as far as rounding KV moves logits at all, in float32 too.  An ulp has that added there.
+many layers two passes may stand apart as far as rounding KV moves logits at all, in float32 too.  An ulp has that added there:
+a measured share of the logits' deviation.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -60,7 +61,7 @@ def explain_divergence(
         return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
     logits_V = _last_logits(decoder, [*prompt_ids, *ids_a[:index]])
     dtype, noise = decoder.settings.dtype, LOGIT_NOISE.get(decoder.settings.kv_cache_dtype, 0.0)
-    bound = NEAR_TIE_ULPS * _ulp(logits_V.max().item(), dtype, noise)
+    bound = NEAR_TIE_ULPS * (_ulp(logits_V.max().item(), dtype) + noise * logits_V.std().item())
     scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
     if sampling.temperature > 0:
         bound /= sampling.temperature
@@ -99,8 +100,8 @@ def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor
     return (scaled_1V + gumbel_noise(row.seed_R, torch.tensor([position], device=device), len(logits_V)))[0]
 
 
-def _ulp(value: float, dtype: torch.dtype, noise: float) -> float:
-    """Distance of neighbouring floats of that dtype around the value, and KV's noise there."""
+def _ulp(value: float, dtype: torch.dtype) -> float:
+    """Distance of neighbouring floats of that dtype around the value."""
     if value == 0 or not math.isfinite(value):
         return torch.finfo(dtype).tiny
-    return 2.0 ** math.floor(math.log2(abs(value))) * (torch.finfo(dtype).eps + noise)
+    return 2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps

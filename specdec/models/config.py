@@ -124,7 +124,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
-    refuse_unknown(raw, _KNOWN, where)
+    refuse_unknown(raw, NATIVE_KEYS, where)
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
@@ -180,7 +180,7 @@ def refuse_unknown(raw: dict[str, Any], known: frozenset[str], where: str) -> No
 
 
 # Read above, or known not to change what a forward pass computes.
-_KNOWN = frozenset(
+NATIVE_KEYS = frozenset(
     "architectures attention_bias attention_dropout auto_map bos_token_id do_sample dtype eos_token_id head_dim hidden_act "
     "hidden_size initializer_range intermediate_size layer_types max_length max_position_embeddings max_sequence_length "
     "max_window_layers mlp_bias model_max_length model_type num_attention_heads num_hidden_layers num_key_value_heads "

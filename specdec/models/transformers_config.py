@@ -11,17 +11,26 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.config import ModelConfig, RopeConfig, as_ids, parse_rope, read_json
+from specdec.models.config import NATIVE_KEYS, ModelConfig, RopeConfig, as_ids, parse_rope, read_json
 from specdec.models.transformers_trace import Trace, trace
 
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
-_PLAIN_KEYS = {"model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "rope_theta"}
+_HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's own keys: read under another name, or by nobody
+    "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "
+    "interpolate_factor lm_head_bias n_ctx num_experts prefix rope_local_base_freq sliding_window_pattern sliding_window_size "
+    "task_specific_params".split()
+)
 
 
 def read_transformers_config(folder: Path) -> ModelConfig:
     """The target's config by transformers' rules.  ValueError names the folder and what can't run here."""
     config = load_hf_config(folder)
     where = str(folder)
+    if keys := unknown_keys(folder):
+        raise ValueError(
+            f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
+            "model; they may change what the model computes; nearest: a config.json without them, if they do not"
+        )
     kinds = layer_kinds(config, where)
     traced = trace(config, where)
     _check_windows(kinds, traced, where)
@@ -64,9 +73,10 @@ def load_hf_config(folder: Path) -> Any:
 
 
 def unknown_keys(folder: Path) -> list[str]:
-    """Keys of config.json that transformers' class of the model does not know, and so ignores."""
+    """Keys of config.json that transformers' class of the model does not know, and so ignores; known noise left out."""
     raw = read_json(folder / "config.json")
-    known = {*CONFIG_MAPPING[raw["model_type"]]().to_dict(), *_PLAIN_KEYS, "rope_scaling"}
+    made = CONFIG_MAPPING[raw["model_type"]]()
+    known = {*made.to_dict(), *made.attribute_map, *NATIVE_KEYS, *_HARMLESS_KEYS}
     return sorted(key for key in raw if key not in known and not key.startswith("_"))
 
 

@@ -272,6 +272,14 @@ def test_auto_does_not_fall_back_from_an_unknown_key(families: Families, tmp_pat
         choose_target(rewrite(families.target("llama"), tmp_path, mystery=1))
 
 
+def test_unknown_keys_are_refused_without_a_native_module_too(families: Families, tmp_path: Path) -> None:
+    """Keeps out: a key that means something to whoever wrote the checkpoint, and that nobody here reads."""
+    with pytest.raises(ValueError, match="unknown config keys mystery, which transformers does not read for a gemma2 model"):
+        choose_target(rewrite(families.target("gemma2"), tmp_path, mystery=1))
+    known = rewrite(families.target("gemma2"), tmp_path, cache_implementation="hybrid", pretraining_tp=1)
+    assert choose_target(known).backend == "transformers"
+
+
 def test_backends_by_name(families: Families) -> None:
     assert choose_target(families.target("llama")).backend == "native"
     with pytest.raises(ValueError, match="no native module for model_type 'gemma2'.* works: backend='transformers'"):
