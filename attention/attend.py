@@ -13,6 +13,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.capabilities import BackendChoice
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.kv_cache import KVCache
+from specdec.attention.latent import LatentFn
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -37,6 +38,7 @@ class PagedAttention:
         self.backend, self.cache, self.plan, self.slots_T = backend, cache, plan, slots_T
         self.prepared = self._by_kind(plan)
         self.rows_prepared = None if rows_plan is None else self._by_kind(rows_plan)
+        self._latent: LatentFn | None = None
 
     def _by_kind(self, plan: AttentionPlan) -> dict[LayerKind, Any]:
         return {kind: self.backend.prepare(plan.local(kind)) for kind in dict.fromkeys(self.cache.kinds)}
@@ -51,6 +53,14 @@ class PagedAttention:
         assert self.rows_prepared is not None, "rows need a plan of their own"
         q_RQD = select_rows(q_TQD.flatten(1), rows_R).unflatten(1, q_TQD.shape[1:])
         return self.backend.attend(q_RQD, view, self.rows_prepared[kind], scoring)
+
+    def latent(self) -> LatentFn:
+        """The same pass for layers of latent attention, whose cache keeps latents; what they share is made once."""
+        if self._latent is None:
+            from specdec.attention.mla import MLAttention  # which imports this file
+
+            self._latent = MLAttention(self)
+        return self._latent
 
 
 def make_backend(choice: BackendChoice | str) -> Backend:

@@ -15,11 +15,11 @@ import torch
 
 from specdec.attention.flash_rule import MEASURED_HEAD_DIM, why_fa4
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.quant_cache import FP8_LEAST_ARCHITECTURE
+from specdec.attention.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
+from specdec.cuda_graph import GraphMode
 
 KINDS = ("full", "window", "chunk")
-KV_DTYPES = ("auto", "fp8", "int8")
-GraphMode = Literal["round", "step", False]
+KV_DTYPES = ("auto", *KV_CACHE_DTYPES)
 GRAPH_MODES: tuple[GraphMode, ...] = (False, "step", "round")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -40,9 +40,9 @@ class Capability:
 
     kinds: of layers whose keys it reads itself; `ours`: of layers that our kernels read for it, as they read shared prefixes
     then.  unread_pages: sizes of pages it would read whole, slots that nobody wrote (NaN) included.  mla: whether it reads
-    latent caches, and if so whether with softcap and sinks.  package: whose import it needs, at least that version.
-    architectures: majors of the GPU's compute capability; empty: any.  fp8_from: the least for fp8 KV.  run_on: the hardware
-    its own tests have passed on.
+    latent caches, and if so whether with softcap and sinks; in 8 bits none does.  package: whose import it needs, at least
+    that version.  architectures: majors of the GPU's compute capability; empty: any.  fp8_from: the least for fp8 KV.
+    run_on: the hardware its own tests have passed on.
     """
 
     name: str
@@ -235,7 +235,8 @@ def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
 def why_not(name: str, needs: AttentionNeeds) -> str:
     """Why this backend can't answer these needs, with the nearest setting that works; the empty string if it can."""
     if name not in TABLE:
-        return f"attention must be one of {', '.join(('auto', *BACKENDS))}; got {name!r}"
+        known = ", ".join(("auto", *BACKENDS))
+        return f"attention must be one of {known}; got {name!r}; nearest setting that works: 'auto'"
     fault = _first_fault(name, needs)
     return f"attention={name!r} {fault.problem}; nearest setting that works: {_nearest(name, needs, fault)}" if fault else ""
 

@@ -19,7 +19,7 @@ def table_rows() -> list[list[str]]:
         "softcap": [_yes(c.softcap) for c in cs],
         "sinks": [_yes(c.sinks) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
-        "MLA": [{"plain": "without softcap or sinks", "": "no"}.get(c.mla, "yes") for c in cs],
+        "MLA": [_mla(c) for c in cs],
         "draft trees": [_yes(c.tree) for c in cs],
         "CUDA graphs": [", ".join(str(mode) for mode in c.graphs if mode) or "no" for c in cs],
         "shared prefixes": ["our kernel" if c.shared_prefixes and c.ours else _yes(c.shared_prefixes) for c in cs],
@@ -59,6 +59,12 @@ def _kv(c: Capability, kv: str) -> str:
     if kv == "fp8" and kv in c.kv_dtypes and c.fp8_from:
         return f"on {'.'.join(map(str, c.fp8_from))} and later"
     return _yes(kv in c.kv_dtypes)
+
+
+def _mla(c: Capability) -> str:
+    """8-bit KV is listed above, and no backend reads latents in 8 bits."""
+    own = "KV in the model's own dtype"
+    return {"any scoring": own, "plain": f"{own}, without softcap or sinks", "": "no"}[c.mla]
 
 
 def _yes(can: bool) -> str:

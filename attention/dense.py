@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.latent import ExpandedHeads, LatentFn
 from specdec.ops.rope import HeadPrep
 
 StoreFn = Callable[[int, Tensor], Tensor]  # (layer, keys and values [N, 2, K, D]) -> what a cache gives back of them
@@ -35,6 +36,10 @@ class DenseAttention:
         out = attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).reshape(q_NQD.shape)
         return out if rows_R is None else out.index_select(0, rows_R)
 
+    def latent(self) -> LatentFn:
+        """The same for layers of latent attention."""
+        return ExpandedHeads(self)
+
 
 def per_row(x_NHD: Tensor, batch: int) -> Tensor:
     """[B, H, T, D]"""
@@ -52,9 +57,7 @@ def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind,
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     group = q_BQTD.shape[1] // k_BKTD.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))
-    scores = q_BQTD.to(dtype) @ k.transpose(-1, -2) * (q_BQTD.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
-    if scoring.softcap is not None:
-        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    scores = scoring.capped(q_BQTD.to(dtype) @ k.transpose(-1, -2) * scoring.factor(q_BQTD.shape[-1]))
     scores = scores.masked_fill(~mask_TT, -torch.inf)
     if scoring.sinks_H is None:
         return (scores.softmax(-1) @ v).to(q_BQTD.dtype)

@@ -58,5 +58,13 @@ class Scoring:
     softcap: float | None = None
     sinks_H: Tensor | None = None
 
+    def factor(self, head_dim: int) -> float:
+        """What products are multiplied by."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Scaled products with the softcap, if there is one."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
 
 PLAIN = Scoring()

@@ -15,21 +15,21 @@ B rows, W keys of a row at a time, E expanded keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
+from specdec.attention.backend import Backend
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.kv_cache import MHAView
+from specdec.attention.latent import LatentPrep, expand
 from specdec.attention.mla_cache import MLAView
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import merge_states
 from specdec.ops.launch import use_kernels
-from specdec.ops.rope import HeadPrep, Rotation
 from specdec.ops.rows import select_rows
 
 # Absorbed, a pair of query and key costs a head 2C + R products, expanded N + R + V, and every key 1/H of expanding it: with
@@ -41,57 +41,15 @@ EXPAND_ABOVE = 512
 EXPANDED_TOKENS = 4096  # of cached latents at once, over all rows: with 128 heads 400 MB in bf16
 
 
-@dataclass(frozen=True)
-class LatentPrep:
-    """What a layer wants done to its fresh queries and latents: norm_C and eps of the latent; the rotation of the rest."""
-
-    rotation: Rotation
-    norm_C: Tensor
-    eps: float
-
-    def apply_(self, q_THR: Tensor, latent_TL: Tensor) -> Tensor:
-        """Rotates queries where they lie, and gives back the latents normed and rotated.  Both inputs are changed."""
-        C = self.norm_C.shape[0]
-        normed_TC = F.rms_norm(latent_TL[:, :C], (C,), self.norm_C, self.eps)
-        self.rotation.rotate_(latent_TL[:, None, C:])
-        self.rotation.rotate_(q_THR)
-        return torch.cat((normed_TC, latent_TL[:, C:]), dim=1)
-
-
-class ExpandedHeads:
-    """Latent attention by an attention that keeps no latents (dense, in checks): every head with keys of its own."""
-
-    def __init__(self, attn: Callable[..., Tensor]) -> None:
-        self.attn = attn
-
-    def __call__(
-        self,
-        layer: int,
-        q_THQ: Tensor,
-        latent_TL: Tensor,
-        up_HXC: Tensor,
-        prep: LatentPrep,
-        rows_R: Tensor | None = None,
-        scoring: Scoring = PLAIN,
-    ) -> Tensor:
-        """As MLAttention's."""
-        H, X, C = up_HXC.shape
-        N = q_THQ.shape[2] - (latent_TL.shape[1] - C)
-        kv_T2HQ = expand(prep.apply_(q_THQ[..., N:], latent_TL), up_HXC, N).kv
-        qkv_TXQ = torch.cat((q_THQ, kv_T2HQ.flatten(1, 2)), dim=1)
-        return self.attn(layer, qkv_TXQ, HeadPrep(None, H), rows_R, scoring)[..., : X - N]
-
-
 class MLAttention:
-    """One forward pass's latent attention, called by each layer:
-    `attn(layer, q_THQ, latent_TL, up_HXC, prep) -> out_THV`, of rows_R only if they are given.
+    """A LatentFn over the paged cache of latents of `attn`.
 
-    q_THQ: queries, the rotated part last, not rotated yet; changed.  latent_TL: neither normed nor rotated.  up_HXC: from
-    latents to each head's keys (first N rows) and values.
+    It holds attn's parts, not attn, which holds it: a circle would keep a pass's memory until Python looks for circles.
     """
 
     def __init__(self, attn: PagedAttention) -> None:
-        self.attn = attn
+        self.backend, self.cache, self.slots_T = attn.backend, attn.cache, attn.slots_T
+        self.prepared, self.rows_prepared = attn.prepared, attn.rows_prepared
         self.prompt = ExpandedPrompt.of(attn.plan) if is_expanded(attn.plan) else None
 
     def __call__(
@@ -104,23 +62,22 @@ class MLAttention:
         rows_R: Tensor | None = None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        attn = self.attn
-        view, kind = attn.cache.view(layer), attn.cache.kinds[layer]
+        view, kind = self.cache.view(layer), self.cache.kinds[layer]
         assert isinstance(view, MLAView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
         C, N = view.rank, q_THQ.shape[2] - (latent_TL.shape[1] - view.rank)
         if rows_R is None and self.prompt is None:
             q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, latent_TL.shape[1])
-            store_latent(view, q_THQ[..., N:], latent_TL, attn.slots_T, prep, out_THR=q_THL[..., C:])
-            return absorbed_values(attn.backend.attend(q_THL, view, attn.prepared[kind], scoring), up_HXC[:, N:])
-        store_latent(view, q_THQ[..., N:], latent_TL, attn.slots_T, prep)
+            store_latent(view, q_THQ[..., N:], latent_TL, self.slots_T, prep, out_THR=q_THL[..., C:])
+            return absorbed_values(self.backend.attend(q_THL, view, self.prepared[kind], scoring), up_HXC[:, N:])
+        store_latent(view, q_THQ[..., N:], latent_TL, self.slots_T, prep)
         if rows_R is None:
             assert self.prompt is not None and kind.span is None and scoring.sinks_H is None
-            return self.prompt.attend(attn, view, q_THQ, up_HXC, scoring)
-        assert attn.rows_prepared is not None, "rows need a plan of their own"
+            return self.prompt.attend(self.backend, view, self.slots_T, q_THQ, up_HXC, scoring)
+        assert self.rows_prepared is not None, "rows need a plan of their own"
         q_RHQ = select_rows(q_THQ.flatten(1), rows_R).unflatten(1, q_THQ.shape[1:])
         q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, latent_TL.shape[1])
         q_RHL[..., C:] = q_RHQ[..., N:]
-        return absorbed_values(attn.backend.attend(q_RHL, view, attn.rows_prepared[kind], scoring), up_HXC[:, N:])
+        return absorbed_values(self.backend.attend(q_RHL, view, self.rows_prepared[kind], scoring), up_HXC[:, N:])
 
 
 def is_expanded(plan: AttentionPlan) -> bool:
@@ -167,17 +124,6 @@ def absorbed_values(out_THC: Tensor, up_HVC: Tensor) -> Tensor:
     return out_THV
 
 
-def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> MHAView:
-    """Every head's keys and values of latents, as slots 0 .. E - 1; values are padded to the keys' dim with junk."""
-    E, (H, _, C) = latent_EL.shape[0], up_HXC.shape
-    both_EHX = F.linear(latent_EL[:, :C], up_HXC.flatten(0, 1)).view(E, H, -1)
-    kv_E2HQ = latent_EL.new_empty(E, 2, H, N + latent_EL.shape[1] - C)
-    kv_E2HQ[:, 0, :, :N] = both_EHX[..., :N]
-    kv_E2HQ[:, 0, :, N:] = latent_EL[:, None, C:]
-    kv_E2HQ[:, 1, :, : both_EHX.shape[2] - N] = both_EHX[..., N:]
-    return MHAView(kv_E2HQ)
-
-
 @dataclass(frozen=True)
 class ExpandedPrompt:
     """The plan of a long prompt, for expanded heads.  prompt: as given.  own: each row's queries over their own keys, which
@@ -195,15 +141,17 @@ class ExpandedPrompt:
         own = Segment(table_BW, lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, True, 1, prompt.ragged)
         return cls(prompt, own)
 
-    def attend(self, attn: PagedAttention, view: MLAView, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring) -> Tensor:
+    def attend(
+        self, backend: Backend, view: MLAView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
+    ) -> Tensor:
         """[T, H, V]: own tokens causally, then chunks of what was cached before, merged."""
         assert scoring.scale is not None, "the dims of absorbed queries do not tell the scale"
         N = q_THQ.shape[2] - (view.latent.shape[1] - view.rank)
-        own = expand(view.latent.index_select(0, attn.slots_T), up_HXC, N)
-        state = attn.backend.run(q_THQ, own, self.own, scoring)
+        own = MHAView(expand(view.latent.index_select(0, slots_T), up_HXC, N))
+        state = backend.run(q_THQ, own, self.own, scoring)
         for slots_E, segment in self.cached():
-            chunk = expand(view.latent.index_select(0, slots_E), up_HXC, N)
-            state = merge_states(state, attn.backend.run(q_THQ, chunk, segment, scoring))
+            chunk = MHAView(expand(view.latent.index_select(0, slots_E), up_HXC, N))
+            state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))
         return state.out_THD[..., : up_HXC.shape[1] - N]
 
     def cached(self) -> Iterator[tuple[Tensor, Segment]]:

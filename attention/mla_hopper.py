@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+from specdec.attention.paged_triton import LN2, LOG2E
+
 # Renamed between Triton 3.6 and 3.9.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared

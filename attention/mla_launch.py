@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,10 +21,9 @@ from specdec.attention.mla_cache import MLAView
 from specdec.attention.mla_triton import latent_attention_kernel, latent_merge_kernel
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
+from specdec.attention.tiles_triton import padded
+from specdec.attention.triton_plan import TritonPlan
 from specdec.ops.launch import chained
-
-if TYPE_CHECKING:
-    from specdec.attention.triton_backend import TritonPlan
 
 
 class LatentTiles(NamedTuple):
@@ -48,10 +47,10 @@ def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scori
     assert q_THL.dtype == view.latent.dtype and q_THL.shape[2] == view.latent.shape[1]
     assert q_THL.stride(2) == view.latent.stride(1) == 1
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
-    paged, suffix = _paged_and_suffix(plan.segments, T)
+    paged, suffix = plan.paged_and_suffix(T)
     shapes = [_tiles_and_splits(q_THL, C, segment, programs) for segment in paged]
     states = sum(splits for _, splits in shapes)
-    result = _new_state((T, H, C), q_THL.dtype, device)
+    result = AttentionState.empty((T, H, C), q_THL.dtype, device)
     if not T:
         return result
     if states == 1 and suffix is None:
@@ -93,7 +92,7 @@ def _launch_paged(
         return
     latent_attention_kernel[grid](
         q_THL, view.latent, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
-        RANK=C, PADDED_RANK=_padded(C), ROPE=L - C, PADDED_ROPE=_padded(L - C), HAS_STARTS=starts_T is not None,
+        RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), HAS_STARTS=starts_T is not None,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages, **shared,
     )  # fmt: skip
 
@@ -112,18 +111,11 @@ def _launch_merge(
     latent_merge_kernel[(T, triton.cdiv(H, block_h))](
         q_THL, view.latent, table, lens, starts_T, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH, scale,
         *q_THL.stride()[:2], view.latent.stride(0), table.stride(0), states,
-        HEADS=H, RANK=C, PADDED_RANK=_padded(C), ROPE=L - C, PADDED_ROPE=_padded(L - C), BLOCK_H=block_h, BLOCK_N=16,
+        HEADS=H, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_H=block_h, BLOCK_N=16,
         PADDED_STATES=padded_states, UNROLL=min(unroll, padded_states), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=suffix is not None and suffix.starts_T is not None, num_warps=warps, num_stages=1,
         **chained(q_THL.device),
     )  # fmt: skip
-
-
-def _paged_and_suffix(segments: tuple[Segment, ...], T: int) -> tuple[tuple[Segment, ...], Segment | None]:
-    """A suffix is a last segment, behind others, whose row r holds just query r and lists slots."""
-    last = segments[-1]
-    is_suffix = len(segments) > 1 and last.page_size == 1 and last.max_seqlen_q == 1 and last.rows == T
-    return (segments[:-1], last) if is_suffix else (segments, None)
 
 
 def _tiles_and_splits(q_THL: Tensor, rank: int, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
@@ -176,14 +168,3 @@ def gpu_generation(device: torch.device) -> int:
 def has_gluon() -> bool:
     """Whether this Triton can compile mla_hopper.py."""
     return importlib.util.find_spec("triton.experimental.gluon") is not None
-
-
-def _padded(size: int) -> int:
-    """Tiles have power-of-two sides, and a tensor-core product needs 16."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def _new_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
-    return AttentionState(
-        torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:-1], dtype=torch.float32, device=device)
-    )

@@ -8,16 +8,12 @@ Shapes: T tokens, H heads, C latent rank, R rotated dim, E = R / 2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.attention.latent import LatentPrep
 from specdec.ops.launch import chained
-
-if TYPE_CHECKING:
-    from specdec.attention.mla import LatentPrep
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The kernel that reads a paged cache of latents: every absorbed query of a row against one slice (split) of its keys.
 
 A token's latent is the key of all heads, and its first RANK numbers are their value: one load serves both products.  All
-heads of several queries are packed into tiles, which read the same keys.  Each split leaves its own state; `launch_latent`
+heads of several queries are packed into tiles, which read the same keys.  Each split leaves its own state; `attend_latent`
 (attention/mla_launch.py) decides how many there are, and merges them.
 
 Chained (see specdec/ops/launch.py), it reads tables and lengths before it waits, as paged_triton.py does.
@@ -13,8 +13,7 @@ S states a query is left with.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from specdec.attention.paged_triton import LN2, LOG2E
 
 
 @triton.jit

@@ -49,7 +49,10 @@ class Segment:
 
     @property
     def max_keys(self) -> int:
-        """An upper bound on the keys that a row's queries read, which needs no look at the device."""
+        """The most keys that a row's queries read, without a look at the device; with a span, if they stand side by side.
+
+        Queries of a prefix read together stand anywhere, and with a span may read more: there it only chooses how to split.
+        """
         most = self.page_table.shape[1] * self.page_size
         return most if self.span is None else min(most, self.span + self.max_seqlen_q - 1)
 

@@ -20,6 +20,12 @@ class AttentionState(NamedTuple):
     out_THD: Tensor
     lse_TH: Tensor
 
+    @classmethod
+    def empty(cls, shape_of_out: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
+        """Memory for a state, unwritten; lse is float32.  The shape may hold more dims than [T, H, D]."""
+        lse = torch.empty(shape_of_out[:-1], dtype=torch.float32, device=device)
+        return cls(torch.empty(shape_of_out, dtype=dtype, device=device), lse)
+
 
 def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     """Attention over the union of two disjoint sets of keys.  Both lse must be natural logs (FlashInfer's are base 2).

@@ -169,9 +169,7 @@ def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scorin
     """In float32 at least: softcaps and states lose too much in 16 bit."""
     dtype = torch.promote_types(q_THD.dtype, torch.float32)
     q, k, v = _gathered(q_THD, view, block, dtype)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
-    if scoring.softcap is not None:
-        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    scores = scoring.capped(q @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
     mask = block.additive_mask(q_THD.shape[1] // k.shape[1], dtype)
     if mask is not None:
         scores = scores + mask

@@ -10,7 +10,7 @@ Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, S splits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -28,24 +28,11 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.attention.suffix_triton import suffix_merge_kernel
 from specdec.attention.tiles_triton import Tiles, chunk_for, padded, programs_at_once, splits_for, tiles_for
+from specdec.attention.triton_plan import TritonPlan
 from specdec.ops.launch import chained, has_pdl
 from specdec.ops.rope import HeadPrep
 
 PlannedView = MHAView | QuantView
-
-
-@dataclass(frozen=True)
-class TritonPlan:
-    """A plan, and the scratch memory its layers share: made by the first that comes, since only layers know heads."""
-
-    segments: tuple[Segment, ...]
-    _scratch: dict[tuple[int, ...], AttentionState] = field(default_factory=dict)
-
-    def scratch(self, T: int, H: int, S: int, D: int, device: torch.device) -> AttentionState:
-        """Partial out [T, H, S, D] and lse [T, H, S], float32."""
-        if (T, H, S, D) not in self._scratch:
-            self._scratch[T, H, S, D] = new_state((T, H, S, D), torch.float32, device)
-        return self._scratch[T, H, S, D]
 
 
 class TritonBackend(Backend):
@@ -117,10 +104,10 @@ class TritonBackend(Backend):
             return attend_latent(q_THD, view, plan, scoring, self.programs or programs_at_once(q_THD.device))
         assert isinstance(view, MHAView | QuantView)
         check_view(q_THD, view)
-        state = new_state((T, H, D), q_THD.dtype, q_THD.device)
+        state = AttentionState.empty((T, H, D), q_THD.dtype, q_THD.device)
         if not T:
             return state
-        paged, suffix = paged_and_suffix(plan.segments, T)
+        paged, suffix = plan.paged_and_suffix(T)
         counts = [self.partial_splits(q_THD, view, segment, scoring) for segment in paged]
         if suffix is None and counts == [1]:
             self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
@@ -137,17 +124,6 @@ class TritonBackend(Backend):
         left_filled = len(paged) == 1 and paged[0].starts_T is None
         launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled)
         return state
-
-
-def paged_and_suffix(segments: tuple[Segment, ...], T: int) -> tuple[list[Segment], Segment | None]:
-    """The segments that the paged kernel reads, at least one, and the one left to the merge."""
-    *paged, last = segments
-    return (paged, last) if paged and is_suffix(last, T) else ([*paged, last], None)
-
-
-def is_suffix(segment: Segment, T: int) -> bool:
-    """Whether row r holds just query r and lists slots: with as many rows as queries, at most one each, it must."""
-    return segment.page_size == 1 and segment.max_seqlen_q == 1 and segment.rows == T
 
 
 def launch_paged(
@@ -209,7 +185,7 @@ def launch_suffix_merge(
 
 def factors(scoring: Scoring, D: int) -> tuple[float, float]:
     """(scale, softcap) as the kernels take them: without a softcap, any number."""
-    return D**-0.5 if scoring.scale is None else scoring.scale, 1.0 if scoring.softcap is None else scoring.softcap
+    return scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap
 
 
 def check_view(q_THD: Tensor, view: PlannedView) -> None:
@@ -234,11 +210,6 @@ def scales_of(view: PlannedView) -> Tensor:
     scales = view.scale_2K if view.scales_N2K is None else view.scales_N2K
     assert scales is not None
     return scales
-
-
-def new_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
-    out = torch.empty(shape, dtype=dtype, device=device)
-    return AttentionState(out, torch.empty(shape[:-1], dtype=torch.float32, device=device))
 
 
 def _dense_rows(x: Tensor) -> Tensor:

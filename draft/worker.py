@@ -106,7 +106,7 @@ class DraftWorker:
         state.level1_hidden_BH.copy_(hidden_BH)
         self._set_first_level(state)
 
-    def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor | None = None) -> PagedAttention:
+    def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor) -> PagedAttention:
         return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T)
 
     def _set_first_level(self, state: BatchState) -> None:

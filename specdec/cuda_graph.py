@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

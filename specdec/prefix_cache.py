@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.pages import PagePool
-from specdec.sharing import common_length
 
 Key = tuple[int, ...]
 
@@ -115,6 +114,15 @@ def page_keys(tokens: Sequence[int], page_size: int) -> list[Key]:
     """One for each full page whose successor is known: its tokens, and the one behind.  The text's last token is in none
     but as a successor, so that something is left to compute."""
     return [tuple(tokens[start : start + page_size + 1]) for start in range(0, len(tokens) - page_size, page_size)]
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading elements two lists share.  Halving: comparing slices is much faster than a loop."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def common_pages(a: Sequence[int], b: Sequence[int], page_size: int) -> int:

@@ -6,20 +6,18 @@ Knows both models' workers and the batch as tensors; no request, page or host-si
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.batch import BatchState
 from specdec.config import SpecConfig
-from specdec.cuda_graph import GraphSet
+from specdec.cuda_graph import GraphMode, GraphSet
 from specdec.models.packed import PackedPrompts
 from specdec.phase_clock import PhaseClock
 from specdec.tree import DraftTree
 from specdec.verify.verifier import SamplingMode, TargetVerifier, VerifyResult
-
-GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
 
 class Drafter(Protocol):

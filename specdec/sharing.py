@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from specdec.attention.shared import SharedPrefix
 from specdec.batch import BatchState
+from specdec.prefix_cache import common_length
 
 # (rows - 1) * tokens: keys that a round need not read again, from which reading them once is faster: it costs a launch or two
 # more a layer.  On an H100 at the Llama-3.1-8B shape (benchmarks/shared_prefix.py), 2 to 32 rows, 512 to 8192 tokens: with this
@@ -30,15 +31,6 @@ class Group(NamedTuple):
 
 
 NOBODY = Group([], 0)
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading elements two lists share.  Halving: comparing slices is much faster than a loop."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
 
 
 def best_group(rows: Sequence[list[int]]) -> Group:

@@ -24,6 +24,7 @@ from specdec.attention.capabilities import (
     BACKENDS,
     GRAPH_MODES,
     KINDS,
+    KV_DTYPES,
     TABLE,
     AttentionNeeds,
     choose_backend,
@@ -66,7 +67,7 @@ def applied(name: str, needs: AttentionNeeds, settings: dict[str, Any]) -> tuple
     if "dtype" in settings:
         settings["dtype"] = getattr(torch, settings["dtype"])
     if "topk" in settings:
-        settings = {**settings, "tree": settings.pop("topk") > 1}
+        settings["tree"] = settings.pop("topk") > 1
     return settings.pop("attention", name), replace(needs, **settings)
 
 
@@ -139,6 +140,33 @@ def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: p
         assert (version or "not installed") in why_not(name, WANTED)
 
 
+LESSER = {  # what every backend does today: a row without it, what it says then, and the setting of its own that mends it
+    "softcap": (dict(softcap=False), dict(softcap=True), "has no softcap, which these models use", None),
+    "sinks": (dict(sinks=False), dict(sinks=True), "has no attention sinks, which these models use", None),
+    "tree": (dict(tree=False), dict(tree=True), "answers chains only", "topk=1"),
+    "graphs": (dict(graphs=(False,)), dict(graphs="step"), "be captured with cuda_graphs='step'", "cuda_graphs=False"),
+    "shared_prefixes": (
+        dict(shared_prefixes=False), dict(shared_prefixes=True), "does not share prefixes", "prefix_caching=False",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lacks", LESSER)
+def test_a_backend_that_does_less(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a new backend whose row says what it lacks, and which is taken, or named as the way out, all the same."""
+    fake_flash.install(monkeypatch)
+    row, more, problem, setting = LESSER[lacks]
+    monkeypatch.setitem(TABLE, "fa4", replace(TABLE["fa4"], **row))
+    least = replace(WANTED, tree=False)
+    assert why_not("fa4", least) == ""
+    hold_refusal("fa4", replace(least, **more))
+    ways = f"{setting} or attention='triton'" if setting else "attention='triton'"
+    assert why_not("fa4", replace(least, **more)).endswith(f"{problem}; nearest setting that works: {ways}")
+    monkeypatch.setitem(TABLE, "triton", replace(TABLE["triton"], **row))
+    assert choose_backend("auto", replace(least, **more)).name == "torch"
+    assert "attention='torch'" in why_not("triton", replace(least, **more))
+
+
 def test_the_walk_varies_everything_one_can_need() -> None:
     """Keeps out: a new need that the table knows and the matrix does not."""
     first = CELLS[0].needs
@@ -149,8 +177,8 @@ def test_the_walk_varies_everything_one_can_need() -> None:
 
 
 def test_command_line_and_readme_say_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeps out: a backend that no flag names, and a README that promises what the code refuses."""
-    assert cli.BACKENDS == ("auto", *BACKENDS)
+    """Keeps out: a backend or KV dtype that no flag names, and a README that promises what the code refuses."""
+    assert (cli.BACKENDS, cli.KV_DTYPES) == (("auto", *BACKENDS), KV_DTYPES)
     assert cli.main(["doctor", "--table"]) == 0
     table = capsys.readouterr().out.strip()
     blocks = re.findall(r"<!-- capabilities:[^>]*-->\n(.*?)\n<!-- /capabilities -->", (ROOT / "README.md").read_text(), re.S)

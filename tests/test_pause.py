@@ -8,6 +8,7 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import MAX_PAUSE
+from specdec.request import Request
 
 LENGTH = 60
 
@@ -92,3 +93,28 @@ def test_what_auto_means_for_a_tree() -> None:
     assert all(spec.lookahead >= max(spec.at(s).lookahead, MAX_PAUSE) for s in range(1, 8))
     with pytest.raises(ValueError, match="num_steps must be an int or 'auto', got 'best'; nearest setting: 'auto'"):
         SpecConfig("best")  # type: ignore[arg-type]
+
+
+def test_a_pause_longer_than_a_text_leaves_no_hole(zoo: Zoo) -> None:
+    """Keeps out: a short text that came in a pause, and whose pages are kept as if the draft had seen all of it."""
+    decoder = zoo.decoder("llama", "eagle3", SpecConfig("auto", 3, 12), page_size=4, max_batch_size=2, prefix_caching=True)
+    engine = decoder.engine
+    assert engine.drafter is not None
+    engine.drafter.cache.kv.fill_(1e4)  # type: ignore[attr-defined]
+    engine.chooser = Script(3, *[0] * 200)  # type: ignore[assignment]
+    long, short = (
+        Request.new(prompt, SamplingParams(max_tokens=n), 0, frozenset(), lambda ids: "", streaming=False)
+        for prompt, n in (([5, 9, 2, 7, 1], 80), ([11, 3, 8], 17))
+    )
+    engine.add(long)
+    while engine.pause < 13:
+        engine.step()
+    engine.add(short)
+    while not short.is_done:
+        engine.step()
+    assert engine.pause > len(short.prompt_ids) + len(short.output.token_ids)
+    assert engine.admission.cache is not None
+    kept = engine.admission.cache.find(short.prompt_ids + short.output.token_ids, drafted=True)
+    rows = [engine.drafter.cache.kv[0, 4 * node.page : 4 * node.page + 4] for node in kept]  # type: ignore[attr-defined]
+    assert not any(bool((page == 1e4).any()) for page in rows)
+    engine.cancel(long)

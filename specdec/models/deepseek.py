@@ -1,27 +1,23 @@
 """Targets of the DeepSeek V2 and V3 families: multi-head latent attention, dense layers and mixtures of experts.
 
 The signature is CausalLM's, whose forward pass this is with other layers.  Attention comes in as anywhere and is asked for
-latents (`attention/mla.py`), which decides what is projected where.  Knows no phase, page or tree.
+its way with latents (`attention/latent.py`), which decides what is projected where.  Knows no phase, page or tree.
 
 Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.attend import PagedAttention
 from specdec.attention.kinds import Scoring
-from specdec.attention.mla import ExpandedHeads, LatentPrep, MLAttention
-from specdec.models.causal_lm import CausalLM, DecoderLayer, TargetOutput
+from specdec.attention.latent import HasLatent, LatentPrep
+from specdec.models.causal_lm import CausalLM, DecoderLayer
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek_config import DeepseekConfig
 from specdec.models.experts import MixtureOfExperts
-from specdec.models.layers import MLP, AttentionFn, Linear, RMSNorm
+from specdec.models.layers import MLP, Linear, RMSNorm
 from specdec.ops.rope import Rotation
 
 LATENT_EPS = 1e-6  # of the norms inside of attention, whatever the config says of the others
@@ -46,15 +42,15 @@ class LatentAttention(nn.Module):
         self.kv_b_HXC = nn.Parameter(torch.empty(H, N + V, C))
         self.o_proj = Linear(H * V, config.hidden_size, bias=config.o_bias)
 
-    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
-        assert isinstance(attn, MLAttention | ExpandedHeads)
+    def forward(self, x_TH: Tensor, rotation: Rotation, attn: HasLatent, layer: int, rows_R: Tensor | None = None) -> Tensor:
         q, latent_TL = self.in_proj(x_TH).split(self.splits, dim=-1)
         if self.q_b_proj is not None:
             assert self.q_a_layernorm is not None
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
         q_THQ = q.unflatten(-1, (-1, self.query_dim))
-        return self.o_proj(attn(layer, q_THQ, latent_TL, self.kv_b_HXC, prep, rows_R, self.scoring).flatten(1))
+        out_THV = attn.latent()(layer, q_THQ, latent_TL, self.kv_b_HXC, prep, rows_R, self.scoring)
+        return self.o_proj(out_THV.flatten(1))
 
 
 class DeepseekLayer(DecoderLayer):
@@ -77,15 +73,3 @@ class DeepseekLM(CausalLM):
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         assert isinstance(config, DeepseekConfig)
         return DeepseekLayer(config, index)
-
-    def forward(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        attn: AttentionFn,
-        aux_layers: Sequence[int] = (),
-        rows_R: Tensor | None = None,
-    ) -> TargetOutput:
-        """As CausalLM's."""
-        latent = MLAttention(attn) if isinstance(attn, PagedAttention) else ExpandedHeads(attn)
-        return super().forward(ids_T, positions_T, cast(AttentionFn, latent), aux_layers, rows_R)

@@ -7,19 +7,39 @@ Shapes: T tokens, H hidden, E experts, K chosen of them, G groups, F intermediat
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek_config import ExpertsConfig
 from specdec.models.layers import MLP
-from specdec.ops.launch import has_pdl
+from specdec.ops.grouped import has_grouped_product
 from specdec.ops.linear import silu_mul
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights at a time
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture-of-experts layers: `chosen` of `count` experts a token, out of `top_groups` of `groups` groups.
+
+    gate: softmax over all experts (V2; groups None: any experts), or sigmoid with a learnt bias that only chooses (V3).
+    normed: the chosen weights are made to sum to 1.  scaling: what they are multiplied by then.  shared: experts that every
+    token passes, side by side in one MLP.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    shared: int
+    gate: Literal["softmax", "sigmoid"]
+    groups: int | None
+    top_groups: int | None
+    normed: bool
+    scaling: float
 
 
 class Router(nn.Module):
@@ -78,14 +98,14 @@ class MixtureOfExperts(nn.Module):
 def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
     """[T, H]: each token's chosen experts, weighted and summed in float32 at least; gate_up's first F rows are the gate's.
 
-    bf16 on a Hopper GPU: torch's grouped product, which reads each chosen expert once.  Else, few pairs gather their
-    experts' weights: three times the bytes (read, written, read), but only of what is chosen.  Else every expert computes
+    Where torch has a grouped product, which reads each chosen expert once, by that.  Else, few pairs gather their experts'
+    weights: three times the bytes (read, written, read), but only of what is chosen.  Else every expert computes
     every token, and the router's weight, mostly 0, decides: E / K times the arithmetic, with no shape that depends on data.
     """
+    if has_grouped_product((gate_up_EGH, down_EHF)):
+        return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
     E, pairs = gate_up_EGH.shape[0], chosen_TK.numel()
     copied = pairs * (gate_up_EGH[0].numel() + down_EHF[0].numel()) * x_TH.element_size()
-    if x_TH.dtype == torch.bfloat16 and has_pdl(x_TH.device):
-        return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
     if 3 * pairs <= E and copied <= MOST_COPIED:
         return gathered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
     return masked_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
@@ -113,13 +133,14 @@ def gathered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_u
 
 
 def masked_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
-    """All experts, one after the other, over all tokens."""
+    """All experts, one after the other, over all tokens.  What one makes of a token that did not choose it may be infinite."""
     dtype = torch.promote_types(x_TH.dtype, weights_TK.dtype)
     weight_TE = weights_TK.new_zeros(x_TH.shape[0], gate_up_EGH.shape[0]).scatter_(1, chosen_TK, weights_TK)
     total_TH = torch.zeros_like(x_TH, dtype=dtype)
     for expert, (gate_up_GH, down_HF) in enumerate(zip(gate_up_EGH, down_EHF)):
         out_TH = F.linear(silu_mul(F.linear(x_TH, gate_up_GH)), down_HF)
-        total_TH.addcmul_(out_TH.to(dtype), weight_TE[:, expert, None].to(dtype))
+        weight_T1 = weight_TE[:, expert, None].to(dtype)
+        total_TH.addcmul_(torch.where(weight_T1 == 0, 0.0, out_TH.to(dtype)), weight_T1)
     return total_TH.to(x_TH.dtype)
 
 

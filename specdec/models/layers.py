@@ -23,7 +23,7 @@ class AttentionFn(Protocol):
     """Attention of one forward pass: paged when serving, dense when training.  It owns the rest of a head's way in: `prep`
     says how queries and keys are normed and rotated (X = Q + 2K rows of heads: queries, keys, values).  With rows_R only
     those tokens' queries are answered, [R, Q, D]; the others' keys and values are kept all the same.  scoring: how the
-    layer's products become weights.
+    layer's products become weights.  Layers of latent attention ask for more: HasLatent in attention/latent.py.
     """
 
     def __call__(

@@ -6,8 +6,10 @@ the predecessor is complete by then too, so memory is reused as if nothing overl
 - Before its wait a kernel may read only what was complete before the predecessor began to wait for its own: weights; in
   attention also the tables, which are older than the norm in front of the layer's projections.
 - `gdc_launch_dependents` lets the successor start.  It comes before the kernel's own wait (2 to 3 percent of a decode step on
-  an H100), except in the products and the paged attention kernel, where it comes behind: so tables are complete for whoever
-  follows a product, and queries and the tree's keys for the merge that follows the paged kernel and reads them early.
+  an H100), except in the products and the paged attention kernels, where it comes behind: so tables are complete for whoever
+  follows a product, and queries and the tree's keys for the merge that follows the paged kernel and reads them early.  Behind
+  it also comes in MLA's store and merge, in top-k and in last positions.  First keys let nobody start early: attention reads
+  them before its wait, and may come next.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Shapes: T queries, H heads, C rank, R rotated, N not rotated, V values, L = C + 
 """
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from specdec.attention import mla
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
 from specdec.attention.kinds import LayerKind, Scoring
-from specdec.attention.mla import LatentPrep, MLAttention, store_latent
+from specdec.attention.latent import LatentPrep
+from specdec.attention.mla import store_latent
 from specdec.attention.mla_cache import MLACache, MLAView
 from specdec.attention.mla_store_triton import launch_store_latent
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment, slots_at
@@ -165,7 +167,7 @@ def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, in
         for rows in (None, rows_R):
             q_THQ = torch.cat([q[a:b] for (q, _), (a, b) in zip(whole, parts)])
             latent_TL = torch.cat([latent[a:b] for (_, latent), (a, b) in zip(whole, parts)])
-            out = MLAttention(attn)(0, q_THQ, latent_TL, up_HXC, how, rows, SCALE)
+            out = attn.latent()(0, q_THQ, latent_TL, up_HXC, how, rows, SCALE)
             expected = torch.cat([out_THV[a:b] for out_THV, (a, b) in zip(want, parts)])
             tolerance = 1e-10 if dtype == torch.float64 else 3e-5
             torch.testing.assert_close(out, expected if rows is None else expected[rows], atol=tolerance, rtol=tolerance)
@@ -213,6 +215,17 @@ def test_the_store_kernel_does_what_its_definition_does() -> None:
     torch.testing.assert_close(got.latent, want.latent, equal_nan=True)
     torch.testing.assert_close(out[..., C:], q_THQ[..., N:])
     assert out[..., :C].isnan().all()
+
+
+def test_a_pass_is_freed_with_its_last_reader() -> None:
+    """Keeps out: a circle of pass and latent attention, which holds scratch memory until Python looks for circles."""
+    cache = MLACache(1, 8, C, R, dtype=torch.float32, device=DEVICE)
+    segment = ragged_causal_segment(torch.zeros(1, 8, dtype=torch.int32, device=DEVICE), [4], [4], 1)
+    attn = PagedAttention(TorchBackend(), cache, AttentionPlan((segment,)), torch.arange(4, device=DEVICE))
+    assert attn.latent() is attn.latent()
+    gone = weakref.ref(attn)
+    del attn
+    assert gone() is None
 
 
 def test_moving_takes_latents_along() -> None:

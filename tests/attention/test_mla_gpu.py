@@ -47,12 +47,21 @@ def check(q_THL: Tensor, view: MLAView, *segments: Segment) -> None:
 
 @pytest.mark.parametrize(("P", "hopper"), [(64, True), (5, True), (16, False)])
 def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bool) -> None:
-    """Decode, chains, trees, first keys and empty rows."""
+    """Decode, chains, trees, first keys and empty rows.  Keeps out: Triton's kernel tested in the Hopper kernel's place."""
     from specdec.attention import mla_launch
+    from specdec.attention.mla_launch import LatentTiles, latent_tiles
 
-    if not hopper:
-        tiles = mla_launch.latent_tiles(768, (C, C + R), 2, True, 9)
-        monkeypatch.setattr(mla_launch, "latent_tiles", lambda *_: tiles)
+    generation = mla_launch.gpu_generation(torch.device("cuda"))
+    if hopper and generation != 9:
+        pytest.skip(f"needs a GPU of compute capability 9.x, this one has {generation}.x")
+    chosen = set()
+
+    def spy(packed: int, dims: tuple[int, int], itemsize: int, local: bool, generation: int) -> LatentTiles:
+        tiles = latent_tiles(packed, dims, itemsize, local or not hopper, generation)
+        chosen.add((local, tiles.hopper))
+        return tiles
+
+    monkeypatch.setattr(mla_launch, "latent_tiles", spy)
     torch.manual_seed(P)
     lens = [1000, 64, 129, 7]
     table, view = scattered(lens, P)
@@ -68,3 +77,4 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
     check(q_THL, view, prefix_segment(table, ints(*prefix), 6, P), Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4)))
     empty = prefix_segment(table, ints(960, 0, 129, 0), 6, P)
     check(q_THL, view, empty, Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4)))
+    assert chosen == {(False, hopper), (True, False)}

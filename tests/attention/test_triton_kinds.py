@@ -30,7 +30,6 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from specdec.attention import triton_backend  # noqa: E402
 from specdec.attention.tables_triton import launch_first_keys, launch_last_positions  # noqa: E402
 from specdec.attention.triton_backend import TritonBackend  # noqa: E402
 
@@ -46,7 +45,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         out = torch.full(shape, NAN, dtype=dtype, device=device)
         return AttentionState(out, torch.full(shape[:-1], NAN, dtype=torch.float32, device=device))
 
-    monkeypatch.setattr(triton_backend, "new_state", nan_state)
+    monkeypatch.setattr(AttentionState, "empty", nan_state)
 
 
 class World:
