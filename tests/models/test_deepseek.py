@@ -106,6 +106,18 @@ def test_experts_agree() -> None:
         torch.testing.assert_close(experts(x, weights, chosen, gate_up, down), want, atol=1e-4, rtol=1e-4)
 
 
+def test_an_expert_that_nobody_chose_is_not_heard() -> None:
+    """Keeps out: 0 times infinity, from an expert that overflows float16 for tokens that were never its own."""
+    x_TH, weights = torch.randn(6, 8).half(), torch.ones(6, 1)
+    gate_up, down = torch.randn(3, 8, 8).half(), torch.randn(3, 8, 4).half()
+    gate_up[2] *= 6e4
+    chosen = torch.tensor([[0], [1], [0], [1], [0], [1]])
+    want = masked_experts(x_TH, weights, chosen, gate_up[:2], down[:2])
+    assert want.isfinite().all()
+    torch.testing.assert_close(masked_experts(x_TH, weights, chosen, gate_up, down), want, rtol=0, atol=0)
+
+
+
 # ---- text ----
 
 CASES = [
