@@ -274,6 +274,8 @@ class BackendChoice(NamedTuple):
 
 def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
     """Resolves `auto`, or holds a named backend against the needs.  Raises ValueError if it can't answer them."""
+    if not isinstance(name, str):
+        raise TypeError(f"attention must be a str, auto or {' or '.join(BACKENDS)}, got {name!r} of type {type(name).__name__}")
     if name != "auto":
         if reason := why_not(name, needs):
             raise ValueError(reason)

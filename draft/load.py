@@ -16,6 +16,7 @@ from specdec.attention.kinds import LayerKind
 from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
+from specdec.models.config_values import flag, mapping, whole
 from specdec.models.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
 from specdec.models.target import Target
 
@@ -76,10 +77,10 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
     llama = {key: value for key, value in raw.items() if key not in (*_HEAD_KEYS, "layer_types")}
     model = parse_config({"rms_norm_eps": target.rms_norm_eps, **llama, "model_type": "llama"}, where)
     kinds = _layer_kinds(raw, model.num_layers, where)
-    model = replace(model, rope=parse_rope(raw, default=target.rope), tie_embeddings=False, layer_kinds=kinds)
+    model = replace(model, rope=parse_rope(raw, where, default=target.rope), tie_embeddings=False, layer_kinds=kinds)
     if model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")
-    width = raw.get("target_hidden_size") or target.hidden_size
+    width = whole(raw, "target_hidden_size", where, target.hidden_size)
     if width != target.hidden_size:
         raise ValueError(f"{where}: target_hidden_size must be the target's {target.hidden_size}, got {width}")
     if _layer_prefix(checkpoint) is None or f"{_layer_prefix(checkpoint)}.hidden_norm.weight" not in checkpoint:
@@ -88,10 +89,10 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
         only = [key for key in _EAGLE3_KEYS if raw.get(key) is not None]
         if only:
             raise ValueError(f"{where}: {', '.join(only)} belong to EAGLE-3, but the tensors are an EAGLE-1/2 head's")
-        return HeadConfig(model, "eagle1", (), width, target.vocab_size, fc_bias=bool(raw.get("bias", True)))
+        return HeadConfig(model, "eagle1", (), width, target.vocab_size, fc_bias=flag(raw, "bias", where, True))
     if model.num_layers != 1:
         raise ValueError(f"{where}: an EAGLE-3 head must have num_hidden_layers 1, got {model.num_layers}")
-    eagle = raw.get("eagle_config") or {}
+    eagle = mapping(raw, "eagle_config", where)
     ids = eagle.get("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"))
     named = ids is not None
     aux_layers = _check_aux_layers(ids, target.num_layers, where) if named else default_aux_layers(target.num_layers)
@@ -100,14 +101,16 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
         "eagle3",
         aux_layers,
         width,
-        raw.get("draft_vocab_size") or target.vocab_size,
+        whole(raw, "draft_vocab_size", where, target.vocab_size),
         norm_before_residual=bool(eagle.get("norm_before_residual", False)),
     )
 
 
 def _layer_kinds(raw: dict[str, Any], num_layers: int, where: str) -> tuple[LayerKind, ...]:
     """A head is a Llama, but unlike one may have a window.  Heads made from a Qwen's config ship its switch too."""
-    window = sliding_window({"sliding_window": None, **raw}, where) if raw.get("use_sliding_window", True) else None
+    window = sliding_window({"sliding_window": None, **raw}, where) if flag(raw, "use_sliding_window", where, True) else None
+    if raw.get("use_sliding_window") and window is None:
+        raise ValueError(f"{where}: use_sliding_window is true, so sliding_window must be a number of tokens, got {window}")
     expected = [WINDOWED if window else "full_attention"] * num_layers
     if raw.get("layer_types") not in (None, expected):
         raise ValueError(f"{where}: with sliding_window {window}, layer_types must be {expected}, got {raw['layer_types']}")
@@ -119,7 +122,7 @@ def _refuse_unread(raw: dict[str, Any], where: str) -> None:
         raise ValueError(
             f"{where}: a `speculators` checkpoint; expected the SafeAILab layout (its layer ids count differently)"
         )
-    for key, value in (raw.get("eagle_config") or {}).items():
+    for key, value in mapping(raw, "eagle_config", where).items():
         if key not in _EAGLE_KEYS:
             raise ValueError(f"{where}: unknown key eagle_config.{key}; it may change what the head computes")
         allowed = _EAGLE_KEYS[key]
@@ -129,7 +132,7 @@ def _refuse_unread(raw: dict[str, Any], where: str) -> None:
 
 def _check_aux_layers(ids: Any, num_layers: int, where: str) -> tuple[int, ...]:
     """Sorted: exporters write them in a set's order, and features are concatenated ascending."""
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids) or len(set(ids)) != len(ids):
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids) or len(set(ids)) != len(ids):
         raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of distinct layer numbers, got {ids!r}")
     if min(ids) < 0 or max(ids) >= num_layers:
         raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must lie in [0, {num_layers - 1}], got {ids}")

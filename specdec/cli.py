@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from specdec import __version__
 from specdec.config import SamplingParams, SpecConfig
 
 DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
+# Written out, since help must not wait for torch; a test holds them to the code.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BACKENDS = ("auto", "torch", "triton", "fa2", "fa3", "fa4")
 MODEL_BACKENDS = ("auto", "native", "transformers")
+KV_DTYPES = ("auto", "fp8", "int8")
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +38,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     args = build_parser().parse_args(argv)
+    show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -51,11 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SPECDEC_DEBUG"):
             raise
         _complain(str(error))
+    finally:
+        warnings.showwarning = show
     return 2
 
 
-def _complain(message: str) -> None:
-    print("specdec: error: " + " ".join(message.split()), file=sys.stderr)
+def _complain(message: str, kind: str = "error") -> None:
+    print(f"specdec: {kind}: " + " ".join(message.split()), file=sys.stderr)
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_line: Any) -> None:
+    """As Python's own, but a line that says nothing of code."""
+    _complain(str(message), "warning")
 
 
 # ---- flags ----
@@ -131,7 +142,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1; default: %(default)s")
     add("--dtype", default="auto", choices=DTYPES, help="default: %(default)s")
     add("--attention", default="auto", choices=BACKENDS, help="default: %(default)s")
-    add("--kv-cache-dtype", default="auto", choices=("auto", "fp8", "int8"), help="keys and values kept; default: auto")
+    add("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="keys and values kept; default: auto")
     add("--prefix-caching", action="store_true", help="prompts that begin as earlier ones did start behind what is known")
     add("--page-size", type=int, default=16, metavar="N", help="tokens of a KV page; default: %(default)s")
     add("--backend", default="auto", choices=MODEL_BACKENDS, help="who computes the target; default: %(default)s")
@@ -291,6 +302,8 @@ def _stream(decoder: Any, prompt: Any, sampling: SamplingParams) -> str:
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
     if decoder.settings.prefix_caching:
         line += f", {stats.cached_tokens} of {len(generation.prompt_token_ids)} prompt tokens cached"
+    if decoder.settings.backend != "native":
+        line += f", target by {decoder.settings.backend}"
     if decoder.head is None:
         return line + "; plain decoding"
     if not stats.rounds:

@@ -57,7 +57,9 @@ class SpecDecoder:
         backend: compute the target by our own modules ("native"), by "transformers"' code with our attention, or by the first
         of them that can ("auto").
         prefix_caching: keep the KV of finished prompts and texts while memory lasts, so that prompts that begin alike start
-        behind it, and rows that run together read it once where that is faster.  Off: what runs now never depends on what
+        behind it, and rows that run together read it once where that is faster.  The KV pool, else of max_batch_size longest
+        sequences, is then larger: on a GPU 85% of the memory free behind the weights (at most 2**24 tokens), on a CPU 16 times
+        as large (at most 40% of the host's memory, which is taken as it fills).  Off: what runs now never depends on what
         ran before (in 16 bit, a text computed in other pieces may differ where two tokens tie).
 
         ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.

@@ -36,6 +36,9 @@ from specdec.verify.verifier import TargetVerifier
 
 POOL_SHARE = 0.85  # of the GPU memory that is free behind the weights: the rest is for activations and graphs
 HOST_POOL_SHARE = 0.4  # of the host's memory: weights and everything else live there too
+# With prefix caching: the most tokens that are kept (page lists stay quick, slots far below 2**31), and on a CPU the most
+# batches of longest sequences, whose memory is only taken as it fills.
+KEPT_TOKENS, HOST_KEPT_BATCHES = 2**24, 16
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be 'auto' or a torch device, got {device!r}") from error
+        raise ValueError(
+            f"device must be 'auto' or a torch device, got {device!r}; nearest setting that works: 'auto'"
+        ) from error
     if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or a CUDA device, got {device!r}; nearest setting that works: 'auto'")
     if resolved.type == "cuda":
@@ -91,12 +96,14 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     """`auto`: the checkpoint's dtype on a GPU, float32 on a CPU."""
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}; nearest setting that works: 'auto'")
         return dtype
     if dtype == "auto":
         return DTYPES.get(config.dtype or "", torch.bfloat16) if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(
+            f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}; nearest setting that works: 'auto'"
+        )
     return DTYPES[dtype]
 
 
@@ -108,7 +115,7 @@ def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
     require_int("max_seq_len", max_seq_len, 2)
     if max_seq_len > limit:
         raise ValueError(
-            f"max_seq_len must be at most {limit}, its max_position_embeddings; got {max_seq_len}; nearest setting: {limit}"
+            f"max_seq_len must be at most {limit}, its {config.max_position_why}; got {max_seq_len}; nearest setting: {limit}"
         )
     return max_seq_len
 
@@ -133,7 +140,7 @@ def load_pair(
         raise ValueError(f"cuda_graphs must be 'round', 'step' or False, got {cuda_graphs!r}; nearest setting: 'round'")
     STARTUP.lap("imports")
     where = resolve_device(device)
-    folder = resolve_folder(target)
+    folder, draft_folder = resolve_folder(target, "target"), None if draft is None else resolve_folder(draft, "draft")
     chosen = choose_target(folder, backend)
     config = chosen.config
     number = resolve_dtype(dtype, config, where)
@@ -146,7 +153,7 @@ def load_pair(
     max_positions = settings.max_seq_len + settings.lookahead
     model = load_chosen(chosen, folder, max_positions, where, number, bool(settings.cuda_graphs))
     STARTUP.lap("target")
-    head = None if draft is None else load_head(resolve_folder(draft), model, max_positions, where, number)
+    head = None if draft_folder is None else load_head(draft_folder, model, max_positions, where, number)
     if head is not None:
         needs = attention_needs(settings, config, head.config.model)
         settings = replace(settings, attention=choose_backend(attention, needs))
@@ -218,8 +225,16 @@ def kv_bytes_per_page(model: Target, head: DraftHead | None, settings: EngineSet
 
 
 def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings, ring: int | None) -> int:
-    """Pages for a full batch of longest sequences, or what memory holds; requests then wait for pages."""
+    """Pages for a full batch of longest sequences, or what memory holds; requests then wait for pages.
+
+    With prefix caching more, where memory holds them, so that pages outlive their requests: on a GPU up to KEPT_TOKENS, on a
+    CPU up to HOST_KEPT_BATCHES such batches too.
+    """
     wanted = settings.max_batch_size * (ring or settings.pages_per_sequence) + 1
+    if settings.prefix_caching:
+        most = KEPT_TOKENS // settings.page_size
+        kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * (wanted - 1) + 1)
+        wanted = max(wanted, kept)
     fits = int(_pool_bytes(settings.device) // kv_bytes_per_page(model, head, settings))
     if fits < 2:
         raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
@@ -229,6 +244,7 @@ def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings,
 def _pool_bytes(device: torch.device) -> float:
     """Memory that KV may take: a share of what the GPU has free, or of all the host has."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of an engine that is gone counts as taken
         return torch.cuda.mem_get_info(device)[0] * POOL_SHARE
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE
 

@@ -9,13 +9,18 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from toolkit.bench import StubDecoder
+from toolkit.deepseek import DeepseekZoo
+from toolkit.families import COMMON, FAMILIES
+from transformers import CONFIG_MAPPING
 
 from specdec.bench.cell import measure_cell
-from specdec.bench.measurement import Measurement, repeat_ratio
+from specdec.bench.measurement import Divergence, Measurement, Outputs, repeat_ratio
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.report import print_report
-from specdec.bench.run import BenchOptions
+from specdec.bench.run import BenchOptions, mixes_experts
 from specdec.config import SamplingParams, SpecConfig
+from specdec.models.deepseek_config import parse_deepseek
+from specdec.models.registry import choose_target
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=9)
@@ -156,6 +161,45 @@ def test_different_outputs_have_no_speed_up():
     assert measurement.diverged
     derived = measurement.as_json()["cells"][0]["derived"]
     assert derived["speed_up"] is None and derived["speed_up_of_each_repeat"] is None
+
+
+def test_what_diverged_is_shown_before_near_ties():
+    """Keeps out: a red cell below which only near-ties are listed."""
+    cell = bench(StubDecoder(wrong=[5, 6, 1, 8, 5, 6]))
+    near = [Divergence(prompt, 1, 5, 6, 1, 2, 0.0, 0.1, "near-tie") for prompt in range(4)]
+    text = shown(measured(replace(cell, outputs=Outputs(6, 5, [*near, Divergence(5, 2, 5, 6, 1, 9, 3.0, 0.1)]))))
+    assert text.index("prompt 6: DIVERGED") < text.index("prompt 1: near-tie") < text.index("and 2 more")
+
+
+def test_the_facts_name_what_is_no_default():
+    """Keeps out: a table of 8-bit KV, or of transformers' code, that looks like one of 16 bit and our own modules."""
+    plain, other = measured(bench(StubDecoder())), measured(bench(StubDecoder()))
+    plain.settings.update(kv_cache_dtype="auto", backend="native", backend_reason="a native module for 'llama'")
+    other.settings.update(kv_cache_dtype="int8", backend="transformers", backend_reason="no native module for 'phi3'")
+    text = " ".join(shown(other, 120).split())
+    assert "float32, KV int8, CUDA graphs" in text and "model by transformers: no native module for 'phi3' draft" in text
+    assert ", KV " not in shown(plain, 120) and "native" not in shown(plain, 120)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_router_flip_is_named_and_stays_diverged(dtype):
+    """Keeps out: a 16-bit mixture of experts that looks like a broken kernel, and an excuse where rounding is none."""
+    for mixes in (True, False):
+        measurement = measured(bench(StubDecoder(wrong=[5, 6, 1, 8, 5, 6])), bench(StubDecoder()))
+        measurement.settings.update(mixture_of_experts=mixes, dtype=dtype)
+        text = " ".join(shown(measurement).split())
+        assert text.count("a router flip") == (mixes and dtype == "bfloat16") and "speed-up not shown" in text
+
+
+def test_mixtures_of_experts_are_known(tmp_path):
+    """Keeps out: a note about routers that no model gets, because each family writes its experts under another key."""
+    for name, (model_type, changes) in FAMILIES.items():
+        CONFIG_MAPPING[model_type](**COMMON | changes).save_pretrained(tmp_path / name)
+        mixes = name in ("gpt-oss", "llama4", "qwen3-moe", "mixtral")
+        assert mixes_experts(choose_target(tmp_path / name, "transformers").config) is mixes, name
+    raw = json.loads((DeepseekZoo(tmp_path).target("v3") / "config.json").read_text())
+    for dense, mixes in ((1, True), (raw["num_hidden_layers"], False)):
+        assert mixes_experts(parse_deepseek(raw | {"first_k_dense_replace": dense}, "v3")) is mixes
 
 
 def test_forced_acceptance_is_marked_everywhere_and_compared_nowhere():

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_help_is_quick(tmp_path):
     code = "import sys; from specdec import cli; print(cli.build_parser().format_help(), {'torch', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.endswith(" set()\n") and "generate" in done.stdout
+
+
+def test_choices_are_what_the_code_knows():
+    """Keeps out: a dtype or model backend that no flag names, or a flag that names one too many (attention: test_matrix.py)."""
+    from specdec.models import loader, registry
+
+    assert {*cli.DTYPES, "float64"} == {"auto", *loader.DTYPES}  # float64 is for tests
+    assert cli.MODEL_BACKENDS == registry.BACKENDS
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,22 @@ def test_interrupting_is_no_traceback(capsys, monkeypatch):
     assert run(capsys, "doctor")[0] == 130
 
 
+def test_a_warning_is_one_line_too(capsys, monkeypatch):
+    """Keeps out: a file name, a line number and a line of code where a user should read why transformers runs the target."""
+
+    def warns(_):
+        warnings.warn("backend='auto' takes\n transformers", stacklevel=2)
+        return 0
+
+    monkeypatch.setattr(cli, "_doctor", warns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        before = warnings.showwarning
+        code, out, err = run(capsys, "doctor")
+        assert warnings.showwarning is before
+    assert (code, out, err) == (0, "", "specdec: warning: backend='auto' takes transformers\n")
+
+
 def test_debugging_shows_where(monkeypatch):
     """Keeps out: a bug of ours that looks like a user's mistake and can't be found."""
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
@@ -157,7 +182,9 @@ def test_generate_streams_the_text_and_nothing_else(capsys):
     assert "accept length" in err and "tok/s" in err and "start-up, first passes included: " in err
     assert "; no round ran\n" in run(capsys, *argv, "--max-tokens", "1", "--stats")[2]
     _, same, err = run(capsys, *argv, "--no-speculate", "--stats")
-    assert same == out and "; plain decoding\n" in err
+    assert same == out and "; plain decoding\n" in err and "target by" not in err
+    _, same, err = run(capsys, *argv, "--no-speculate", "--backend", "transformers", "--stats")
+    assert same == out and ", target by transformers; plain decoding\n" in err
 
 
 @needs_pair

@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit import fake_flash
+from toolkit.deepseek import DeepseekZoo
+from toolkit.families import COMMON, FAMILIES
 from toolkit.models import Zoo
+from transformers import CONFIG_MAPPING
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.capabilities import AttentionNeeds, choose_backend
+from specdec.attention.capabilities import KV_DTYPES, AttentionNeeds, choose_backend
 from specdec.loading import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoint import resolve_folder
 from specdec.models.loader import read_target_config
+from specdec.models.transformers_config import read_transformers_config
 
 SPEC_ERRORS = [
     (dict(num_steps=0), ValueError, "num_steps must be in \\[1, 64\\], got 0; nearest .* num_steps=1"),
@@ -152,11 +157,12 @@ LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(page_size=16.0), TypeError, "page_size must be an int"),
     (dict(max_seq_len=1), ValueError, "max_seq_len must be >= 2, got 1; nearest .* max_seq_len=2"),
     (dict(max_seq_len=257), ValueError, "max_seq_len must be at most 256, its max_position_embeddings; got 257; .* 256"),
-    (dict(device="gpu"), ValueError, "device must be 'auto' or a torch device, got 'gpu'"),
+    (dict(device="gpu"), ValueError, "device must be 'auto' or a torch device, got 'gpu'; nearest .* 'auto'"),
     (dict(device="meta"), ValueError, "device must be a CPU or a CUDA device, got 'meta'"),
-    (dict(dtype="int8"), ValueError, "dtype must be 'auto' or one of float32.* got 'int8'"),
-    (dict(dtype=torch.int8), ValueError, "dtype must be one of .* got torch.int8"),
-    (dict(attention="flash"), ValueError, "attention must be one of auto, torch, triton, fa2, fa3, fa4; got 'flash'"),
+    (dict(dtype="int8"), ValueError, "dtype must be 'auto' or one of float32.* got 'int8'; nearest .* 'auto'"),
+    (dict(dtype=torch.int8), ValueError, "dtype must be one of .* got torch.int8; nearest .* 'auto'"),
+    (dict(attention="flash"), ValueError, "one of auto, torch, triton, fa2, fa3, fa4; got 'flash'; nearest .* 'auto'"),
+    (dict(kv_cache_dtype="int4"), ValueError, "kv_cache_dtype must be {}, {} or {}, got 'int4'".format(*map(repr, KV_DTYPES))),
     (dict(cuda_graphs="yes"), ValueError, "cuda_graphs must be 'round', 'step' or False, got 'yes'"),
     (dict(cuda_graphs=True), ValueError, "got True; nearest setting: 'round'"),
     (dict(spec=(5, 4, 16)), TypeError, "spec must be a SpecConfig, got \\(5, 4, 16\\) of type tuple"),
@@ -179,6 +185,55 @@ def test_a_backend_that_cannot_run_here_is_refused(name: str) -> None:
     assert choice.name == "torch" and choice.reason
 
 
+def test_latents_in_8_bits_are_refused_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: an MLA target that keeps latents in its own dtype whatever it was asked, or an error after the weights."""
+    zoo = DeepseekZoo(tmp_path)
+    folder = zoo.target("v3")
+    settings: dict[str, Any] = dict(device="cpu", max_seq_len=64)
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.loading.load_chosen", lambda *args: pytest.fail("weights were read"))
+        for kept in KV_DTYPES[1:]:
+            said = f"attention='torch' reads MLA's latent cache in the model's own dtype, got kv_cache_dtype='{kept}'; nearest"
+            with pytest.raises(ValueError, match=f"{said} setting that works: kv_cache_dtype='auto'$"):
+                SpecDecoder.from_pretrained(folder, kv_cache_dtype=kept, **settings)
+    assert SpecDecoder.from_pretrained(folder, kv_cache_dtype="auto", **settings).settings.kv_cache_dtype == "auto"
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_8_bit_kv_on_flash_attn_is_refused_at_the_door(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a door that asks the table for less than was asked of it.  The GPU is a stand-in: weights are never read."""
+    fake_flash.install(monkeypatch)
+    monkeypatch.setattr("specdec.loading.resolve_device", torch.device)
+    monkeypatch.setattr("specdec.loading.architecture_of", lambda device: (9, 0))
+
+    class WeightsRead(Exception):
+        pass
+
+    def load_chosen(*args: Any) -> None:
+        raise WeightsRead
+
+    monkeypatch.setattr("specdec.loading.load_chosen", load_chosen)
+    settings: dict[str, Any] = dict(device="cuda:0", dtype="bfloat16", page_size=256, max_seq_len=64)
+    said = f"attention='{name}' reads KV in the models' own dtype, got kv_cache_dtype='int8'; nearest setting that works: "
+    with pytest.raises(ValueError, match=f"^{said}kv_cache_dtype='auto' or attention='triton'$"):
+        SpecDecoder.from_pretrained(zoo.target("llama"), attention=name, kv_cache_dtype="int8", **settings)
+    for attention, kept in ((name, "auto"), ("triton", "int8")):  # what it calls nearest passes the door
+        with pytest.raises(WeightsRead):
+            SpecDecoder.from_pretrained(zoo.target("llama"), attention=attention, kv_cache_dtype=kept, **settings)
+
+
+def test_the_longest_text_names_the_key_that_sets_it(tmp_path: Path) -> None:
+    """Keeps out: max_position_embeddings=256 called 64, because longrope turns texts beyond 64 otherwise."""
+    for longrope, limit, why in ((True, 64, "original_max_position_embeddings"), (False, 256, "max_position_embeddings")):
+        changes = COMMON | FAMILIES["phi3-longrope" if longrope else "phi3"][1]
+        CONFIG_MAPPING["phi3"](**changes).save_pretrained(tmp_path)
+        config = read_transformers_config(tmp_path)
+        said = rf"at most {limit}, its {why}\b.*; got 300; nearest setting: {limit}"
+        with pytest.raises(ValueError, match=said):
+            resolve_max_seq_len(300, config)
+        assert resolve_max_seq_len(None, config) == limit
+
+
 def test_folders(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
@@ -188,8 +243,8 @@ def test_folders(tmp_path: Path) -> None:
         ("a/b/c", "hub id"),
     ]:
         with pytest.raises(ValueError, match=match):
-            resolve_folder(name)
-    assert resolve_folder(str(tmp_path)) == tmp_path
+            resolve_folder(name, "draft")
+    assert resolve_folder(str(tmp_path), "target") == tmp_path
 
 
 def test_auto_means_what_it_says(zoo: Zoo) -> None:

@@ -5,6 +5,8 @@ a windowed model that keeps every token, and a ring that is a token too short.
 """
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from test_pause import Script
 from toolkit.models import Zoo
 
 import specdec.admission
+import specdec.loading
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.admission import ring_of
+from specdec.loading import kv_bytes_per_page
 from specdec.pages import DUMMY_PAGE, PagePool, ring_pages
 
 
@@ -172,3 +176,34 @@ def test_a_model_with_a_full_layer_keeps_its_pages(zoo: Zoo) -> None:
     """qwen2's first layers are full; a head without a window is a full layer too."""
     for target, kind in (("qwen2", "eagle1-window"), ("mistral", "eagle3")):
         assert zoo.decoder(target, kind, SpecConfig(3, 4, 12), max_seq_len=240).engine.pool.ring is None
+
+
+def test_what_memory_holds_is_kept(zoo: Zoo) -> None:
+    """Keeps out: a prefix cache of one batch's pages, in which prompts that take turns push each other out."""
+    settings: dict[str, Any] = dict(page_size=4, max_batch_size=1, max_seq_len=64)
+    decoder = zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), prefix_caching=True, **settings)
+    prompts = [[first, *range(40)] for first in range(8)]
+    first, second = ([out.stats.cached_tokens for out in decoder.generate(prompts, SamplingParams(max_tokens=8))] for _ in "12")
+    assert first == [0] * 8 and second == [40] * 8
+    plain = zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), **settings)
+    assert plain.engine.pool.num_pages == plain.settings.pages_per_sequence + 1, "nothing changes without it"
+
+
+def test_the_pool_of_a_prefix_cache_has_bounds(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a pool that ignores what memory holds, slots beyond int32, a GPU whose memory is left idle."""
+    decoder = zoo.decoder("llama", page_size=4, max_batch_size=2, max_seq_len=64, prefix_caching=True)
+    model, settings = decoder.model, decoder.settings
+    a_page, batch = kv_bytes_per_page(model, None, settings), 2 * settings.pages_per_sequence
+
+    def pages(device: str, free: int, page_size: int = 4) -> int:
+        monkeypatch.setattr(specdec.loading, "_pool_bytes", lambda device: free)
+        changed = replace(settings, device=torch.device(device), page_size=page_size)
+        return specdec.loading._pool_pages(model, None, changed, None)
+
+    assert pages("cpu", 2**50) == 16 * batch + 1 and pages("cuda", 1000 * a_page) == 1000 and pages("cpu", 99 * a_page) == 99
+    assert pages("cuda", 5 * a_page) == pages("cpu", 5 * a_page) == 5
+    for size in (1, 4, 4096):
+        assert pages("cuda", 2**50, size) * size == 2**24
+    with monkeypatch.context() as patch:
+        patch.setattr(specdec.loading, "KEPT_TOKENS", 0)
+        assert pages("cuda", 2**50) == batch + 1, "a full batch always fits"

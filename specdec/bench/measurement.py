@@ -29,7 +29,8 @@ DEFINITIONS = {
     "batch, where a round may be a plain step ('decode') if num_steps is auto; 'rest' is what no named phase took: host work",
     "predicted_speed_up": "accept_length * ms_per_step / ms_per_round; leaves prefill and half-empty batches out",
     "outputs": "each prompt's ids of each pass (warm-up, repeats, phases), speculative against baseline. near-tie: both "
-    "tokens' scores of a plain forward are within the bound of its best score; never accepted in float32",
+    "tokens' scores of a plain forward are within the bound of its best score; never accepted in float32. DIVERGED: anything "
+    "else, also where a mixture of experts in 16 bit parts by more because a router flipped between two passes",
     "repeat_ratio": f"mean over baseline outputs of the share of {REPEAT_N}-grams of tokens that occurred before in the same "
     f"output; above {REPEAT_FLAG} the text loops, which inflates acceptance",
     "counters": "rounds: verify passes of one sequence. drafted, accepted: draft tokens. emitted: accepted + bonus. truncated: "

@@ -23,7 +23,7 @@ def print_report(measurement: Measurement, console: Console) -> None:
     console.print(_facts(measurement))
     cells, tag = measurement.cells, tag_of(measurement)
     _print(console, f"{tag}Speed", _speed_table(cells))
-    for line in _warnings(cells):
+    for line in _warnings(cells, _router_note(measurement.settings)):
         console.print(line)
     _print(console, f"{tag}Milliseconds by phase, from a separate pass that waits for each", _phase_table(cells))
     depths = _depths(cells)
@@ -44,14 +44,16 @@ def _facts(m: Measurement) -> Table:
     torch_version = m.versions["torch"] + (f", driver {m.machine['driver']}" if m.machine["gpus"] else "")
     without = "off" if s["device"].startswith("cuda") else "off (no GPU)"
     graphs = f"one a {s['cuda_graphs']}" if s["cuda_graphs"] else without
+    kept = "" if s.get("kv_cache_dtype", "auto") == "auto" else f", KV {s['kv_cache_dtype']}"
     sampling = s["sampling"]
     how = "greedy" if sampling["temperature"] == 0 else _sampled(sampling)
     rows = [
         ("machine", m.machine["runs_on"]),
         ("versions", f"specdec {m.versions['specdec']}, torch {torch_version}"),
         ("target", s["target"]),
+        *([("", f"by {s['backend']}: {s['backend_reason']}")] if s.get("backend", "native") != "native" else []),
         ("draft", s["draft"]),
-        ("runs in", f"{s['dtype']}, CUDA graphs {graphs}, page size {s['page_size']}, max_seq_len {s['max_seq_len']}"),
+        ("runs in", f"{s['dtype']}{kept}, CUDA graphs {graphs}, page size {s['page_size']}, max_seq_len {s['max_seq_len']}"),
         ("attention", f"{s['attention']} ({s['attention_reason']})"),
         ("prompts", f"{prompts['count']} of {tokens['min']} to {tokens['max']} tokens from {prompts['source']}"),
         ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
@@ -132,8 +134,15 @@ def _outputs(cell: Cell) -> Text:
     return Text(verdict, {"equal": "green", "near-tie": "yellow", "DIVERGED": "bold red", SYNTHETIC: "yellow"}[verdict])
 
 
-def _warnings(cells: list[Cell]) -> list[Text]:
-    """What must not be overlooked."""
+def _router_note(settings: dict[str, Any]) -> str:
+    """What else may part the outputs of a mixture of experts; empty for other targets, and in float32."""
+    if not settings.get("mixture_of_experts") or settings["dtype"] not in ("bfloat16", "float16"):
+        return ""
+    return f"mixture of experts: in {settings['dtype']} a router flip between passes can cause this; --dtype float32 decides"
+
+
+def _warnings(cells: list[Cell], router_note: str) -> list[Text]:
+    """What must not be overlooked.  router_note: said where outputs diverged, unless empty."""
     lines = []
     for cell in cells:
         is_synthetic = cell.outputs.is_synthetic
@@ -143,9 +152,10 @@ def _warnings(cells: list[Cell]) -> list[Text]:
         equal = f"{cell.outputs.num_equal} of {cell.outputs.prompts} equal"
         if cell.outputs.verdict == "DIVERGED":
             lines.append(Text(f"{name}speed-up not shown: outputs differ ({equal})", "bold red"))
+            lines += [Text("  " + router_note, "yellow")] if router_note else []
         if cell.outputs.verdict == "near-tie":
             lines.append(Text(f"{name}outputs part at near-ties only ({equal})", "yellow"))
-        shown = cell.outputs.differing[:SHOWN_DIVERGENCES]
+        shown = sorted(cell.outputs.differing, key=lambda part: part.verdict != "DIVERGED")[:SHOWN_DIVERGENCES]
         lines += [Text("  " + _divergence(part), "red" if part.verdict == "DIVERGED" else "yellow") for part in shown]
         if more := len(cell.outputs.differing) - len(shown):
             lines.append(Text(f"  and {more} more, see --json", "yellow"))

@@ -30,6 +30,8 @@ from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
 from specdec.loading import EngineSettings, load_pair
 from specdec.models.checkpoint import resolve_folder
+from specdec.models.config import ModelConfig
+from specdec.models.deepseek_config import DeepseekConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.prompts import Tokenizer, check_length, encode_prompt
@@ -134,14 +136,14 @@ def check_profile(max_tokens: int, spec: SpecConfig) -> None:
 def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) -> Measurement:
     """Every batch size with every tree shape."""
     on_progress("loading", 0, 1)
-    tokenizer = Tokenizer(resolve_folder(options.target))
+    tokenizer = Tokenizer(resolve_folder(options.target, "target"))
     prompts = _encode(options, tokenizer)
     model, head, settings = _load(options, max(map(len, prompts)))
     forced = options.synthetic_acceptance
     result = Measurement(
         machine_facts(settings.device),
         versions(),
-        _settings(options, settings),
+        _settings(options, settings, model.config),
         _prompt_facts(options, prompts),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )
@@ -193,7 +195,7 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
 
 def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of all prompts, checked against the model's limits before its weights are read."""
-    config = choose_target(resolve_folder(options.target), options.engine.get("backend", "auto")).config
+    config = choose_target(resolve_folder(options.target, "target"), options.engine.get("backend", "auto")).config
     encoded = []
     for i, prompt in enumerate(options.prompts):
         name = f"prompt {i + 1} of {options.prompts_source}"
@@ -225,7 +227,8 @@ def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead
     return model, head, settings
 
 
-def _settings(options: BenchOptions, settings: EngineSettings) -> dict[str, Any]:
+def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConfig) -> dict[str, Any]:
+    """config: the target's."""
     sampling = options.effective_sampling
     return {
         "target": str(options.target),
@@ -240,10 +243,16 @@ def _settings(options: BenchOptions, settings: EngineSettings) -> dict[str, Any]
         "prefix_caching": settings.prefix_caching,
         "backend": settings.backend,
         "backend_reason": settings.backend_reason,
+        "mixture_of_experts": mixes_experts(config),
         "max_seq_len": settings.max_seq_len,
         "repeats": options.repeats,
         "sampling": {name: getattr(sampling, name) for name in sampling.__dataclass_fields__},
     }
+
+
+def mixes_experts(config: ModelConfig) -> bool:
+    """Whether a router chooses among experts: between two passes that round differently it can choose others."""
+    return config.has_experts or (isinstance(config, DeepseekConfig) and config.experts is not None)
 
 
 def _prompt_facts(options: BenchOptions, prompts: list[list[int]]) -> dict[str, Any]:

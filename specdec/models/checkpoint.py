@@ -6,6 +6,7 @@ Knows files and names, not architectures; see `loader.py` for what a target take
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,10 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _ELSEWHERE = ["original/*", "consolidated*"]  # the same weights once more, in Meta's and Mistral's own layouts
 
 
-def resolve_folder(name: str | Path) -> Path:
-    """A local folder as it is; anything else is a hub id, fetched through huggingface_hub."""
+def resolve_folder(name: str | Path, argument: str) -> Path:
+    """A local folder as it is; anything else is a hub id, fetched through huggingface_hub.  argument: for errors."""
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"{argument} must be a folder or a hub id, a str or a Path; got {name!r} of type {type(name).__name__}")
     path = Path(name).expanduser()
     if path.is_dir():
         return path

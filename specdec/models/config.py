@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
+from specdec.models.config_values import NotComputedHere, flag, mapping, number, text, token_ids, whole
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -33,6 +34,8 @@ class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
+    max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts (models that
+    transformers computes; a DeepseekConfig says it by its `experts`).
     """
 
     family: str
@@ -56,6 +59,8 @@ class ModelConfig:
     has_sinks: bool = False
     eos_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    max_position_why: str = "max_position_embeddings"
+    has_experts: bool = False
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # then any number of layers will do, as when a config is made from another
@@ -89,30 +94,39 @@ _ROPE_KEYS = {  # what each type needs: the config's key, our name
 _ROPE_KNOWN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_KEYS["llama3"]}
 
 
-def parse_rope(raw: dict[str, Any], default: RopeConfig | None = None) -> RopeConfig:
+def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeConfig | None = None) -> RopeConfig:
     """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them.
 
     default: used when the config says nothing at all (a draft head follows its target).
     """
-    parameters = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {}
+    parameters, scaling = (mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling"))
     if default is not None and not parameters and not scaling and raw.get("rope_theta") is None:
         return default
-    merged = {**scaling, **parameters}
-    theta = merged.get("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = merged.get("rope_type", merged.get("type", "default"))
+    outside = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
+    merged = {**outside, **scaling, **parameters}
+    kind = rope_type(merged, where)
     if kind not in _ROPE_KEYS:
-        raise ValueError(f"rope type must be default, linear or llama3, got {kind!r}: this model can't run here yet")
+        raise NotComputedHere(
+            f"{where}: rope type must be default, linear or llama3, got {kind!r}: no module of ours computes it yet"
+        )
     if unknown := sorted(set(merged) - _ROPE_KNOWN):
-        raise ValueError(f"unknown rope keys {', '.join(unknown)}; they may change what the model computes")
-    if merged.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ValueError("partial_rotary_factor must be absent or 1: partial rotary embeddings are not computed here yet")
+        raise ValueError(f"{where}: unknown rope keys {', '.join(unknown)}; they may change what the model computes")
+    if merged.get("partial_rotary_factor") is not None and number(merged, "partial_rotary_factor", where) != 1.0:
+        raise NotComputedHere(f"{where}: partial_rotary_factor must be absent or 1: no module of ours computes parts yet")
     wanted = _ROPE_KEYS[kind]
     missing = [key for key in wanted if merged.get(key) is None]
     if missing:
-        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
-    numbers = {name: float(merged[key]) for key, name in wanted.items()}
-    return RopeConfig(theta=float(theta), kind=kind, **numbers)
+        raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
+    numbers = {name: number(merged, key, where) for key, name in wanted.items()}
+    return RopeConfig(theta=number(merged, "rope_theta", where, RopeConfig.theta), kind=kind, **numbers)
+
+
+def rope_type(merged: dict[str, Any], where: str) -> str:
+    """By its name of today or the older one."""
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    if not isinstance(kind, str):
+        raise ValueError(f"{where}: rope_type must be a string, got {kind!r}")
+    return kind
 
 
 def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
@@ -120,63 +134,65 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{where}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
-    if raw.get("quantization_config") and not quantises_kv_alone(raw["quantization_config"]):
+    scheme = mapping(raw, "quantization_config", where)
+    if scheme and not quantises_kv_alone(scheme, f"{where}: quantization_config"):
         raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
+    if (act := raw.get("hidden_act", "silu")) != "silu":
+        kind = NotComputedHere if isinstance(act, str) else ValueError
+        raise kind(f"{where}: hidden_act must be 'silu', got {act!r}")
     refuse_unknown(raw, NATIVE_KEYS, where)
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
-    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    kv_heads = raw.get("num_key_value_heads") or heads
-    head_dim = raw.get("head_dim") or hidden // heads
+    hidden, intermediate, layers, heads, vocab_size = (whole(raw, key, where) for key in _REQUIRED)
+    kv_heads = whole(raw, "num_key_value_heads", where, heads)
+    head_dim = whole(raw, "head_dim", where, hidden // heads, least=0)
     if heads % kv_heads:
         raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
-    if head_dim % 2:
-        raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {head_dim}")
-    attention_bias = bool(raw.get("attention_bias", False))
+    if head_dim % 2 or not head_dim:
+        raise ValueError(f"{where}: head_dim must be even and above 0 for rotary embeddings, got {head_dim}")
+    attention_bias = flag(raw, "attention_bias", where)
     return ModelConfig(
         family=family,
         hidden_size=hidden,
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
+        intermediate_size=intermediate,
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=raw["vocab_size"],
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=parse_rope(raw),
-        max_position=raw.get("max_position_embeddings") or 2048,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        vocab_size=vocab_size,
+        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-6),
+        rope=parse_rope(raw, where),
+        max_position=whole(raw, "max_position_embeddings", where, 2048),
+        tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias and family in ("llama", "qwen3"),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        mlp_bias=flag(raw, "mlp_bias", where),
         qk_norm=family == "qwen3",
         layer_kinds=_layer_kinds(raw, family, where),
-        eos_ids=as_ids(raw.get("eos_token_id")),
-        dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
+        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
     )
 
 
-def quantises_kv_alone(scheme: dict[str, Any]) -> bool:
+def quantises_kv_alone(scheme: dict[str, Any], where: str) -> bool:
     """Whether a quantization_config says no more than that there are fp8 scales of keys and values.
 
     As compressed-tensors (llm-compressor) or ModelOpt write it.  Without kv_cache_dtype="fp8" they are not used.
     """
     if scheme.get("quant_method") == "modelopt":
         return scheme.get("kv_cache_quant_algo") == "FP8" and not scheme.get("quant_algo")
-    kv = scheme.get("kv_cache_scheme") or {}
+    kv, groups = mapping(scheme, "kv_cache_scheme", where), mapping(scheme, "config_groups", where)
     is_fp8 = kv.get("num_bits") == 8 and kv.get("type") == "float" and kv.get("symmetric", True) and not kv.get("dynamic")
-    groups = (scheme.get("config_groups") or {}).values()
-    only_kv = not any(group.get("weights") or "Linear" in group.get("targets", ()) for group in groups)
+    members = [mapping(groups, name, where) for name in groups]
+    only_kv = not any(group.get("weights") or "Linear" in str(group.get("targets")) for group in members)
     return scheme.get("quant_method") == "compressed-tensors" and is_fp8 and only_kv
 
 
 def refuse_unknown(raw: dict[str, Any], known: frozenset[str], where: str) -> None:
     """ValueError if the config holds a key nobody here has read about."""
     if unknown := sorted(key for key in raw if key not in known and not key.startswith("_")):
-        raise ValueError(f"{where}: unknown config keys {', '.join(unknown)}; they may change what the model computes")
+        raise NotComputedHere(f"{where}: unknown config keys {', '.join(unknown)}; they may change what the model computes")
 
 
 # Read above, or known not to change what a forward pass computes.
@@ -195,15 +211,16 @@ _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atten
 def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKind, ...]:
     """What each layer reads, by the rules of transformers' own class of the family."""
     count, types = raw["num_hidden_layers"], raw.get("layer_types")
-    window = sliding_window(raw, where) if _has_windows(raw, family) else None
+    window = sliding_window(raw, where) if _has_windows(raw, family, where) else None
     if family in ("qwen2", "qwen3"):
-        expected = _alternating(count, raw.get("max_window_layers", 28), window)
+        first = whole({"max_window_layers": 28, **raw}, "max_window_layers", where, least=0)
+        expected = _alternating(count, first, window)
     else:
         expected = [WINDOWED if window else "full_attention"] * count
     if types is None:
         types = expected
-    elif len(types) != count or set(types) - {"full_attention", WINDOWED}:
-        raise ValueError(f"{where}: layer_types must be {count} of full_attention or {WINDOWED}, got {types}")
+    else:
+        _check_types(types, count, where)
     if family not in ("qwen2", "qwen3") and types != expected:
         raise ValueError(f"{where}: a {family} model's layers are all alike ({expected[0]}), got layer_types {types}")
     if WINDOWED in types and window is None:
@@ -211,10 +228,18 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
     return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
 
 
-def _has_windows(raw: dict[str, Any], family: str) -> bool:
+def _check_types(types: Any, count: int, where: str) -> None:
+    message = f"{where}: layer_types must be {count} of full_attention or {WINDOWED}, got {types!r}"
+    if not isinstance(types, list) or len(types) != count or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(message)
+    if set(types) - {"full_attention", WINDOWED}:
+        raise NotComputedHere(message)
+
+
+def _has_windows(raw: dict[str, Any], family: str, where: str) -> bool:
     """Qwen ships the number with a switch that turns it off; Llama has none."""
     if family in ("qwen2", "qwen3"):
-        return bool(raw.get("use_sliding_window", False))
+        return flag(raw, "use_sliding_window", where)
     return family == "mistral"
 
 
@@ -229,10 +254,3 @@ def sliding_window(raw: dict[str, Any], where: str) -> int | None:
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(f"{where}: sliding_window must be a positive number of tokens or null, got {window!r}")
     return window
-
-
-def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids that Hugging Face writes as nothing, one number or a list."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)

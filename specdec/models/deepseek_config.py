@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from specdec.models.config import ModelConfig, as_ids, refuse_unknown
+from specdec.models.config import ModelConfig, refuse_unknown
+from specdec.models.config_values import flag, number, text, token_ids, whole
+from specdec.models.experts import ExpertsConfig
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
 
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """Mixture-of-experts layers: `chosen` of `count` experts a token, out of `top_groups` of `groups` groups.
-
-    gate: softmax over all experts (V2; groups None: any experts), or sigmoid with a learnt bias that only chooses (V3).
-    normed: the chosen weights are made to sum to 1.  scaling: what they are multiplied by then.  shared: experts that every
-    token passes, side by side in one MLP.
-    """
-
-    count: int
-    chosen: int
-    intermediate_size: int
-    shared: int
-    gate: Literal["softmax", "sigmoid"]
-    groups: int | None
-    top_groups: int | None
-    normed: bool
-    scaling: float
 
 
 @dataclass(frozen=True)
@@ -67,38 +49,39 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing or "q_lora_rank" not in raw:  # which may be null
         raise ValueError(f"{where}: config.json lacks {', '.join(missing or ['q_lora_rank'])}")
-    nope, rope_dim, value = (raw[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    hidden, intermediate, layers, heads, vocab_size, rank, nope, rope_dim, value = (whole(raw, key, where) for key in _SIZES)
+    first_dense = whole(raw, "first_k_dense_replace", where, least=0)
     if rope_dim % 2:
         raise ValueError(f"{where}: qk_rope_head_dim must be even for rotary embeddings, got {rope_dim}")
     if value > nope + rope_dim:
         raise ValueError(f"{where}: v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim, got {value}")
-    bias = bool(raw.get("attention_bias", False))
+    bias = flag(raw, "attention_bias", where)
     return DeepseekConfig(
         family=family,
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw["num_attention_heads"],
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
         head_dim=rope_dim,
-        vocab_size=raw["vocab_size"],
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        vocab_size=vocab_size,
+        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-6),
         rope=parse_rope_with_yarn(raw, where),
-        max_position=raw.get("max_position_embeddings") or (2048 if family == "deepseek_v2" else 4096),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        max_position=whole(raw, "max_position_embeddings", where, 2048 if family == "deepseek_v2" else 4096),
+        tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        eos_ids=as_ids(raw.get("eos_token_id")),
-        dtype=raw.get("dtype") or raw.get("torch_dtype"),
-        rank=raw["kv_lora_rank"],
-        q_rank=raw["q_lora_rank"],
+        mlp_bias=flag(raw, "mlp_bias", where),
+        eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
+        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
+        rank=rank,
+        q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank", where),
         nope_dim=nope,
         value_dim=value,
-        interleaved=family == "deepseek_v2" or bool(raw.get("rope_interleave", True)),
-        first_dense=raw["first_k_dense_replace"],
-        experts=_experts(raw, where) if raw["first_k_dense_replace"] < raw["num_hidden_layers"] else None,
-        extra_layers=raw.get("num_nextn_predict_layers") or 0,
+        interleaved=family == "deepseek_v2" or flag(raw, "rope_interleave", where, True),
+        first_dense=first_dense,
+        experts=_experts(raw, where) if first_dense < layers else None,
+        extra_layers=whole(raw, "num_nextn_predict_layers", where, 0, least=0),
     )
 
 
@@ -108,31 +91,36 @@ def _experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]
     if missing := [key for key in needed if raw.get(key) is None]:
         raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
-    count, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
-    groups, top_groups = (raw["n_group"], raw["topk_group"]) if grouped else (None, None)
-    if groups is not None and (count % groups or top_groups > groups or top_groups * (count // groups) < chosen):
+    count, chosen, intermediate, shared = (whole(raw, key, where) for key in _EXPERTS)
+    groups, top_groups = (whole(raw, key, where) if grouped else None for key in ("n_group", "topk_group"))
+    if chosen > count:
+        raise ValueError(f"{where}: num_experts_per_tok must be at most n_routed_experts {count}, got {chosen}")
+    if groups and top_groups and (count % groups or top_groups > groups or top_groups * (count // groups) < chosen):
         raise ValueError(
             f"{where}: n_routed_experts must be a multiple of n_group, and topk_group groups must hold num_experts_per_tok "
             f"experts; got {count} experts in {groups} groups, {chosen} of {top_groups}"
         )
+    if is_v3 and count == groups:
+        raise ValueError(f"{where}: n_group must leave two experts a group, whose best two rank it, got {groups} of {count}")
     return ExpertsConfig(
         count=count,
         chosen=chosen,
-        intermediate_size=raw["moe_intermediate_size"],
-        shared=raw["n_shared_experts"],
+        intermediate_size=intermediate,
+        shared=shared,
         gate="sigmoid" if is_v3 else "softmax",
         groups=groups,
         top_groups=top_groups,
-        normed=is_v3 and bool(raw.get("norm_topk_prob", True)),
-        scaling=float(raw.get("routed_scaling_factor", 2.5 if is_v3 else 1.0)),
+        normed=is_v3 and flag(raw, "norm_topk_prob", where, True),
+        scaling=number(raw, "routed_scaling_factor", where, 2.5 if is_v3 else 1.0),
     )
 
 
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-_REQUIRED = (
+_SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size kv_lora_rank qk_nope_head_dim "
-    "qk_rope_head_dim v_head_dim first_k_dense_replace"
+    "qk_rope_head_dim v_head_dim"
 ).split()
+_REQUIRED = (*_SIZES, "first_k_dense_replace")
 _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the values that mean what we compute, besides null
     "deepseek_v2": {
         "hidden_act": ("silu",),

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from specdec.models.causal_lm import CausalLM, DecoderLayer
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.config import ModelConfig, as_ids, parse_config, read_json
+from specdec.models.config import ModelConfig, parse_config, read_json
+from specdec.models.config_values import token_ids
 from specdec.models.kv_scales import take_kv_scale
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 
@@ -29,7 +30,8 @@ def read_target_config(folder: Path) -> ModelConfig:
 def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:
     """EOS ids from generation_config.json where it has some, as transformers does."""
     generation = folder / "generation_config.json"
-    eos_ids = as_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
+    raw = read_json(generation) if generation.is_file() else {}
+    eos_ids = token_ids(raw, "eos_token_id", str(generation), config.vocab_size)
     return replace(config, eos_ids=eos_ids) if eos_ids else config
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_json
+from specdec.models.config_values import NotComputedHere, text
 from specdec.models.deepseek_config import DEEPSEEK, parse_deepseek
 from specdec.models.loader import load_target, with_generation_eos
 from specdec.models.target import Target
@@ -21,11 +22,15 @@ BACKENDS = ("auto", "native", "transformers")
 
 
 class TargetChoice(NamedTuple):
-    """backend: "native" or "transformers".  reason: why.  config: the target's, as that backend reads it."""
+    """backend: "native" or "transformers".  reason: why.  config: the target's, as that backend reads it.
+
+    refusal: what our own module said, if transformers stands in for it.
+    """
 
     backend: str
     reason: str
     config: ModelConfig
+    refusal: NotComputedHere | None = None
 
 
 class _Native(NamedTuple):
@@ -39,11 +44,12 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
     """Reads the folder's config.json by the backend of that name, or by the first that can.
 
     `auto` takes our own module; where that refuses a config for something that it does not compute, transformers' code, with
-    a warning, and only if transformers knows every key of the config.  ValueError says what can't run, and what does.
+    a warning, and only if transformers knows every key of the config; never for a config that is malformed.  ValueError says
+    what can't run, and what does.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}; nearest setting that works: 'auto'")
-    family = read_json(folder / "config.json").get("model_type")
+    family = text(read_json(folder / "config.json"), "model_type", str(folder))
     native = _native(family)
     if backend == "transformers":
         return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
@@ -55,7 +61,7 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
         config = with_generation_eos(native.parse(read_json(folder / "config.json"), str(folder)), folder)
-    except ValueError as error:
+    except NotComputedHere as error:
         if backend == "native":
             raise
         return _fall_back(folder, error)
@@ -69,7 +75,12 @@ def load_chosen(
     if choice.backend == "transformers":
         from specdec.models.transformers_target import load_transformers_target
 
-        return load_transformers_target(folder, choice.config, device, dtype, cuda_graphs)
+        try:
+            return load_transformers_target(folder, choice.config, device, dtype, cuda_graphs)
+        except ValueError as error:
+            if choice.refusal is None:
+                raise
+            raise ValueError(f"{error}; backend='auto' took transformers, since {choice.reason}") from error
     native = _native(choice.config.family)
     assert native is not None
     return native.load(folder, choice.config, max_positions, device, dtype)
@@ -85,7 +96,7 @@ def _native(family: Any) -> _Native | None:
     return None
 
 
-def _fall_back(folder: Path, refusal: ValueError) -> TargetChoice:
+def _fall_back(folder: Path, refusal: NotComputedHere) -> TargetChoice:
     """transformers, for what our module refused; but not for a key that transformers would silently ignore."""
     from specdec.models.transformers_config import unknown_keys
 
@@ -97,7 +108,7 @@ def _fall_back(folder: Path, refusal: ValueError) -> TargetChoice:
         raise ValueError(f"{refusal}; nor does backend='transformers' run it: {error}") from error
     reason = f"the native module refuses: {refusal}"
     warnings.warn(f"backend='auto' takes transformers: {reason}", stacklevel=2)
-    return TargetChoice("transformers", reason, config)
+    return TargetChoice("transformers", reason, config, refusal)
 
 
 def _read_by_transformers(folder: Path) -> ModelConfig:

@@ -11,10 +11,12 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.config import NATIVE_KEYS, ModelConfig, RopeConfig, as_ids, parse_rope, read_json
+from specdec.models.config import NATIVE_KEYS, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.config_values import text, token_ids
 from specdec.models.transformers_trace import Trace, trace
 
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's own keys: read under another name, or by nobody
     "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "
     "interpolate_factor lm_head_bias n_ctx num_experts prefix rope_local_base_freq sliding_window_pattern sliding_window_size "
@@ -25,7 +27,7 @@ _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's 
 def read_transformers_config(folder: Path) -> ModelConfig:
     """The target's config by transformers' rules.  ValueError names the folder and what can't run here."""
     config = load_hf_config(folder)
-    where = str(folder)
+    raw, where = read_json(folder / "config.json"), str(folder)
     if keys := unknown_keys(folder):
         raise ValueError(
             f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
@@ -33,6 +35,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         )
     kinds = layer_kinds(config, where)
     traced = trace(config, where)
+    most, why = _max_position(config)
     _check_windows(kinds, traced, where)
     return ModelConfig(
         family=config.model_type,
@@ -45,13 +48,15 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         vocab_size=config.vocab_size,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         rope=_rope(config),
-        max_position=_max_position(config),
+        max_position=most,
+        max_position_why=why,
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         layer_kinds=kinds,
         softcap=traced.softcap,
         has_sinks=traced.has_sinks,
-        eos_ids=as_ids(config.eos_token_id),
-        dtype=read_json(folder / "config.json").get("dtype") or read_json(folder / "config.json").get("torch_dtype"),
+        has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
+        eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
+        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
     )
 
 
@@ -142,13 +147,20 @@ def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> N
             )
 
 
-def _max_position(config: Any) -> int:
-    """Up to where positions mean one thing: longrope turns all of a text's by other angles once it is longer than this."""
-    most = getattr(config, "max_position_embeddings", None) or 2048
+def _is_many(count: Any) -> bool:
+    """A number, or some models' one a layer."""
+    return any(isinstance(number, int) and number > 1 for number in (count if isinstance(count, (list, tuple)) else [count]))
+
+
+def _max_position(config: Any) -> tuple[int, str]:
+    """Up to where positions mean one thing, and which key says so: longrope turns all of a text's by other angles once it is
+    longer than its original length."""
+    most, why = getattr(config, "max_position_embeddings", None) or 2048, "max_position_embeddings"
     for parameters in _rope_parameters(config):
-        if parameters.get("rope_type") == "longrope":
-            most = min(most, parameters["original_max_position_embeddings"])
-    return most
+        if parameters.get("rope_type") == "longrope" and parameters["original_max_position_embeddings"] < most:
+            most = parameters["original_max_position_embeddings"]
+            why = "original_max_position_embeddings (longer texts turn by longrope's other angles)"
+    return most, why
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -166,4 +178,4 @@ def _rope(config: Any) -> RopeConfig:
     try:
         return parse_rope({"rope_parameters": parameters})
     except ValueError:
-        return RopeConfig(theta=float(parameters.get("rope_theta", RopeConfig.theta)))
+        return RopeConfig(theta=float(parameters.get("rope_theta") or RopeConfig.theta))

@@ -124,23 +124,31 @@ class _CountedTokens:
 def load_transformers_target(
     folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
 ) -> TransformersTarget:
-    """The folder's model.  ValueError names tensors that are missing or left over, and what in the model can't run here."""
+    """The folder's model.  ValueError names tensors missing, left over or of another shape, and what can't run here."""
     try:
         with _no_progress_bar():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, config=load_hf_config(folder), dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
-                output_loading_info=True, local_files_only=True,
+                output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
             )  # fmt: skip
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder}: transformers can't load its weights: {error}") from error
-    for key, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture")):
-        if names := sorted(report[key]):
-            raise ValueError(f"{folder}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
+    _refuse_tensors(report, str(folder))
     target = TransformersTarget(model.to(device).eval().requires_grad_(False), config)
     check_tokens_are_apart(target, str(folder))
     if cuda_graphs:
         check_capturable(target, str(folder))
     return target
+
+
+def _refuse_tensors(report: dict[str, Any], where: str) -> None:
+    """What transformers would make up or leave out, with a warning."""
+    if wrong := sorted((name, tuple(got), tuple(wanted)) for name, got, wanted in report["mismatched_keys"]):
+        name, got, wanted = wrong[0]
+        raise ValueError(f"{where}: tensor {name!r} must have shape {wanted}, got {got} ({len(wrong)} tensors are wrong)")
+    for key, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture")):
+        if names := sorted(report[key]):
+            raise ValueError(f"{where}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
 
 
 @contextmanager

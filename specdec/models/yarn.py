@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.config import RopeConfig, parse_rope
+from specdec.models.config import RopeConfig, parse_rope, rope_type
+from specdec.models.config_values import flag, mapping, number
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,17 @@ _KNOWN = {*_NUMBERS, "rope_type", "type", "truncate"}
 
 def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
     """Like `parse_rope`, and yarn too."""
-    merged = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    if merged.get("rope_type", merged.get("type")) != "yarn":
-        return parse_rope(raw)
+    merged = {**mapping(raw, "rope_scaling", where), **mapping(raw, "rope_parameters", where)}
+    if rope_type(merged, where) != "yarn":
+        return parse_rope(raw, where)
     if unknown := sorted(set(merged) - _KNOWN):
         raise ValueError(f"{where}: unknown rope keys {', '.join(unknown)}; they may change what the model computes")
     if missing := [key for key in ("factor", "original_max_position_embeddings") if merged.get(key) is None]:
         raise ValueError(f"{where}: rope type 'yarn' needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
     merged = {"rope_theta": raw.get("rope_theta"), **merged}
-    numbers: dict[str, Any] = {name: float(merged[key]) for key, name in _NUMBERS.items() if merged.get(key) is not None}
-    rope = YarnRope(**numbers, truncate=bool(merged.get("truncate", True)))
+    given = [key for key in _NUMBERS if merged.get(key) is not None]
+    numbers: dict[str, Any] = {_NUMBERS[key]: number(merged, key, where, or_zero=key.startswith("mscale")) for key in given}
+    rope = YarnRope(**numbers, truncate=flag(merged, "truncate", where, True))
     if "amplitude" in numbers:
         return rope
     if not (rope.mscale and rope.mscale_all_dim):

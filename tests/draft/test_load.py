@@ -56,6 +56,14 @@ EAGLE3_ERRORS: list[tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]]
     (None, dict(eagle_config={AUX: [0, 1, 4]}), r"must lie in \[0, 3\], got \[0, 1, 4\]"),
     (None, dict(eagle_config={AUX: [-1, 1, 2]}), r"must lie in \[0, 3\]"),
     (None, dict(eagle_config={AUX: [1, 1, 2]}), "must be a list of distinct layer numbers"),
+    (None, dict(eagle_config={AUX: [0, True, 2]}), "must be a list of distinct layer numbers"),
+    (None, dict(eagle_config="x"), "eagle_config must be an object of keys and values, got 'x'"),
+    (None, dict(eagle_config=[AUX]), "eagle_config must be an object"),
+    (None, dict(use_sliding_window="no", sliding_window=4), "use_sliding_window must be true or false, got 'no'"),
+    (None, dict(use_sliding_window=True), "use_sliding_window is true, so sliding_window must be .* got None"),
+    (None, dict(target_hidden_size="32"), "target_hidden_size must be a whole number of at least 1, got '32'"),
+    (None, dict(draft_vocab_size=0), "draft_vocab_size must be a whole number of at least 1, got 0"),
+    (None, dict(rope_scaling={"type": "yarn"}), "test_eagle3.*: rope type must be .* got 'yarn'"),
     (None, dict(eagle_config={}), "a target of 4 layers has no default aux layers"),
     (None, dict(eagle_config={AUX: [0, 1]}), r"'fc.weight' must have shape \(32, 64\), got \(32, 96\)"),
     (None, dict(speculators_model_type="eagle3"), "a `speculators` checkpoint"),
@@ -83,6 +91,7 @@ def test_eagle3(zoo: Zoo, tmp_path: Path, change: Callable[[Tensors], Any] | Non
 
 EAGLE1_ERRORS: list[tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] = [
     (lambda t: t.pop("fc.bias"), {}, "'fc.bias' is missing"),
+    (None, dict(bias="no"), "bias must be true or false, got 'no'"),
     (None, dict(bias=False), "not part of this architecture: fc.bias"),
     (None, dict(num_hidden_layers=2), "layers.1.* is missing"),
     (lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(32)}), {}, "not part .* layers.0.input_layernorm"),

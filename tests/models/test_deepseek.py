@@ -117,7 +117,6 @@ def test_an_expert_that_nobody_chose_is_not_heard() -> None:
     torch.testing.assert_close(masked_experts(x_TH, weights, chosen, gate_up, down), want, rtol=0, atol=0)
 
 
-
 # ---- text ----
 
 CASES = [

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.models import Zoo, save_target
 from torch import Tensor
 
+from specdec import SpecDecoder
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.config import parse_config
@@ -146,6 +147,34 @@ def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x27\x00\x00\x00\x00\x00\x00{")
     with pytest.raises(ValueError, match="model.safetensors is no whole safetensors file"):
         Checkpoint(tmp_path)
+
+
+def test_generation_config_ends_texts_by_token_ids(tmp_path: Path) -> None:
+    """Keeps out: an end of text that is accepted and never found, such as "0"."""
+    folder = save_target(tmp_path, "llama")
+    for value in ("0", [0, 0.5], 40, -1):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id must be .* in \[0, 39\] .*, got ") as info:
+            read_target_config(folder)
+        assert repr(value) in str(info.value)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 39]}))
+    assert read_target_config(folder).eos_ids == (0, 39)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (dict(target=None), r"target.* must be a folder or a hub id, a str or a Path; got None of type NoneType"),
+        (dict(draft=3), r"draft.* must be a folder or a hub id, a str or a Path; got 3 of type int"),
+        (dict(draft=b"x"), r"draft.* must be a folder or a hub id, .* of type bytes"),
+        (dict(attention=["torch"]), r"attention must be a str, auto or torch or .*, got \['torch'\] of type list"),
+        (dict(attention=None), r"attention must be a str, .*, got None of type NoneType"),
+    ],
+)
+def test_arguments_of_another_type(zoo: Zoo, arguments: dict[str, Any], match: str) -> None:
+    """Keeps out: "unhashable type" and "expected str, bytes or os.PathLike", which name no argument."""
+    with pytest.raises(TypeError, match=match):
+        SpecDecoder.from_pretrained(**{"target": zoo.target("llama"), "device": "cpu", **arguments})
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_experts_chosen_token_by_token(families: Families, monkeypatch: pytest.M
     with torch.no_grad():
         want = type(experts).forward.__wrapped__(experts, hidden, index, weights)
         grouped = experts_forward(experts, hidden, index, weights)
-        monkeypatch.setattr("specdec.models.transformers_experts._has_grouped_kernel", lambda matrices: False)
+        monkeypatch.setattr("specdec.models.transformers_experts.has_grouped_product", lambda matrices: False)
         monkeypatch.setattr("specdec.models.transformers_experts.COPIED_BYTES", 1 << 16)
         close(experts_forward(experts, hidden, index, weights), want)
     close(grouped, want)
@@ -236,6 +236,10 @@ def test_weights_are_whole_or_refused(families: Families, tmp_path: Path) -> Non
     for tensors, match in (
         (lost, "1 tensors are missing: model.layers.1.mlp.up_proj.weight"),
         (state | {"model.layers.1.mlp.bias": torch.ones(2)}, "1 tensors are not part .* model.layers.1.mlp.bias"),
+        (
+            state | {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3)},
+            r"tensor 'model.layers.1.mlp.up_proj.weight' must have shape \(\d+, 32\), got \(3, 3\) \(1 tensors are wrong\)",
+        ),
     ):
         model.save_pretrained(tmp_path, state_dict=tensors)
         with pytest.raises(ValueError, match=match):
@@ -265,6 +269,37 @@ def test_auto_falls_back_with_its_reason(families: Families) -> None:
     assert choice.backend == "transformers" and "rope type" in choice.reason
     with pytest.raises(ValueError, match="rope type"):
         choose_target(families.root / "llama-yarn", "native")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("llama", dict(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads, got 4, 3$"),
+        ("llama", dict(num_hidden_layers="4"), "num_hidden_layers must be a whole number of at least 1, got '4'$"),
+        ("mistral", dict(layer_types="sliding_attention"), "layer_types must be 4 of .* got 'sliding_attention'$"),
+        ("mistral", dict(sliding_window=-1), "sliding_window must be a positive number of tokens or null, got -1$"),
+        ("llama", dict(quantization_config="fp8"), "quantization_config must be an object of keys and values, got 'fp8'$"),
+        ("llama", dict(model_type=["llama"]), r"model_type must be a string or null, got \['llama'\]$"),
+        ("gemma2", dict(eos_token_id=[40]), r"eos_token_id must be null, a token id in \[0, 39\] or a list .*, got \[40\]$"),
+    ],
+)
+def test_auto_does_not_fall_back_from_a_malformed_config(
+    families: Families, tmp_path: Path, name: str, changes: dict[str, Any], match: str
+) -> None:
+    """Keeps out: a broken config that is read again by other rules, which hide what is wrong with it."""
+    with pytest.raises(ValueError, match=match) as info:
+        choose_target(rewrite(families.target(name), tmp_path, **changes))
+    assert str(info.value).startswith(f"{tmp_path}: ")
+
+
+def test_a_fall_back_that_fails_says_what_it_stood_in_for(families: Families, tmp_path: Path) -> None:
+    """Keeps out: an error of transformers alone, for a model that our own module was meant to run."""
+    folder = rewrite(families.root / "llama-yarn", tmp_path, intermediate_size=40)
+    (folder / "model.safetensors").symlink_to(families.root / "llama-yarn" / "model.safetensors")
+    with pytest.warns(UserWarning, match="auto' takes transformers"):
+        choice = choose_target(folder)
+    with pytest.raises(ValueError, match=r"mlp.* must have shape .*; backend='auto' took transformers, since .*rope type"):
+        load_chosen(choice, folder, 128, CPU, torch.float32, cuda_graphs=False)
 
 
 def test_auto_does_not_fall_back_from_an_unknown_key(families: Families, tmp_path: Path) -> None:
