@@ -22,12 +22,14 @@ from specdec.attention.triton_backend import PlannedView, TritonBackend
 
 
 class FlashBackend(TritonBackend):
-    """name: fa2, fa3 or fa4.  by_rule: ours reads what ours reads faster (flash_rule.py)."""
+    """library: fa2, fa3 or fa4.  by_rule: ours reads what ours reads faster (flash_rule.py)."""
 
-    def __init__(self, name: str, by_rule: bool = False, programs: int | None = None) -> None:
+    name = "flash"
+
+    def __init__(self, library: str, by_rule: bool = False, programs: int | None = None) -> None:
         super().__init__(programs)
-        assert name in DOORS, f"no backend {name!r}"
-        self.name, self.by_rule = name, by_rule  # type: ignore[misc]  # the class's own is ours
+        assert library in DOORS, f"no backend {library!r}"
+        self.library, self.by_rule = library, by_rule
         self._held: set[tuple[object, ...]] = set()
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
@@ -42,12 +44,12 @@ class FlashBackend(TritonBackend):
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
         assert isinstance(view, MHAView)
         self._hold_once(q_THD, view, segment)
-        return DOORS[self.name](q_THD, view, segment, scoring)
+        return DOORS[self.library](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
         if not isinstance(view, MHAView) or segment.starts_T is not None:
             return False
-        if segment.page_size % TABLE[self.name].page_multiple:
+        if segment.page_size % TABLE[self.library].page_multiple:
             return False  # a list of slots
         kv_heads = view.kv.shape[2]
         return not self.by_rule or fa4_is_faster(segment.rows, kv_heads, segment.max_seqlen_q * (q_THD.shape[1] // kv_heads))
@@ -58,4 +60,4 @@ class FlashBackend(TritonBackend):
         if key in self._held or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._held.add(key)
-        hold_to_its_word(self.name, q_THD, view, segment)
+        hold_to_its_word(self.library, q_THD, view, segment)

@@ -32,7 +32,8 @@ from torch import Tensor
 from specdec.attention import mla, mla_launch
 from specdec.attention.attend import PagedAttention
 from specdec.attention.kinds import Scoring
-from specdec.attention.mla import LatentPrep, MLAttention, absorbed_queries, absorbed_values, store_latent
+from specdec.attention.latent import LatentPrep
+from specdec.attention.mla import MLAttention, absorbed_queries, absorbed_values, store_latent
 from specdec.attention.mla_cache import MLACache, MLAView
 from specdec.attention.mla_launch import LatentTiles
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment, slots_at
@@ -249,7 +250,7 @@ def tune(pool: Tensor, replays: int) -> list[dict[str, Any]]:
         for case in cases:
             try:
                 row = {**tiles._asdict(), **measure(case, pool, replays, False)}
-            except Exception as reason:
+            except Exception as reason:  # likewise; the row says why
                 row = {**tiles._asdict(), **case._asdict(), "failed": str(reason)[:200]}
             rows.append(row)
         done = [row for row in rows[-len(cases) :] if "us" in row]

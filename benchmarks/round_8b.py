@@ -26,6 +26,7 @@ from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, rounds_in, timed_walls
 from specdec.config import SamplingParams, SpecConfig
+from specdec.cuda_graph import GraphMode
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
 from specdec.loading import EngineSettings, attention_needs
@@ -33,7 +34,6 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.loader import build
 from specdec.prompts import Tokenizer
-from specdec.rounds import GraphMode
 
 TARGET = ModelConfig(
     family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,

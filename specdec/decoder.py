@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specdec.config import SamplingParams, SpecConfig
+from specdec.cuda_graph import GraphMode
 from specdec.draft.eagle import DraftHead
 from specdec.engine import Engine
 from specdec.generation import Chunk, Generation
@@ -17,7 +18,6 @@ from specdec.loading import EngineSettings, build_engine, load_pair
 from specdec.models.target import Target
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.request import Request
-from specdec.rounds import GraphMode
 from specdec.startup import STARTUP
 
 

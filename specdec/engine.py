@@ -15,14 +15,14 @@ from specdec.admission import Admission
 from specdec.auto_steps import StepChooser
 from specdec.batch import BatchState
 from specdec.config import MAX_PAUSE, SpecConfig
-from specdec.cuda_graph import on_device
+from specdec.cuda_graph import GraphMode, on_device
 from specdec.models.kv import heads_a_key
 from specdec.models.packed import PackedPrompts
 from specdec.pages import PagePool
 from specdec.prefill import PrefillRunner
 from specdec.readback import Readback, Ticket
 from specdec.request import Request
-from specdec.rounds import Drafter, GraphMode, Round, RoundRunner
+from specdec.rounds import Drafter, Round, RoundRunner
 from specdec.sharing import RowSharing, can_share
 from specdec.startup import STARTUP
 from specdec.verify.verifier import SamplingMode, TargetVerifier

@@ -19,6 +19,7 @@ from specdec.attention.kv_cache import KVCache
 from specdec.attention.quant_cache import KV_CACHE_DTYPES
 from specdec.batch import BatchState
 from specdec.config import MAX_PAUSE, SpecConfig, require_int
+from specdec.cuda_graph import GraphMode
 from specdec.draft.eagle import DraftHead
 from specdec.draft.load import load_head
 from specdec.draft.worker import DraftWorker
@@ -30,7 +31,6 @@ from specdec.models.loader import DTYPES
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 from specdec.pages import PagePool
-from specdec.rounds import GraphMode
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
 

@@ -17,7 +17,7 @@ from specdec.bench.cell import measure_cell
 from specdec.bench.measurement import Divergence, Measurement, Outputs, repeat_ratio
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.report import print_report
-from specdec.bench.run import BenchOptions, mixes_experts
+from specdec.bench.run import BenchOptions
 from specdec.config import SamplingParams, SpecConfig
 from specdec.models.deepseek_config import parse_deepseek
 from specdec.models.registry import choose_target
@@ -196,10 +196,10 @@ def test_mixtures_of_experts_are_known(tmp_path):
     for name, (model_type, changes) in FAMILIES.items():
         CONFIG_MAPPING[model_type](**COMMON | changes).save_pretrained(tmp_path / name)
         mixes = name in ("gpt-oss", "llama4", "qwen3-moe", "mixtral")
-        assert mixes_experts(choose_target(tmp_path / name, "transformers").config) is mixes, name
+        assert choose_target(tmp_path / name, "transformers").config.has_experts is mixes, name
     raw = json.loads((DeepseekZoo(tmp_path).target("v3") / "config.json").read_text())
     for dense, mixes in ((1, True), (raw["num_hidden_layers"], False)):
-        assert mixes_experts(parse_deepseek(raw | {"first_k_dense_replace": dense}, "v3")) is mixes
+        assert parse_deepseek(raw | {"first_k_dense_replace": dense}, "v3").has_experts is mixes
 
 
 def test_forced_acceptance_is_marked_everywhere_and_compared_nowhere():

@@ -31,7 +31,6 @@ from specdec.draft.eagle import DraftHead
 from specdec.loading import EngineSettings, load_pair
 from specdec.models.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek_config import DeepseekConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.prompts import Tokenizer, check_length, encode_prompt
@@ -243,16 +242,11 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
         "prefix_caching": settings.prefix_caching,
         "backend": settings.backend,
         "backend_reason": settings.backend_reason,
-        "mixture_of_experts": mixes_experts(config),
+        "mixture_of_experts": config.has_experts,
         "max_seq_len": settings.max_seq_len,
         "repeats": options.repeats,
         "sampling": {name: getattr(sampling, name) for name in sampling.__dataclass_fields__},
     }
-
-
-def mixes_experts(config: ModelConfig) -> bool:
-    """Whether a router chooses among experts: between two passes that round differently it can choose others."""
-    return config.has_experts or (isinstance(config, DeepseekConfig) and config.experts is not None)
 
 
 def _prompt_facts(options: BenchOptions, prompts: list[list[int]]) -> dict[str, Any]:

@@ -34,8 +34,7 @@ class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
-    max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts (models that
-    transformers computes; a DeepseekConfig says it by its `experts`).
+    max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
     """
 
     family: str

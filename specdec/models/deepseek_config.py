@@ -81,6 +81,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         interleaved=family == "deepseek_v2" or flag(raw, "rope_interleave", where, True),
         first_dense=first_dense,
         experts=_experts(raw, where) if first_dense < layers else None,
+        has_experts=first_dense < layers,
         extra_layers=whole(raw, "num_nextn_predict_layers", where, 0, least=0),
     )
 

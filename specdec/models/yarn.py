@@ -1,4 +1,6 @@
-"""YaRN rotary scaling (arXiv 2309.00071) as transformers computes it.  Knows no model.
+"""YaRN rotary scaling (arXiv 2309.00071) as transformers computes it, which keeps it behind its own models' configs.
+
+Knows no model.
 
 Slow dimensions are interpolated to the longer context, fast ones stay, those between are blended.  DeepSeek puts the
 temperature into the softmax scale (`mscale_all_dim`), others into cosines and sines.
