@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.capabilities import BackendChoice
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.kv_cache import KVCache
-from specdec.attention.latent import LatentFn
+from specdec.attention.latent.latent import LatentFn
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -57,7 +57,7 @@ class PagedAttention:
     def latent(self) -> LatentFn:
         """The same pass for layers of latent attention, whose cache keeps latents; what they share is made once."""
         if self._latent is None:
-            from specdec.attention.mla import MLAttention  # which imports this file
+            from specdec.attention.latent.mla import MLAttention  # which imports this file
 
             self._latent = MLAttention(self)
         return self._latent
@@ -67,13 +67,13 @@ def make_backend(choice: BackendChoice | str) -> Backend:
     """The backend chosen, or of that name.  Imports its library only now: `import specdec` needs neither triton nor a GPU."""
     name, by_rule = (choice, False) if isinstance(choice, str) else (choice.name, choice.by_rule)
     if name == "torch":
-        from specdec.attention.torch_backend import TorchBackend
+        from specdec.attention.eager.torch_backend import TorchBackend
 
         return TorchBackend()
     if name == "triton":
-        from specdec.attention.triton_backend import TritonBackend
+        from specdec.attention.kernels.triton_backend import TritonBackend
 
         return TritonBackend()
-    from specdec.attention.flash import FlashBackend
+    from specdec.attention.flash.backend import FlashBackend
 
     return FlashBackend(name, by_rule)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from specdec.attention.caches.kv_cache import KVView
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.kv_cache import KVView
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states, with_sinks
 from specdec.ops.rope import HeadPrep

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from specdec.attention.flash_rule import MEASURED_HEAD_DIM, why_fa4
+from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
+from specdec.attention.flash.rule import MEASURED_HEAD_DIM, why_fa4
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
-from specdec.cuda_graph import GraphMode
+from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")
 KV_DTYPES = ("auto", *KV_CACHE_DTYPES)

@@ -37,7 +37,7 @@ class NextTokens(NamedTuple):
 def next_tokens(page_table_BW: Tensor, lens_B: Tensor, count: int, page_size: int, by_step: bool = False) -> NextTokens:
     """The next `count` tokens behind lens_B.  by_step: they are run one after the other, so each step's rows lie together."""
     if use_index_kernels(lens_B):
-        from specdec.attention.tables_triton import launch_next_tokens
+        from specdec.attention.kernels.tables_triton import launch_next_tokens
 
         return NextTokens(*launch_next_tokens(page_table_BW, lens_B, count, page_size, by_step))
     positions_PB = lens_B.long() + torch.arange(count, device=lens_B.device)[:, None]

@@ -109,7 +109,7 @@ def last_positions(segment: Segment) -> Tensor:
     assert not segment.ragged and (segment.causal or segment.max_seqlen_q == 1), "its queries may stand elsewhere"
     n = segment.max_seqlen_q
     if use_index_kernels(segment.cache_seqlens):
-        from specdec.attention.tables_triton import launch_last_positions
+        from specdec.attention.kernels.tables_triton import launch_last_positions
 
         return launch_last_positions(segment.cache_seqlens, n)
     behind_n = torch.arange(-n, 0, device=segment.cache_seqlens.device)
@@ -119,7 +119,7 @@ def last_positions(segment: Segment) -> Tensor:
 def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
     """[T] int32: the first key of its row that each query may read, at least least_T."""
     if use_index_kernels(positions_T):
-        from specdec.attention.tables_triton import launch_first_keys
+        from specdec.attention.kernels.tables_triton import launch_first_keys
 
         return launch_first_keys(kind, positions_T, base_B, least_T)
     first_T = kind.first_keys(positions_T)

@@ -37,13 +37,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
+from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
-from specdec.attention.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.triton_backend import TritonBackend
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 DEVICE = torch.device("cuda")

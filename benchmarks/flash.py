@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""flash-attn 4 behind its door against our kernels: the data behind attention/flash_rule.py.  Prints a table, and writes JSON.
+"""flash-attn 4 behind its door against our kernels: the data behind attention/flash/rule.py.  Prints a table, and writes JSON.
 
     python benchmarks/flash.py --out benchmarks/results/flash_h100.json
 
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.attention.flash import FlashBackend
-from specdec.attention.flash_rule import fa4_is_faster
-from specdec.attention.kv_cache import MHAView
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.triton_backend import TritonBackend
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.flash.backend import FlashBackend
+from specdec.attention.flash.rule import fa4_is_faster
+from specdec.attention.kernels.triton_backend import TritonBackend
 
 spec = importlib.util.spec_from_file_location("attention_cells", Path(__file__).with_name("attention.py"))
 assert spec is not None and spec.loader is not None

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from specdec.ops.linear import gated_linear, linear, silu_mul, tiles_for
 from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.products.linear import gated_linear, linear, silu_mul, tiles_for
 
 DEVICE, DTYPE, EPS = "cuda", torch.bfloat16, 1e-5
 COLD_BYTES = 250_000_000

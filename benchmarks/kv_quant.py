@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.quant_cache import HEADROOM, QuantCache
 from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
-from specdec.attention.dense import DenseAttention, StoreFn
+from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.attention.kinds import FULL
-from specdec.attention.kv_cache import KVCache
-from specdec.attention.quant_cache import HEADROOM, QuantCache
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, timed_walls

@@ -29,17 +29,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention import mla, mla_launch
 from specdec.attention.attend import PagedAttention
+from specdec.attention.caches.mla_cache import MLACache, MLAView
+from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
-from specdec.attention.latent import LatentPrep
-from specdec.attention.mla import MLAttention, absorbed_queries, absorbed_values, store_latent
-from specdec.attention.mla_cache import MLACache, MLAView
-from specdec.attention.mla_launch import LatentTiles
+from specdec.attention.latent import mla, mla_launch
+from specdec.attention.latent.latent import LatentPrep
+from specdec.attention.latent.mla import MLAttention, absorbed_queries, absorbed_values, store_latent
+from specdec.attention.latent.mla_launch import LatentTiles
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.triton_backend import TritonBackend
 from specdec.ops.rope import Rotation, rotary_table
 
 DEVICE = torch.device("cuda")

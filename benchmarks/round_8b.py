@@ -25,14 +25,13 @@ from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, rounds_in, timed_walls
-from specdec.config import SamplingParams, SpecConfig
-from specdec.cuda_graph import GraphMode
+from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
 from specdec.loading import EngineSettings, attention_needs
 from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
-from specdec.models.loader import build
 from specdec.prompts import Tokenizer
 
 TARGET = ModelConfig(

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from specdec.attention.kv_cache import MHACache
+from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.plan import next_tokens
-from specdec.batch import BatchState
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.branches import fork
 from specdec.draft.build_tree import best_nodes
@@ -30,7 +31,6 @@ from specdec.draft.expand import Candidates, expand, first_level
 from specdec.ops import index, launch
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens, top_tokens
-from specdec.tree import DraftTree
 from specdec.verify.accept import accept
 from specdec.verify.tables import tree_tables
 

@@ -31,16 +31,16 @@ from round_8b import TARGET, random_pair, spec_of
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
+from specdec.batch.tree import DraftTree
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, timed_walls
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
-from specdec.engine import Engine
+from specdec.engine.loop import Engine
 from specdec.loading import EngineSettings
 from specdec.models.causal_lm import CausalLM
 from specdec.prompts import Tokenizer
-from specdec.tree import DraftTree
 from specdec.verify.tables import tree_tables
 
 SPECS = ("plain", "5,1,6", "5,4,16", "5,8,32")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.batch.tree import DraftTree
 from specdec.draft.expand import Candidates
 from specdec.ops.launch import use_kernels
 from specdec.ops.topk import stable_topk
-from specdec.tree import DraftTree
 
 MAX_KERNEL_CANDIDATES = 8192  # one program holds them all in registers
 

@@ -14,10 +14,10 @@ import torch
 
 from specdec.attention.kinds import LayerKind
 from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
-from specdec.models.checkpoint import Checkpoint
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.config_values import flag, mapping, whole
+from specdec.models.checkpoints.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
 from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
-from specdec.models.config_values import flag, mapping, whole
-from specdec.models.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
 from specdec.models.target import Target
 
 _HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's

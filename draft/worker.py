@@ -15,21 +15,21 @@ from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import KVCache
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.plan import causal_segment, next_tokens, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment, last_positions
 from specdec.attention.shared import split_shared
-from specdec.batch import BatchState
+from specdec.batch.packed import PackedPrompts
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.branches import fork
 from specdec.draft.build_tree import best_nodes
 from specdec.draft.eagle import DraftHead
 from specdec.draft.expand import Candidates, expand, first_level
-from specdec.models.packed import PackedPrompts
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens, top_tokens
-from specdec.tree import DraftTree
 
 FEW_ROWS = 64  # of an extend: up to here what counts is reading the weights, and rows that nobody reads come for free
 

@@ -5,37 +5,14 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-MAX_STEPS = 64  # levels of a draft tree
-MAX_AUTO_STEPS = 7  # levels that num_steps="auto" goes up to
-MAX_PAUSE = 32  # tokens that a drafter may fall behind while "auto" does not speculate
+from specdec.checks import require_float, require_int
+from specdec.limits import MAX_AUTO_STEPS, MAX_PAUSE, MAX_STEPS
 
-
-def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
-    """The value, if it is an int within [low, high].  bool is no int here."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if not low <= value <= high:
-        bounds = f">= {low}" if high == math.inf else f"in [{low}, {int(high)}]"
-        nearest = low if value < low else int(high)
-        raise ValueError(f"{name} must be {bounds}, got {value}; nearest setting that works: {name}={nearest}")
-    return value
-
-
-def require_float(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
-    """The value as a float, if it is a finite number within [low, high] (or (low, high])."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not low <= value <= high or (above_low and value == low):
-        bounds = f"{'(' if above_low else '['}{low}, {high}]"
-        nearest = high if value > low else low
-        hint = "" if above_low and nearest == low else f"; nearest setting that works: {name}={nearest}"
-        raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
-    return float(value)
+GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from specdec.config import SamplingParams, SpecConfig
-from specdec.cuda_graph import GraphMode
+from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.draft.eagle import DraftHead
-from specdec.engine import Engine
+from specdec.engine.loop import Engine
+from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading import EngineSettings, build_engine, load_pair
 from specdec.models.target import Target
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
-from specdec.request import Request
 from specdec.startup import STARTUP
 
 

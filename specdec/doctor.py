@@ -28,7 +28,7 @@ from specdec.attention.capabilities import (
 )
 from specdec.attention.capability_table import table_as_markdown
 from specdec.loading import resolve_device, resolve_dtype
-from specdec.models.loader import read_target_config
+from specdec.models.checkpoints.loader import read_target_config
 
 PACKAGES = (
     "specdec", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",

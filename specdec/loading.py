@@ -12,25 +12,26 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specdec.admission import ring_of
 from specdec.attention.attend import make_backend
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.quant_cache import KV_CACHE_DTYPES
 from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend
-from specdec.attention.kv_cache import KVCache
-from specdec.attention.quant_cache import KV_CACHE_DTYPES
-from specdec.batch import BatchState
-from specdec.config import MAX_PAUSE, SpecConfig, require_int
-from specdec.cuda_graph import GraphMode
+from specdec.batch.state import BatchState
+from specdec.checks import require_int
+from specdec.config import GraphMode, SpecConfig
 from specdec.draft.eagle import DraftHead
 from specdec.draft.load import load_head
 from specdec.draft.worker import DraftWorker
-from specdec.engine import Engine
-from specdec.models.checkpoint import resolve_folder
+from specdec.engine.loop import Engine
+from specdec.engine.pages.admission import ring_of
+from specdec.engine.pages.pool import PagePool
+from specdec.limits import MAX_PAUSE
+from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
-from specdec.models.loader import DTYPES
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
-from specdec.pages import PagePool
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
 

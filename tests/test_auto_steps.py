@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from specdec.auto_steps import StepChooser
+from specdec.engine.auto_steps import StepChooser
 
 MAX = 7
 

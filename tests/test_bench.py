@@ -19,7 +19,7 @@ from specdec.bench.prompt_file import read_prompts
 from specdec.bench.report import print_report
 from specdec.bench.run import BenchOptions
 from specdec.config import SamplingParams, SpecConfig
-from specdec.models.deepseek_config import parse_deepseek
+from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.registry import choose_target
 
 PROMPTS = [[1, 2, 3], [4, 5]]

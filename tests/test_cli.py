@@ -48,7 +48,8 @@ def test_help_is_quick(tmp_path):
 
 def test_choices_are_what_the_code_knows():
     """Keeps out: a dtype or model backend that no flag names, or a flag that names one too many (attention: test_matrix.py)."""
-    from specdec.models import loader, registry
+    from specdec.models import registry
+    from specdec.models.checkpoints import loader
 
     assert {*cli.DTYPES, "float64"} == {"auto", *loader.DTYPES}  # float64 is for tests
     assert cli.MODEL_BACKENDS == registry.BACKENDS

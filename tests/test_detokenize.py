@@ -12,9 +12,9 @@ from toolkit.models import Zoo
 from toolkit.tokenizers import CHARACTERS, byte_tokenizer, word_tokenizer
 
 from specdec import SamplingParams, SpecConfig
-from specdec.detokenize import Detokenizer, held_back
+from specdec.engine.detokenize import Detokenizer, held_back
+from specdec.engine.trim import Trimmer
 from specdec.prompts import Tokenizer
-from specdec.trim import Trimmer
 
 Decode = Callable[[Sequence[int]], str]
 

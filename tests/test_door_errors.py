@@ -20,9 +20,9 @@ from transformers import CONFIG_MAPPING
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import KV_DTYPES, AttentionNeeds, choose_backend
 from specdec.loading import resolve_device, resolve_dtype, resolve_max_seq_len
-from specdec.models.checkpoint import resolve_folder
-from specdec.models.loader import read_target_config
-from specdec.models.transformers_config import read_transformers_config
+from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.transformers_backend.config import read_transformers_config
 
 SPEC_ERRORS = [
     (dict(num_steps=0), ValueError, "num_steps must be in \\[1, 64\\], got 0; nearest .* num_steps=1"),

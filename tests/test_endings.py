@@ -14,7 +14,7 @@ from toolkit.drafters import Substitute
 from toolkit.models import Zoo, save_target
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.request import Request
+from specdec.engine.request import Request
 
 S = 4
 PROMPT = [5, 17, 300]

@@ -11,8 +11,8 @@ import pytest
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.readback import Ticket
-from specdec.request import Request
+from specdec.engine.request import Request
+from specdec.runner.readback import Ticket
 
 SPEC = SpecConfig(3, 4, 12)
 

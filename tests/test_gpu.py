@@ -10,8 +10,9 @@ import torch
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.near_tie import explain_divergence
-from specdec.cuda_graph import GraphMode, GraphSet
+from specdec.config import GraphMode
 from specdec.generation import Stats
+from specdec.ops.cuda_graph import GraphSet
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ from toolkit.families import FAMILIES, Families
 from toolkit.models import HEADS, ragged_prompts
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
-from specdec.cuda_graph import GraphMode
+from specdec.config import GraphMode
 from specdec.models.registry import choose_target, load_chosen
-from specdec.models.transformers_target import TransformersTarget, check_capturable, lone_pass
+from specdec.models.transformers_backend.target import TransformersTarget, check_capturable, lone_pass
 
 pytestmark = pytest.mark.gpu
 

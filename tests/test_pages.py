@@ -13,12 +13,13 @@ import torch
 from test_pause import Script
 from toolkit.models import Zoo
 
-import specdec.admission
+import specdec.engine.pages.admission
 import specdec.loading
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.admission import ring_of
+from specdec.engine.pages.admission import ring_of
+from specdec.engine.pages.pool import PagePool, ring_pages
+from specdec.limits import DUMMY_PAGE
 from specdec.loading import kv_bytes_per_page
-from specdec.pages import DUMMY_PAGE, PagePool, ring_pages
 
 
 def test_any_order_of_use_keeps_pages_apart() -> None:
@@ -108,7 +109,7 @@ LENGTH = 130
 
 @pytest.fixture()
 def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specdec.admission, "RING_PREFILL", 8)
+    monkeypatch.setattr(specdec.engine.pages.admission, "RING_PREFILL", 8)
 
 
 def windowed(zoo: Zoo, spec: SpecConfig | None, page_size: int, **settings: object) -> SpecDecoder:
@@ -157,8 +158,8 @@ def test_rings_in_graphs(zoo: Zoo, shape: tuple[int, int, int]) -> None:
 @pytest.mark.usefixtures("short_passes")
 def test_a_ring_too_short_shows(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a test above that would pass on any ring.  Look-ahead has some slack, so one page less may go unnoticed."""
-    whole = specdec.admission.ring_pages
-    monkeypatch.setattr(specdec.admission, "ring_pages", lambda *args: whole(*args) - 2)
+    whole = specdec.engine.pages.admission.ring_pages
+    monkeypatch.setattr(specdec.engine.pages.admission, "ring_pages", lambda *args: whole(*args) - 2)
     (out,) = windowed(zoo, SpecConfig(3, 4, 12), 4).generate([5, 9, 2], SamplingParams(max_tokens=LENGTH))
     assert out.token_ids != zoo.greedy("mistral", [5, 9, 2], LENGTH)
 

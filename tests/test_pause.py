@@ -7,8 +7,8 @@ import pytest
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.config import MAX_PAUSE
-from specdec.request import Request
+from specdec.engine.request import Request
+from specdec.limits import MAX_PAUSE
 
 LENGTH = 60
 

@@ -9,9 +9,9 @@ import torch
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.reference import ReferenceBackend
-from specdec.models.packed import PackedPrompts
-from specdec.prefill import _bucket
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.batch.packed import PackedPrompts
+from specdec.runner.prefill import _bucket
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])

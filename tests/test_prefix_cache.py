@@ -13,14 +13,14 @@ import torch
 from test_pause import Script
 from toolkit.models import Zoo, ragged_prompts
 
-import specdec.admission
+import specdec.engine.pages.admission
 import specdec.loading
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
-from specdec.admission import Admission
+from specdec.engine.pages.admission import Admission
+from specdec.engine.pages.pool import PagePool
+from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages, page_keys
+from specdec.engine.request import Request
 from specdec.generation import Stats
-from specdec.pages import PagePool
-from specdec.prefix_cache import Node, PrefixCache, common_pages, page_keys
-from specdec.request import Request
 
 TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
 SYSTEM = [(7 * i * i + 3 * i) % 40 for i in range(37)]  # a prompt that others begin with
@@ -145,7 +145,7 @@ def test_keys_hold_the_successor() -> None:
 @pytest.fixture(params=[0, 1], ids=lambda depth: f"depth{depth}")
 def decoder(zoo: Zoo, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpecDecoder]:
     """Small enough a pool that pages are evicted; its books must balance when the test is over."""
-    monkeypatch.setattr(specdec.admission, "WORTH_A_PASS", 8)
+    monkeypatch.setattr(specdec.engine.pages.admission, "WORTH_A_PASS", 8)
     monkeypatch.setattr(specdec.loading, "KEPT_TOKENS", 0)
     decoder = zoo.decoder(
         "llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96, prefix_caching=True

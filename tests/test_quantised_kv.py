@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
-from specdec.attention.dense import DenseAttention
-from specdec.attention.quant_cache import LOGIT_NOISE, QuantCache
+from specdec.attention.caches.quant_cache import LOGIT_NOISE, QuantCache
+from specdec.attention.eager.dense import DenseAttention
 from specdec.bench import near_tie
 from specdec.generation import Generation
 from specdec.loading import kv_bytes_per_page

@@ -18,7 +18,9 @@ pytest.importorskip("triton")
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention import kv_cache, move_triton, plan, tables_triton
+from specdec.attention import plan
+from specdec.attention.caches import kv_cache, move_triton
+from specdec.attention.kernels import tables_triton
 from specdec.draft import branches, branches_triton, build_tree, build_tree_triton, expand, expand_triton
 from specdec.ops import rows, rows_triton, topk, topk_triton
 from specdec.verify import accept, accept_triton, tables

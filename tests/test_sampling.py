@@ -15,7 +15,7 @@ from toolkit.statistics import filtered, p_value, pair_counts, token_distributio
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specdec import SamplingParams, SpecConfig
-from specdec.sampling import RowSampling, filter_logits, gumbel_noise, sample_rows
+from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise, sample_rows
 
 V, SAMPLES, LIMIT = 12, 2400, 1e-4
 PROMPT = [3, 7, 1]

@@ -22,15 +22,15 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.kv_cache import MHACache
 from specdec.attention.plan import causal_segment, prefix_segment
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment, last_positions
 from specdec.attention.shared import SharedPrefix, split_shared
-from specdec.attention.torch_backend import TorchBackend
-from specdec.batch import BatchState
-from specdec.sharing import NOBODY, best_group, common_length
+from specdec.batch.state import BatchState
+from specdec.engine.pages.sharing import NOBODY, best_group, common_length
 
 
 def groups_by_force(rows: list[list[int]]) -> int:
@@ -134,7 +134,7 @@ def test_shared_equals_unshared(page_size: int, shared: int, n: int, tree: bool)
 def test_kernels_share(n: int, tree: bool, page_size: int, shared: int) -> None:
     """The triton backend: three states in one merge."""
     pytest.importorskip("triton")
-    from specdec.attention.triton_backend import TritonBackend
+    from specdec.attention.kernels.triton_backend import TritonBackend
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(n)

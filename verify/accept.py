@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.batch import BatchState
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
 from specdec.ops.index import use_index_kernels
-from specdec.tree import DraftTree
 
 
 class Accepted(NamedTuple):

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.batch import BatchState
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
 from specdec.ops.launch import chained
-from specdec.tree import DraftTree
 
 
 @triton.jit(

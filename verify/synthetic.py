@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.sampling import mix_64
-from specdec.tree import DraftTree
+from specdec.batch.sampling import mix_64
+from specdec.batch.tree import DraftTree
 
 _STREAM = 0xD1B54A32D192ED03 - 2**64  # odd; its own, so that the noise here is not the one that tokens are sampled with
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from specdec.attention.plan import causal_segment, fill_tree_suffix, next_tokens, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import split_shared
-from specdec.batch import BatchState
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
 from specdec.ops.index import use_index_kernels
-from specdec.tree import DraftTree
 
 
 class TreeTables(NamedTuple):

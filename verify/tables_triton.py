@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.attention.kernels.tables_triton import slots_of
 from specdec.attention.segment import Segment
-from specdec.attention.tables_triton import slots_of
 from specdec.ops.launch import chained
 
 

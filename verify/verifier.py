@@ -14,14 +14,14 @@ from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import KVCache
-from specdec.batch import BatchState
-from specdec.models.packed import PackedPrompts
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.batch.packed import PackedPrompts
+from specdec.batch.sampling import RowSampling, sample_rows
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
 from specdec.models.target import Target, TargetOutput
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens
-from specdec.sampling import RowSampling, sample_rows
-from specdec.tree import DraftTree
 from specdec.verify.accept import accept
 from specdec.verify.synthetic import SyntheticAcceptance
 from specdec.verify.tables import tree_tables

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from specdec.bench.budget import RoundBytes
 from specdec.config import SpecConfig
-from specdec.cuda_graph import on_device
 from specdec.draft.eagle import DraftHead, Eagle3Head
 from specdec.models.config import ModelConfig
 from specdec.models.kv import kv_token_bytes
 from specdec.models.target import Target
+from specdec.ops.cuda_graph import on_device
 
 READ_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # far more than any cache holds
 READ_REPEATS = {"cuda": 15, "cpu": 5}

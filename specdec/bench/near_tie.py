@@ -24,12 +24,12 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from specdec.attention.dense import DenseAttention
-from specdec.attention.quant_cache import LOGIT_NOISE, QuantCache
+from specdec.attention.caches.quant_cache import LOGIT_NOISE, QuantCache
+from specdec.attention.eager.dense import DenseAttention
+from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
 from specdec.bench.measurement import Divergence
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.sampling import RowSampling, filter_logits, gumbel_noise
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 

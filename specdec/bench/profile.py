@@ -17,9 +17,9 @@ from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.engine import Engine
-from specdec.phase_clock import PhaseClock
-from specdec.request import Request
+from specdec.engine.loop import Engine
+from specdec.engine.request import Request
+from specdec.runner.phase_clock import PhaseClock
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specdec.config import require_int
+from specdec.checks import require_int
 
 FilePrompt = str | list[int]
 TEXT_KEYS = ("prompt", "text", "question", "task")  # HumanEval, plain corpora, GSM8K, task lists

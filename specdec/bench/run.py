@@ -24,12 +24,13 @@ from specdec.bench.cell import measure_cell
 from specdec.bench.measurement import Measurement
 from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.prompt_file import FilePrompt
-from specdec.config import SamplingParams, SpecConfig, require_float, require_int
+from specdec.checks import require_float, require_int
+from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
 from specdec.loading import EngineSettings, load_pair
-from specdec.models.checkpoint import resolve_folder
+from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.config_values import NotComputedHere, flag, mapping, number, text, token_ids, whole
+from specdec.models.checkpoints.config_values import NotComputedHere, flag, mapping, number, text, token_ids, whole
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
-from specdec.ops.grouped import has_grouped_product
-from specdec.ops.linear import silu_mul
+from specdec.ops.products.grouped import has_grouped_product
+from specdec.ops.products.linear import silu_mul
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights at a time
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specdec.attention.kv_cache import KVCache, MHACache
-from specdec.attention.mla_cache import MLACache
-from specdec.attention.quant_cache import QuantCache, kv_bytes_per_token
+from specdec.attention.caches.kv_cache import KVCache, MHACache
+from specdec.attention.caches.mla_cache import MLACache
+from specdec.attention.caches.quant_cache import QuantCache, kv_bytes_per_token
+from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
-from specdec.models.deepseek_config import DeepseekConfig
-from specdec.models.kv_scales import kv_scales
+from specdec.models.deepseek.config import DeepseekConfig
 
 
 def keeps_latents(config: ModelConfig) -> bool:

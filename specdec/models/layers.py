@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.yarn import YarnRope, yarn_frequencies
-from specdec.ops.linear import gated_linear, linear
 from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.products.linear import gated_linear, linear
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 
@@ -23,7 +23,7 @@ class AttentionFn(Protocol):
     """Attention of one forward pass: paged when serving, dense when training.  It owns the rest of a head's way in: `prep`
     says how queries and keys are normed and rotated (X = Q + 2K rows of heads: queries, keys, values).  With rows_R only
     those tokens' queries are answered, [R, Q, D]; the others' keys and values are kept all the same.  scoring: how the
-    layer's products become weights.  Layers of latent attention ask for more: HasLatent in attention/latent.py.
+    layer's products become weights.  Layers of latent attention ask for more: HasLatent in attention/latent/latent.py.
     """
 
     def __call__(

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.models.checkpoints.config_values import NotComputedHere, text
+from specdec.models.checkpoints.loader import load_target, with_generation_eos
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_json
-from specdec.models.config_values import NotComputedHere, text
-from specdec.models.deepseek_config import DEEPSEEK, parse_deepseek
-from specdec.models.loader import load_target, with_generation_eos
+from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
 from specdec.models.target import Target
 
 BACKENDS = ("auto", "native", "transformers")
@@ -73,7 +73,7 @@ def load_chosen(
 ) -> Target:
     """The folder's model with its weights.  cuda_graphs: whether passes are to be captured; ValueError if they can't be."""
     if choice.backend == "transformers":
-        from specdec.models.transformers_target import load_transformers_target
+        from specdec.models.transformers_backend.target import load_transformers_target
 
         try:
             return load_transformers_target(folder, choice.config, device, dtype, cuda_graphs)
@@ -90,7 +90,7 @@ def _native(family: Any) -> _Native | None:
     if family in FAMILIES:
         return _Native(parse_config, load_target)
     if family in DEEPSEEK:
-        from specdec.models.deepseek_loader import load_deepseek
+        from specdec.models.deepseek.loader import load_deepseek
 
         return _Native(parse_deepseek, load_deepseek)
     return None
@@ -98,7 +98,7 @@ def _native(family: Any) -> _Native | None:
 
 def _fall_back(folder: Path, refusal: NotComputedHere) -> TargetChoice:
     """transformers, for what our module refused; but not for a key that transformers would silently ignore."""
-    from specdec.models.transformers_config import unknown_keys
+    from specdec.models.transformers_backend.config import unknown_keys
 
     if keys := unknown_keys(folder):
         raise ValueError(f"{refusal}; transformers does not know {', '.join(keys)} either") from refusal
@@ -112,6 +112,6 @@ def _fall_back(folder: Path, refusal: NotComputedHere) -> TargetChoice:
 
 
 def _read_by_transformers(folder: Path) -> ModelConfig:
-    from specdec.models.transformers_config import read_transformers_config
+    from specdec.models.transformers_backend.config import read_transformers_config
 
     return with_generation_eos(read_transformers_config(folder), folder)

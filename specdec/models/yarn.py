@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.models.checkpoints.config_values import flag, mapping, number
 from specdec.models.config import RopeConfig, parse_rope, rope_type
-from specdec.models.config_values import flag, mapping, number
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Between the qkv projection and attention: optional norm of queries and keys, and rotary positions.  Knows no cache.
 
-`HeadPrep.apply_` is the definition; `attention/rope_store_triton.py` does the same and stores keys and values in one launch.
+`HeadPrep.apply_` is the definition; `rope_store_triton.py` of attention does the same and stores keys and values in one launch.
 
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K, D head dim, P positions.
 """

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.attention.dense import DenseAttention, per_row
+from specdec.attention.eager.dense import DenseAttention, per_row
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle import Eagle3Head
 from specdec.models.target import Target, TargetOutput

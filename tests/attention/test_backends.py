@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import MHAView
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
@@ -26,10 +28,8 @@ from specdec.attention.plan import (
     ragged_causal_segment,
     slots_at,
 )
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
-from specdec.attention.torch_backend import TorchBackend
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 HAS_GPU = torch.cuda.is_available()
@@ -51,7 +51,7 @@ class Setup(NamedTuple):
     def backend(self) -> Backend:
         if self.name == "torch":
             return TorchBackend()
-        from specdec.attention.triton_backend import TritonBackend
+        from specdec.attention.kernels.triton_backend import TritonBackend
 
         return TritonBackend(programs=128)  # enough for the longest rows to be split
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
-from specdec.attention.dense import DenseAttention
+from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.eager.dense import DenseAttention
+from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.kinds import FULL, LayerKind, Scoring
-from specdec.attention.kv_cache import MHACache
 from specdec.attention.plan import causal_segment
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
 

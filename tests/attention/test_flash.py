@@ -18,12 +18,12 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
 
 from toolkit import fake_flash  # noqa: E402
 
+from specdec.attention.caches.kv_cache import MHAView  # noqa: E402
 from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed  # noqa: E402
-from specdec.attention.flash_doors import DOORS, hold_to_its_word  # noqa: E402
+from specdec.attention.eager.reference import ReferenceBackend  # noqa: E402
+from specdec.attention.flash.doors import DOORS, hold_to_its_word  # noqa: E402
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring  # noqa: E402
-from specdec.attention.kv_cache import MHAView  # noqa: E402
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
-from specdec.attention.reference import ReferenceBackend  # noqa: E402
 from specdec.attention.segment import Segment  # noqa: E402
 
 H, K, D, P = 4, 2, 16, 256
@@ -175,7 +175,7 @@ class Asked(Exception):
 )
 def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a backend asked for by name that quietly never calls its library, or calls it for what it can't do."""
-    from specdec.attention.flash import FlashBackend
+    from specdec.attention.flash.backend import FlashBackend
 
     def knock(*args: Any) -> None:
         raise Asked

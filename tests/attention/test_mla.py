@@ -16,19 +16,19 @@ if not torch.cuda.is_available():
 
 from torch import Tensor
 
-from specdec.attention import mla
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
+from specdec.attention.caches.mla_cache import MLACache, MLAView
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
-from specdec.attention.latent import LatentPrep
-from specdec.attention.mla import store_latent
-from specdec.attention.mla_cache import MLACache, MLAView
-from specdec.attention.mla_store_triton import launch_store_latent
+from specdec.attention.latent import mla
+from specdec.attention.latent.latent import LatentPrep
+from specdec.attention.latent.mla import store_latent
+from specdec.attention.latent.mla_store_triton import launch_store_latent
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment, slots_at
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.triton_backend import TritonBackend
 from specdec.ops.rope import Rotation, rotary_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

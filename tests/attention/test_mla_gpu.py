@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import LayerKind, Scoring
-from specdec.attention.mla_cache import MLAView
 from specdec.attention.plan import causal_segment, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_new_memory")]
 C, R, H = 512, 64, 128
@@ -35,7 +35,7 @@ def scattered(lens: list[int], P: int) -> tuple[Tensor, MLAView]:
 
 
 def check(q_THL: Tensor, view: MLAView, *segments: Segment) -> None:
-    from specdec.attention.triton_backend import TritonBackend
+    from specdec.attention.kernels.triton_backend import TritonBackend
 
     plan, oracle = AttentionPlan(segments), TorchBackend()
     want = oracle.attend(q_THL.double(), MLAView(view.latent.double(), C), oracle.prepare(plan), SCALING)
@@ -48,8 +48,8 @@ def check(q_THL: Tensor, view: MLAView, *segments: Segment) -> None:
 @pytest.mark.parametrize(("P", "hopper"), [(64, True), (5, True), (16, False)])
 def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bool) -> None:
     """Decode, chains, trees, first keys and empty rows.  Keeps out: Triton's kernel tested in the Hopper kernel's place."""
-    from specdec.attention import mla_launch
-    from specdec.attention.mla_launch import LatentTiles, latent_tiles
+    from specdec.attention.latent import mla_launch
+    from specdec.attention.latent.mla_launch import LatentTiles, latent_tiles
 
     generation = mla_launch.gpu_generation(torch.device("cuda"))
     if hopper and generation != 9:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.kv_cache import MHAView
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
@@ -19,9 +21,7 @@ from specdec.attention.plan import (
     ragged_causal_segment,
     slots_at,
 )
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.torch_backend import TorchBackend
 
 H, KV_HEADS, D = 4, 2, 8
 BACKENDS = [ReferenceBackend(), TorchBackend()]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
-from specdec.attention.quant_cache import (
+from specdec.attention.caches.quant_cache import (
     FP8_MAX,
     HEADROOM,
     LEAST_SCALE,
@@ -22,9 +21,10 @@ from specdec.attention.quant_cache import (
     to_fp8,
     to_int8,
 )
-from specdec.attention.reference import ReferenceBackend
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.torch_backend import TorchBackend
 
 K, G, D = 3, 2, 16
 KINDS = ["fp8", "int8"]

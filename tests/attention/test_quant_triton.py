@@ -20,11 +20,11 @@ pytest.importorskip("triton")
 from toolkit.models import Zoo  # noqa: E402
 
 from specdec import SamplingParams, SpecConfig  # noqa: E402
-from specdec.attention.kv_cache import MHAView  # noqa: E402
-from specdec.attention.move_triton import launch_move  # noqa: E402
-from specdec.attention.quant_cache import QuantCache, QuantView, fp8_scale  # noqa: E402
-from specdec.attention.rope_store_triton import launch_rope_store  # noqa: E402
-from specdec.attention.triton_backend import TritonBackend  # noqa: E402
+from specdec.attention.caches.kv_cache import MHAView  # noqa: E402
+from specdec.attention.caches.move_triton import launch_move  # noqa: E402
+from specdec.attention.caches.quant_cache import QuantCache, QuantView, fp8_scale  # noqa: E402
+from specdec.attention.kernels.rope_store_triton import launch_rope_store  # noqa: E402
+from specdec.attention.kernels.triton_backend import TritonBackend  # noqa: E402
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -14,10 +14,10 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from specdec.attention.kv_cache import MHACache  # noqa: E402
-from specdec.attention.move_triton import launch_move  # noqa: E402
+from specdec.attention.caches.kv_cache import MHACache  # noqa: E402
+from specdec.attention.caches.move_triton import launch_move  # noqa: E402
+from specdec.attention.kernels.tables_triton import launch_next_tokens  # noqa: E402
 from specdec.attention.plan import NextTokens, next_tokens, slots_at  # noqa: E402
-from specdec.attention.tables_triton import launch_next_tokens  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 

@@ -18,14 +18,14 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from specdec.attention.kv_cache import MHAView  # noqa: E402
+from specdec.attention.caches.kv_cache import MHAView  # noqa: E402
+from specdec.attention.eager.reference import ReferenceBackend  # noqa: E402
+from specdec.attention.kernels.tiles_triton import padded, splits_for, tiles_for  # noqa: E402
+from specdec.attention.kernels.triton_backend import TritonBackend  # noqa: E402
+from specdec.attention.kernels.triton_plan import is_suffix  # noqa: E402
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
-from specdec.attention.reference import ReferenceBackend  # noqa: E402
 from specdec.attention.segment import AttentionPlan, Segment  # noqa: E402
 from specdec.attention.state import AttentionState  # noqa: E402
-from specdec.attention.tiles_triton import padded, splits_for, tiles_for  # noqa: E402
-from specdec.attention.triton_backend import TritonBackend  # noqa: E402
-from specdec.attention.triton_plan import is_suffix  # noqa: E402
 from specdec.ops.rope import HeadPrep, Rotation  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"

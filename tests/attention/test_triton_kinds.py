@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
-from specdec.attention.kv_cache import MHAView
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment, slots_at
-from specdec.attention.quant_cache import QuantView, to_fp8, to_int8
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan, Segment, first_keys, last_positions, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
-from specdec.attention.torch_backend import TorchBackend
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
@@ -30,8 +30,8 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from specdec.attention.tables_triton import launch_first_keys, launch_last_positions  # noqa: E402
-from specdec.attention.triton_backend import TritonBackend  # noqa: E402
+from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions  # noqa: E402
+from specdec.attention.kernels.triton_backend import TritonBackend  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 NAN = float("nan")

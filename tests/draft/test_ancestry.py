@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft import branches, worker
 from specdec.draft.expand import Candidates
-from specdec.request import Request
+from specdec.engine.request import Request
 
 TOLERANCE = 1e-4  # scores are float32; wrong ancestors are off by 0.1
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.draft.eagle import DraftHead
 from specdec.draft.load import default_aux_layers, load_head
-from specdec.models.loader import load_target, read_target_config
+from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.ops.topk import with_offsets
 
 Tensors = dict[str, Tensor]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.batch.tree import DraftTree
 from specdec.draft.build_tree import best_nodes
 from specdec.draft.expand import Candidates, first_level, next_level
-from specdec.tree import DraftTree
 
 VOCAB = 97
 Path = tuple[int, ...]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from specdec.models.checkpoints.config_values import NotComputedHere
 from specdec.models.config import parse_config
-from specdec.models.config_values import NotComputedHere
-from specdec.models.deepseek_config import parse_deepseek
+from specdec.models.deepseek.config import parse_deepseek
 
 LLAMA = dict(
     model_type="llama", hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, vocab_size=9,

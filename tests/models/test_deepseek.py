@@ -16,17 +16,17 @@ from toolkit.models import ragged_prompts
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention import mla
 from specdec.attention.attend import PagedAttention
-from specdec.attention.dense import DenseAttention
-from specdec.attention.mla_cache import MLACache
-from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.caches.mla_cache import MLACache
+from specdec.attention.eager.dense import DenseAttention
+from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.latent import mla
+from specdec.batch.packed import PackedPrompts
 from specdec.models.config import read_json
-from specdec.models.deepseek import DeepseekLM
-from specdec.models.deepseek_config import parse_deepseek
-from specdec.models.deepseek_loader import load_deepseek
+from specdec.models.deepseek.config import parse_deepseek
+from specdec.models.deepseek.loader import load_deepseek
+from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import gathered_experts, grouped_experts, masked_experts
-from specdec.models.packed import PackedPrompts
 from specdec.models.yarn import YarnRope
 
 CPU = torch.device("cpu")

@@ -14,15 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.attend import PagedAttention
+from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.kv_cache import MHACache
 from specdec.attention.plan import ragged_causal_segment
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan
 from specdec.models.causal_lm import CausalLM, TargetOutput
+from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.models.config import parse_rope
 from specdec.models.layers import Rotary
-from specdec.models.loader import load_target, read_target_config
 
 LENGTHS = [50, 1, 17]  # beyond the 32 positions that the llama3 scaling calls its original ones
 

@@ -16,15 +16,15 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from specdec import SpecDecoder
 from specdec.attention.attend import PagedAttention
+from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.kv_cache import MHACache
 from specdec.attention.plan import ragged_causal_segment
-from specdec.attention.reference import ReferenceBackend
 from specdec.attention.segment import AttentionPlan
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target, TargetOutput
-from specdec.models.transformers_experts import experts_forward
-from specdec.models.transformers_target import TransformersTarget, check_tokens_are_apart
+from specdec.models.transformers_backend.experts import experts_forward
+from specdec.models.transformers_backend.target import TransformersTarget, check_tokens_are_apart
 
 CPU = torch.device("cpu")
 LENGTHS = [40, 1, 17]
@@ -153,8 +153,8 @@ def test_experts_chosen_token_by_token(families: Families, monkeypatch: pytest.M
     with torch.no_grad():
         want = type(experts).forward.__wrapped__(experts, hidden, index, weights)
         grouped = experts_forward(experts, hidden, index, weights)
-        monkeypatch.setattr("specdec.models.transformers_experts.has_grouped_product", lambda matrices: False)
-        monkeypatch.setattr("specdec.models.transformers_experts.COPIED_BYTES", 1 << 16)
+        monkeypatch.setattr("specdec.models.transformers_backend.experts.has_grouped_product", lambda matrices: False)
+        monkeypatch.setattr("specdec.models.transformers_backend.experts.COPIED_BYTES", 1 << 16)
         close(experts_forward(experts, hidden, index, weights), want)
     close(grouped, want)
 

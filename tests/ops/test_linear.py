@@ -15,10 +15,10 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from specdec.ops import linear_triton  # noqa: E402
-from specdec.ops.linear import Tiles, gated_linear, linear, silu_mul, tiles_for  # noqa: E402
-from specdec.ops.linear_triton import ARRIVALS, launch_linear, launch_silu_mul  # noqa: E402
-from specdec.ops.linear_wide_triton import launch_wide_linear  # noqa: E402
+from specdec.ops.products import linear_triton  # noqa: E402
+from specdec.ops.products.linear import Tiles, gated_linear, linear, silu_mul, tiles_for  # noqa: E402
+from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul  # noqa: E402
+from specdec.ops.products.linear_wide_triton import launch_wide_linear  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)

@@ -9,7 +9,7 @@ import torch
 from specdec.attention.kinds import FULL
 from specdec.config import SpecConfig
 from specdec.generation import Generation, Stats
-from specdec.phase_clock import PhaseClock
+from specdec.runner.phase_clock import PhaseClock
 
 
 class StubModel(torch.nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from specdec import SpecConfig
-from specdec.batch import BatchState
-from specdec.engine import Drafter, Engine
-from specdec.tree import DraftTree
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.engine.loop import Drafter, Engine
 
 
 class Substitute:

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention import capabilities, flash_doors
+from specdec.attention import capabilities
+from specdec.attention.flash import doors as flash_doors
 
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "triton": "3.6.0"}
 

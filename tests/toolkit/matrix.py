@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
+from specdec.attention.caches.kv_cache import KVCache, MHACache
+from specdec.attention.caches.mla_cache import MLACache
+from specdec.attention.caches.quant_cache import QuantCache
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
-from specdec.attention.kv_cache import KVCache, MHACache
-from specdec.attention.mla_cache import MLACache
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
-from specdec.attention.quant_cache import QuantCache
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep
 from toolkit import fake_flash

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toolkit.drafters import chain_shape, random_shape
 
-from specdec.tree import DraftTree
+from specdec.batch.tree import DraftTree
 from specdec.verify.accept import accept_path
 
 

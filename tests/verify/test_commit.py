@@ -12,11 +12,11 @@ from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.kv_cache import MHACache
+from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.plan import slots_at
-from specdec.engine import Engine
+from specdec.engine.loop import Engine
+from specdec.engine.request import Request
 from specdec.loading import build_engine
-from specdec.request import Request
 
 CASES = [("eagle3", (4, 1, 5), 1), ("eagle3", (4, 4, 16), 16), ("eagle1", (4, 4, 16), 1), ("eagle1-two-layers", (3, 1, 4), 16)]
 

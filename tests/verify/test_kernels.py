@@ -16,8 +16,8 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from specdec.batch import BatchState  # noqa: E402
-from specdec.tree import DraftTree  # noqa: E402
+from specdec.batch.state import BatchState  # noqa: E402
+from specdec.batch.tree import DraftTree  # noqa: E402
 from specdec.verify.accept import Accepted, accept  # noqa: E402
 from specdec.verify.accept_triton import launch_accept  # noqa: E402
 from specdec.verify.tables import path_tables  # noqa: E402

@@ -13,8 +13,8 @@ from toolkit.drafters import chain_shape, random_shape
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig
+from specdec.batch.tree import DraftTree
 from specdec.generation import Stats
-from specdec.tree import DraftTree
 from specdec.verify.accept import accept_path
 from specdec.verify.synthetic import SyntheticAcceptance
 

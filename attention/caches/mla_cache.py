@@ -1,0 +1,65 @@
+"""The cache of multi-head latent attention (MLA, DeepSeek V2 and later): one latent vector a token, shared by all heads.
+
+A latent's first C numbers, normed, give every head's key and value by a projection; its last R are the rotated part of every
+head's key.  To attention it is one kv head whose keys are the whole latent and whose values are its first C numbers.  Knows
+slots, not the sequences that own them.
+
+Shapes: T tokens, N slots, C latent rank, R rotary dim, B sequences, E moved tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.kv_cache import move_slots
+from specdec.attention.kinds import FULL, LayerKind
+
+
+@dataclass(frozen=True)
+class MLAView:
+    """latent: [num_slots, C + R], in the model's own dtype.  rank: C."""
+
+    latent: Tensor
+    rank: int
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        raise TypeError("a latent cache takes no keys and values; layers store through specdec.attention.latent.mla")
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [N, 1, C + R] and values [N, 1, C], which are a view of them."""
+        k_N1X = self.latent.index_select(0, slots_N).to(dtype)[:, None]
+        return k_N1X, k_N1X[..., : self.rank]
+
+
+class MLACache:
+    """[layers, num_slots, C + R] in the model's own dtype."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        rank: int,
+        rope_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kinds: Sequence[LayerKind] | None = None,
+    ) -> None:
+        self.kinds = tuple(kinds or [FULL] * num_layers)
+        self.rank = rank
+        # Empty: memory that no request touches is never committed.  Backends must not let unread slots into a product.
+        self.latent = torch.empty(num_layers, num_slots, rank + rope_dim, dtype=dtype, device=device)
+
+    @property
+    def num_slots(self) -> int:
+        return self.latent.shape[1]
+
+    def view(self, layer: int) -> MLAView:
+        return MLAView(self.latent[layer], self.rank)
+
+    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
+        move_slots(self.latent, slots_BN, path_BE)

@@ -1,0 +1,1 @@
+"""Attention in plain torch: the oracle of the tests, and the `torch` backend."""

@@ -1,0 +1,72 @@
+"""Attention over whole rows without a cache: for training, and for checks that must not rest on what they check.
+
+Knows no page, plan or backend.  It is differentiable where its inputs are.
+
+Shapes: B rows of T tokens each, N = B * T, X = Q + 2K heads of a token, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.latent.latent import ExpandedHeads, LatentFn
+from specdec.ops.rope import HeadPrep
+
+StoreFn = Callable[[int, Tensor], Tensor]  # (layer, keys and values [N, 2, K, D]) -> what a cache gives back of them
+
+
+class DenseAttention:
+    """An AttentionFn.  kinds: of each layer.  as_stored: None if the cache keeps keys and values as they are."""
+
+    def __init__(self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None) -> None:
+        self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
+
+    def __call__(
+        self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
+    ) -> Tensor:
+        q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
+        if self.as_stored is not None:
+            kv_N2KD = self.as_stored(layer, kv_N2KD)
+        q, k, v = (per_row(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
+        out = attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).reshape(q_NQD.shape)
+        return out if rows_R is None else out.index_select(0, rows_R)
+
+    def latent(self) -> LatentFn:
+        """The same for layers of latent attention."""
+        return ExpandedHeads(self)
+
+
+def per_row(x_NHD: Tensor, batch: int) -> Tensor:
+    """[B, H, T, D]"""
+    return x_NHD.view(batch, -1, *x_NHD.shape[1:]).transpose(1, 2)
+
+
+def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring) -> Tensor:
+    """[B, Q, T, D]: every token over its row's tokens up to itself, as far back as the kind says."""
+    plain = scoring.softcap is None and scoring.sinks_H is None
+    if plain and kind.span is None:
+        return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
+    mask_TT = visible(q_BQTD.shape[2], kind, q_BQTD.device)
+    if plain:
+        return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, mask_TT, enable_gqa=True, scale=scoring.scale)
+    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
+    group = q_BQTD.shape[1] // k_BKTD.shape[1]
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))
+    scores = scoring.capped(q_BQTD.to(dtype) @ k.transpose(-1, -2) * scoring.factor(q_BQTD.shape[-1]))
+    scores = scores.masked_fill(~mask_TT, -torch.inf)
+    if scoring.sinks_H is None:
+        return (scores.softmax(-1) @ v).to(q_BQTD.dtype)
+    sinks = scoring.sinks_H.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return (torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v).to(q_BQTD.dtype)
+
+
+def visible(tokens: int, kind: LayerKind, device: torch.device) -> Tensor:
+    """[T, T] bool: which tokens each reads."""
+    keys = torch.arange(tokens, device=device)
+    mask = keys <= keys[:, None]
+    return mask if kind.span is None else mask & (keys >= kind.first_keys(keys)[:, None])

@@ -1,0 +1,54 @@
+"""The oracle: attention of one segment by the definition, a row and a query at a time.  Any device, any float type.
+
+Slow on purpose: no padding, no packing, nothing to get wrong.  The other backends are tested against it in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import KVView
+from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.segment import Segment
+from specdec.attention.state import AttentionState
+
+
+class ReferenceBackend(Backend):
+    """Runs each segment by the definition and merges the states."""
+
+    name = "reference"
+
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        T, H, _ = q_THD.shape
+        outs, lse_TH = {}, q_THD.new_full((T, H), -torch.inf)
+        width = 0
+        for row in range(segment.rows):
+            start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
+            length = int(segment.cache_seqlens[row])
+            positions = torch.arange(length, device=q_THD.device)
+            pages = segment.page_table[row, positions // segment.page_size].long()
+            k_NKD, v_NKE = view.read(pages * segment.page_size + positions % segment.page_size, q_THD.dtype)
+            width = v_NKE.shape[2]
+            for t in range(start, end):
+                first = 0 if segment.starts_T is None else int(segment.starts_T[t])
+                last = max(0, length - (end - 1 - t)) if segment.causal else length
+                if first < last:
+                    outs[t], lse_TH[t] = attend_one(q_THD[t], k_NKD[first:last], v_NKE[first:last], scoring)
+        out_THE = q_THD.new_zeros(T, H, width)
+        for t, out_HE in outs.items():
+            out_THE[t] = out_HE
+        return AttentionState(out_THE, lse_TH)
+
+
+def attend_one(q_HD: Tensor, k_NKD: Tensor, v_NKE: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """One query against N keys: (out [H, E], natural-log lse [H])."""
+    group = q_HD.shape[0] // k_NKD.shape[1]
+    k_NHD, v_NHE = (x.repeat_interleave(group, dim=1) for x in (k_NKD, v_NKE))
+    scale = q_HD.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores_HN = torch.einsum("hd,nhd->hn", q_HD, k_NHD) * scale
+    if scoring.softcap is not None:
+        scores_HN = scoring.softcap * (scores_HN / scoring.softcap).tanh()
+    lse_H = scores_HN.logsumexp(-1)
+    return torch.einsum("hn,nhe->he", (scores_HN - lse_H[:, None]).exp(), v_NHE), lse_H

@@ -1,0 +1,181 @@
+"""The `torch` backend: any device, any float type.  Lowers a plan once a pass to gathered keys and a mask, then one SDPA.
+
+Knows no kernel.  Inside a CUDA graph it makes no host reads (except for packed prompts, which are never captured).
+
+Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, E value dim, B sequences, Q queries per sequence, R rows,
+W keys per row, N keys per sequence over all segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import KVView
+from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState, with_sinks
+
+
+@dataclass(frozen=True)
+class DenseBlock:
+    """B sequences of Q queries each, starting at query `start`, all reading N gathered slots under one mask."""
+
+    start: int
+    batch: int
+    queries: int
+    slots_BN: Tensor
+    mask_BQN: Tensor | None  # bool; None: everything is visible
+    has_empty_rows: bool  # some query may see nothing: its output must be 0, not NaN
+    _additive: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def additive_mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
+        """[B, 1, Q * G, N] of 0 and -inf, for queries packed with the heads of their group; made once for all layers."""
+        if self.mask_BQN is None:
+            return None
+        if (group, dtype) not in self._additive:
+            hidden = self.mask_BQN.logical_not().repeat_interleave(group, dim=1)[:, None]
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._additive[group, dtype] = zeros.masked_fill_(hidden, -torch.inf)
+        return self._additive[group, dtype]
+
+
+class TorchBackend(Backend):
+    """Gather, mask, scaled_dot_product_attention."""
+
+    name = "torch"
+
+    def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
+        first = plan.segments[0]
+        if len(plan.segments) == 1 and first.ragged:
+            blocks = [_prompt_block(first, row) for row in range(first.rows)]
+            return [block for block in blocks if block.queries]  # an empty row has no shape to attend in
+        return [_joined_block(plan.segments)]
+
+    def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> Tensor:
+        if scoring.softcap is not None or scoring.sinks_H is not None:
+            state = _joined_states([_dense_state(q_THD, view, block, scoring) for block in prepared])
+            return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD.to(q_THD.dtype)
+        outs = [_dense_attention(q_THD, view, block, scoring) for block in prepared]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        blocks = self.prepare(AttentionPlan((segment,)))
+        out_THE, lse_TH = _joined_states([_dense_state(q_THD, view, block, scoring) for block in blocks])
+        return AttentionState(out_THE.to(q_THD.dtype), lse_TH)
+
+
+def _joined_states(states: list[AttentionState]) -> AttentionState:
+    return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
+
+
+def _row_slots(segment: Segment, width: int) -> Tensor:
+    """[R, width] int64 slots of each row's keys; behind a row's length they are junk, and masked."""
+    if segment.page_size == 1:
+        return segment.page_table[:, :width].long()
+    P = segment.page_size
+    pages_RW = segment.page_table[:, : -(-width // P)].long()
+    offsets = torch.arange(P, device=pages_RW.device)
+    return (pages_RW[:, :, None] * P + offsets).flatten(1)[:, :width]
+
+
+def _prompt_block(segment: Segment, row: int) -> DenseBlock:
+    """One prompt of a packed batch, whole: Q queries against the row's keys, the last Q of which are their own if causal."""
+    start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
+    length, queries = int(segment.cache_seqlens[row]), end - start
+    one = replace(segment, page_table=segment.page_table[row : row + 1])
+    keys = torch.arange(max(1, length), device=segment.page_table.device)  # nobody sees an empty row's only one
+    behind_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]
+    visible_QN = keys < length - (behind_Q1 if segment.causal else 0 * behind_Q1)
+    if segment.starts_T is not None:
+        visible_QN &= keys >= segment.starts_T[start:end, None]
+    has_empty_rows = queries > length if segment.causal else not length
+    slots_BN = _only_seen(_row_slots(one, keys.shape[0]), visible_QN[None])
+    return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows)
+
+
+def _only_seen(slots_BN: Tensor, mask_BQN: Tensor) -> Tensor:
+    """Places that no query sees read a key that one does see: a masked key still enters the products, and 0 * NaN is NaN."""
+    seen_BN = mask_BQN.any(1)
+    anchor_B1 = slots_BN.gather(1, seen_BN.byte().argmax(1, keepdim=True))
+    return torch.where(seen_BN, slots_BN, anchor_B1)
+
+
+def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
+    """All segments of a uniform plan side by side: a sequence's queries see the union of its rows' keys, masked."""
+    batch = segments[0].rows
+    queries = segments[0].max_seqlen_q
+    slots, masks = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
+    slots_BN = slots[0] if len(slots) == 1 else torch.cat(slots, dim=1)
+    mask_BQN = masks[0] if len(masks) == 1 else torch.cat(masks, dim=2)
+    slots_BN = _only_seen(slots_BN, mask_BQN)
+    on_host = mask_BQN.device.type == "cpu"
+    if on_host and bool(mask_BQN.all()):
+        return DenseBlock(0, batch, queries, slots_BN, None, False)
+    return DenseBlock(0, batch, queries, slots_BN, mask_BQN, not (on_host and bool(mask_BQN.any(-1).all())))
+
+
+def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Slots [B, n * W] and mask [B, Q, n * W] of a segment that gives each sequence n rows of Q / n queries."""
+    assert segment.rows % batch == 0 and segment.rows * segment.max_seqlen_q == batch * queries
+    rows, device = segment.rows // batch, segment.page_table.device
+    on_host = device.type == "cpu"
+    capacity = segment.page_table.shape[1] * segment.page_size  # not max_keys: a window's keys lie anywhere in the row
+    width = max(1, int(segment.cache_seqlens.max())) if on_host else capacity
+    slots_BN = _row_slots(segment, width).reshape(batch, rows * width)
+    keys_W = torch.arange(width, device=device)
+    lens_BR11 = segment.cache_seqlens.view(batch, rows, 1, 1)
+    if segment.causal:
+        n = segment.max_seqlen_q
+        lens_BR11 = lens_BR11 - (n - 1 - torch.arange(n, device=device))[:, None]
+    visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
+    if segment.starts_T is not None:
+        visible_BRQW = visible_BRQW & (keys_W >= segment.starts_T.view(batch, rows, -1, 1))
+    if rows == 1:
+        return slots_BN, visible_BRQW[:, 0]
+    own_row = torch.eye(rows, dtype=torch.bool, device=device)[:, None, :, None]
+    mask = (visible_BRQW[:, :, :, None, :] & own_row).reshape(batch, queries, rows * width)
+    return slots_BN, mask
+
+
+def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, K, Q*G, D] with the heads of a group packed as queries; k [B, K, N, D], v [B, K, N, E]."""
+    B, Q, N = block.batch, block.queries, block.slots_BN.shape[1]
+    k, v = (x.unflatten(0, (B, N)).transpose(1, 2) for x in view.read(block.slots_BN.flatten(), dtype))
+    q = q_THD[block.start : block.start + B * Q].to(dtype).view(B, Q, k.shape[1], -1, q_THD.shape[2])
+    return q.transpose(1, 2).reshape(B, k.shape[1], -1, q_THD.shape[2]), k, v
+
+
+def _unpack(out: Tensor, block: DenseBlock) -> Tensor:
+    """[B, K, Q*G, X] back to [B*Q, H, X]."""
+    B, K, _, X = out.shape
+    return out.view(B, K, block.queries, -1, X).transpose(1, 2).reshape(B * block.queries, -1, X)
+
+
+def _dense_attention(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> Tensor:
+    q, k, v = _gathered(q_THD, view, block, q_THD.dtype)
+    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
+    if block.has_empty_rows and mask is not None:
+        out = torch.where(mask.amax(-1, keepdim=True) == 0, out, 0.0)
+    return _unpack(out, block)
+
+
+def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> AttentionState:
+    """In float32 at least: softcaps and states lose too much in 16 bit."""
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    q, k, v = _gathered(q_THD, view, block, dtype)
+    scores = scoring.capped(q @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
+    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], dtype)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - torch.where(lse == -torch.inf, 0.0, lse)).exp() @ v
+    if block.has_empty_rows and mask is not None:
+        empty = mask.amax(-1, keepdim=True) < 0
+        out, lse = torch.where(empty, 0.0, out), torch.where(empty, -torch.inf, lse)
+    return AttentionState(_unpack(out, block), _unpack(lse, block)[..., 0])

@@ -1,0 +1,1 @@
+"""The flash-attn backends: three libraries, one interface."""

@@ -1,0 +1,63 @@
+"""The backends `fa2`, `fa3` and `fa4`: flash-attn reads paged keys of full layers, our kernels do everything else.
+
+Everything else is the tree's suffix, the merge with it and with sinks, and all that windowed or chunked layers read: their
+first keys differ from query to query, which flash-attn can't be told.  So do prefixes of which a part is read elsewhere.
+
+Shapes: T queries, H heads, K kv heads, D head dim, S splits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.capabilities import TABLE
+from specdec.attention.flash.doors import DOORS, hold_to_its_word
+from specdec.attention.flash.rule import fa4_is_faster
+from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
+from specdec.attention.kinds import Scoring
+from specdec.attention.segment import Segment
+from specdec.attention.state import AttentionState
+
+
+class FlashBackend(TritonBackend):
+    """library: fa2, fa3 or fa4.  by_rule: ours reads what ours reads faster (flash_rule.py)."""
+
+    name = "flash"
+
+    def __init__(self, library: str, by_rule: bool = False, programs: int | None = None) -> None:
+        super().__init__(programs)
+        assert library in DOORS, f"no backend {library!r}"
+        self.library, self.by_rule = library, by_rule
+        self._held: set[tuple[object, ...]] = set()
+
+    def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
+        if self._asks_library(q_THD, view, segment):
+            return 0
+        return super().partial_splits(q_THD, view, segment, scoring)
+
+    def paged_partial(
+        self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
+    ) -> AttentionState | None:
+        if not self._asks_library(q_THD, view, segment):
+            return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
+        assert isinstance(view, MHAView)
+        self._hold_once(q_THD, view, segment)
+        return DOORS[self.library](q_THD, view, segment, scoring)
+
+    def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
+        if not isinstance(view, MHAView) or segment.starts_T is not None:
+            return False
+        if segment.page_size % TABLE[self.library].page_multiple:
+            return False  # a list of slots
+        kv_heads = view.kv.shape[2]
+        return not self.by_rule or fa4_is_faster(segment.rows, kv_heads, segment.max_seqlen_q * (q_THD.shape[1] // kv_heads))
+
+    def _hold_once(self, q_THD: Tensor, view: MHAView, segment: Segment) -> None:
+        """Before the first call with such heads: two questions whose answers are known."""
+        key = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype)
+        if key in self._held or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._held.add(key)
+        hold_to_its_word(self.library, q_THD, view, segment)

@@ -1,0 +1,1 @@
+"""The `triton` backend: our own kernels, and what decides their tiles."""

@@ -1,0 +1,148 @@
+"""The kernel between projection and attention: q/k norm, rotary positions, and keys and values into their slots.
+
+`specdec.ops.rope.HeadPrep` defines what it computes, `quant_cache.py` how 8-bit caches store it.  Queries are rotated where
+they lie.  A thread holds both halves of a head's pair, so nothing is overwritten before it is read.  Chained, positions and
+slots are read before the wait: they were complete before the norm in front of the projection.
+
+Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K rows of a token, D head dim, E = D / 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.quant_cache import FP8_MAX, INT8_MAX, LEAST_STEP, QuantView
+from specdec.ops.launch import chained
+from specdec.ops.rope import HeadPrep
+
+MOST_FP8, MOST_INT8, SMALLEST_STEP = tl.constexpr(FP8_MAX), tl.constexpr(INT8_MAX), tl.constexpr(LEAST_STEP)
+FEW_TOKENS = 64  # up to here a token's heads are spread over several programs, which shortens the one wave there is
+
+
+@triton.jit
+def nearest_step(x, inverse):
+    """Nearest int8 of x * inverse, ties up, as a float.  The clamp keeps product and sum apart: fused, they round otherwise."""
+    return tl.floor(tl.clamp(x * inverse, -MOST_INT8, MOST_INT8) + 0.5)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def rope_store_kernel(
+    qkv,  # [T, X, D]
+    kv,  # [slots, 2, K, D]
+    slots,  # [T] int64
+    positions,  # [T] int64
+    table,  # [P, 2, D]
+    norm,  # [Q + K, D]
+    scales,  # float32: [2, K] of fp8, [slots, 2, K] of int8
+    eps,
+    stride_t,
+    stride_slot,
+    stride_v,
+    stride_kv_head,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ROTATES: tl.constexpr,
+    QUANT: tl.constexpr,  # "", "fp8" or "int8"
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.arange(0, PADDED_HALF)
+    rotated_X = x < QUERY_HEADS + KV_HEADS
+    is_query_X = x < QUERY_HEADS
+    ok_XE = (x < QUERY_HEADS + 2 * KV_HEADS)[:, None] & (e < HALF)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots + token)
+    if ROTATES:
+        position = tl.load(positions + token)
+        turn_E = table + position * (4 * HALF) + e
+        cos_low_E = tl.load(turn_E, mask=e < HALF, other=0.0).to(tl.float32)
+        cos_high_E = tl.load(turn_E + HALF, mask=e < HALF, other=0.0).to(tl.float32)
+        sin_low_E = tl.load(turn_E + 2 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
+        sin_high_E = tl.load(turn_E + 3 * HALF, mask=e < HALF, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at_XE = qkv + token * stride_t + x[:, None] * (2 * HALF) + e[None, :]
+    low_XE = tl.load(at_XE, mask=ok_XE, other=0.0).to(tl.float32)
+    high_XE = tl.load(at_XE + HALF, mask=ok_XE, other=0.0).to(tl.float32)
+    a_XE, b_XE = low_XE, high_XE
+    if HAS_NORM:
+        rms_X = tl.rsqrt((tl.sum(a_XE * a_XE, 1) + tl.sum(b_XE * b_XE, 1)) / (2 * HALF) + eps)
+        weight_XE = norm + x[:, None] * (2 * HALF) + e[None, :]
+        ok_norm_XE = ok_XE & rotated_X[:, None]
+        a_XE = a_XE * rms_X[:, None] * tl.load(weight_XE, mask=ok_norm_XE, other=0.0).to(tl.float32)
+        b_XE = b_XE * rms_X[:, None] * tl.load(weight_XE + HALF, mask=ok_norm_XE, other=0.0).to(tl.float32)
+    if ROTATES:
+        turned_low_XE = a_XE * cos_low_E[None, :] + b_XE * sin_low_E[None, :]
+        b_XE = b_XE * cos_high_E[None, :] + a_XE * sin_high_E[None, :]
+        a_XE = turned_low_XE
+    low_XE = tl.where(rotated_X[:, None], a_XE, low_XE)
+    high_XE = tl.where(rotated_X[:, None], b_XE, high_XE)
+
+    row_X = x - QUERY_HEADS  # of the K keys, then the K values
+    cache_X = slot * stride_slot + (row_X // KV_HEADS) * stride_v + (row_X % KV_HEADS) * stride_kv_head
+    if QUANT == "":
+        to_XE = tl.where(is_query_X[:, None], at_XE, kv + cache_X[:, None] + e[None, :])
+        tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_XE)
+        tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_XE)
+    else:
+        ok_query_XE = ok_XE & is_query_X[:, None]
+        tl.store(at_XE, low_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
+        tl.store(at_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
+        is_kv_X = (row_X >= 0) & (row_X < 2 * KV_HEADS)
+        if QUANT == "fp8":
+            inverse_X = tl.div_rn(1.0, tl.load(scales + row_X, mask=is_kv_X, other=1.0))
+            low_XE = tl.clamp(low_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
+            high_XE = tl.clamp(high_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
+        else:
+            most_X = tl.maximum(tl.max(tl.abs(low_XE), 1), tl.max(tl.abs(high_XE), 1))
+            scale_X = most_X * (1 / MOST_INT8)
+            tl.store(scales + slot * (2 * KV_HEADS) + row_X, scale_X, mask=is_kv_X)
+            is_some_X = scale_X > SMALLEST_STEP
+            inverse_X = tl.where(is_some_X, tl.div_rn(1.0, tl.where(is_some_X, scale_X, 1.0)), 0.0)
+            low_XE = nearest_step(low_XE, inverse_X[:, None])
+            high_XE = nearest_step(high_XE, inverse_X[:, None])
+        to_XE = kv + cache_X[:, None] + e[None, :]
+        ok_kv_XE = ok_XE & is_kv_X[:, None]
+        tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
+        tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
+
+
+def launch_rope_store(qkv_TXD: Tensor, view: MHAView | QuantView, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+    """Rotates, stores, and returns the queries [T, Q, D], a view of the input."""
+    T, X, D = qkv_TXD.shape
+    K, kv = prep.num_kv_heads, view.kv
+    Q = X - 2 * K
+    assert kv.shape[1:] == (2, K, D) and kv.stride(3) == 1 and Q > 0
+    assert qkv_TXD.stride()[1:] == (D, 1) and slots_T.shape == (T,)
+    if not T:
+        return qkv_TXD[:, :Q]
+    quant = ""
+    scales: Tensor | None = kv  # without scales none are read; any tensor stands in
+    if isinstance(view, QuantView):
+        if view.needs_scale:
+            view.set_scale(prep.apply_(qkv_TXD.clone())[1])
+        quant, scales = ("fp8", view.scale_2K) if view.scales_N2K is None else ("int8", view.scales_N2K)
+    else:
+        assert kv.dtype == qkv_TXD.dtype
+    assert scales is not None and (not quant or scales.is_contiguous())
+    rotation, norm = prep.rotation, prep.norm_HD
+    table, positions_T = (qkv_TXD, slots_T) if rotation is None else (rotation.table_P2D, rotation.positions_T)
+    assert rotation is None or table.is_contiguous()
+    block = triton.next_power_of_2(X) if T > FEW_TOKENS else min(8, triton.next_power_of_2(X))
+    rope_store_kernel[(T, triton.cdiv(X, block))](
+        qkv_TXD, kv, slots_T.contiguous(), positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps,
+        qkv_TXD.stride(0), *kv.stride()[:3],
+        QUERY_HEADS=Q, KV_HEADS=K, HALF=D // 2, PADDED_HALF=triton.next_power_of_2(D // 2), BLOCK=block,
+        HAS_NORM=norm is not None, ROTATES=rotation is not None, QUANT=quant,
+        num_warps=4 if block > 8 else 1, **chained(kv.device),
+    )  # fmt: skip
+    return qkv_TXD[:, :Q]

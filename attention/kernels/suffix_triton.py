@@ -1,0 +1,161 @@
+"""The kernel behind the splits: each query's few keys of its own (its suffix), merged with the states the splits left.
+
+With HAS_SUFFIX off it only merges.  Sinks come in here, once.  One program a query and kv head.  Knows slots (page size 1), not
+trees: a row lists what its query reads.
+
+Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D head dim, N keys of a block, S splits,
+C splits of a chunk.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec.attention.kernels.paged_triton import capped
+
+
+@triton.jit(
+    do_not_specialize=["stride_row", "splits", "stride_whole_t", "stride_whole_h", "stride_lse_t", "stride_lse_h"],
+    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "sinks", "whole_out", "whole_lse"],
+)
+def suffix_merge_kernel(
+    q,  # [T, H, D]
+    kv,  # [slots, 2, K, D]
+    scales,  # float32: [2, K] or [slots, 2, K]
+    slot_table,  # [T, W] int32
+    cache_seqlens,  # [T] int32
+    starts,  # [T] int32
+    sinks,  # [H], any float type
+    partial_out,  # [T, H, S, D] float32
+    partial_lse,  # [T, H, S] float32, natural log
+    whole_out,  # [T, H, D], any float type: a state that nobody split
+    whole_lse,  # [T, H] float32, natural log
+    out,  # [T, H, D], any float type
+    lse,  # [T, H] float32, natural log
+    scale,
+    softcap,
+    stride_qt,
+    stride_qh,
+    stride_slot,
+    stride_v,
+    stride_kv_head,
+    stride_row,
+    splits,
+    stride_whole_t,
+    stride_whole_h,
+    stride_lse_t,
+    stride_lse_h,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SUFFIX: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    QUANT: tl.constexpr,  # as in the paged kernel
+    HAS_WHOLE: tl.constexpr,
+    LEFT_FILLED: tl.constexpr,  # behind an empty split lie only empty ones
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    g = tl.arange(0, PADDED_GROUP)
+    d = tl.arange(0, PADDED_DIM)
+    ok_G = g < GROUP
+    ok_D = d < HEAD_DIM
+    ok_GD = ok_G[:, None] & ok_D[None, :]
+    head_G = kv_head * GROUP + g
+    top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
+    total_G = tl.zeros([PADDED_GROUP], tl.float32)
+    acc_GD = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    if HAS_SINKS:  # a key that has been seen already, of value 0
+        top_G = tl.load(sinks + head_G, mask=ok_G, other=0.0).to(tl.float32)
+        total_G += 1.0
+
+    if HAS_SUFFIX:
+        length = tl.load(cache_seqlens + token)
+        q_GD = tl.load(q + token * stride_qt + head_G[:, None] * stride_qh + d[None, :], mask=ok_GD, other=0.0)
+        kv += kv_head.to(tl.int64) * stride_kv_head
+        begin = 0
+        if HAS_STARTS:
+            begin = tl.maximum(tl.load(starts + token), 0)
+        if QUANT == "head":
+            scale *= tl.load(scales + kv_head)
+            value_scale = tl.load(scales + KV_HEADS + kv_head)
+        for start in range(begin, length, BLOCK_N):
+            key_N = start + tl.arange(0, BLOCK_N)
+            ok_N = key_N < length
+            slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
+            at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
+            ok_ND = ok_N[:, None] & ok_D[None, :]  # values too: 0 times the NaN of an unwritten slot is NaN
+            k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
+            v_ND = tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
+            if QUANT != "":
+                k_ND, v_ND = k_ND.to(q_GD.dtype), v_ND.to(q_GD.dtype)
+            s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale
+            if QUANT == "token":
+                at_N = scales + slot_N * (2 * KV_HEADS) + kv_head
+                s_GN *= tl.load(at_N, mask=ok_N, other=0.0)[None, :]
+                value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0)[None, :]
+            if SOFTCAP:
+                s_GN = capped(s_GN, softcap)
+            s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
+            new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block has a key
+            p_GN = tl.exp(s_GN - new_G[:, None])
+            decay_G = tl.exp(top_G - new_G)
+            total_G = total_G * decay_G + tl.sum(p_GN, 1)
+            if QUANT != "":
+                p_GN *= value_scale
+            acc_GD = tl.dot(p_GN.to(v_ND.dtype), v_ND, acc_GD * decay_G[:, None], input_precision="ieee")
+            top_G = new_G
+
+    # Chained, everything above was complete before the splits' kernel passed its own wait: queries, the suffix's keys, its
+    # table.  Only the splits' states are not, until here.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if HAS_WHOLE:
+        lse_G = tl.load(whole_lse + token * stride_lse_t + head_G * stride_lse_h, mask=ok_G, other=-float("inf"))
+        at_GD = whole_out + token * stride_whole_t + head_G[:, None] * stride_whole_h + d[None, :]
+        out_GD = tl.where((lse_G > -float("inf"))[:, None], tl.load(at_GD, mask=ok_GD, other=0.0).to(tl.float32), 0.0)
+        new_G = tl.maximum(top_G, lse_G)
+        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # nothing read so far
+        weight_G, decay_G = tl.exp(lse_G - shift_G), tl.exp(top_G - shift_G)
+        total_G = total_G * decay_G + weight_G
+        acc_GD = acc_GD * decay_G[:, None] + out_GD * weight_G[:, None]
+        top_G = new_G
+    state_G = (token * (KV_HEADS * GROUP) + head_G) * splits
+    start = 0
+    while start < splits:
+        split_C = start + tl.arange(0, CHUNK)
+        at_CG = state_G[None, :] + split_C[:, None]
+        ok_CG = (split_C < splits)[:, None] & ok_G[None, :]
+        lse_CG = tl.load(partial_lse + at_CG, mask=ok_CG, other=-float("inf"))
+        if LEFT_FILLED:  # a table wider than its row leaves many idle splits
+            more_G = ok_G & (start + CHUNK + g * 0 < splits)
+            next_G = tl.load(partial_lse + state_G + start + CHUNK, mask=more_G, other=-float("inf"))
+        ok_CGD = ok_CG[:, :, None] & ok_D[None, None, :]
+        out_CGD = tl.load(partial_out + at_CG[:, :, None] * HEAD_DIM + d[None, None, :], mask=ok_CGD, other=0.0)
+        # An idle split wrote no output.  Loading it and looking away is faster than waiting for its lse.
+        out_CGD = tl.where((lse_CG > -float("inf"))[:, :, None], out_CGD, 0.0)
+        new_G = tl.maximum(top_G, tl.max(lse_CG, 0))
+        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # nothing read so far
+        decay_G = tl.exp(top_G - shift_G)
+        weight_CG = tl.exp(lse_CG - shift_G[None, :])
+        total_G = total_G * decay_G + tl.sum(weight_CG, 0)
+        acc_GD = acc_GD * decay_G[:, None] + tl.sum(weight_CG[:, :, None] * out_CGD, 0)
+        top_G = new_G
+        start += CHUNK
+        if LEFT_FILLED:
+            start = tl.where(tl.max(next_G) == -float("inf"), splits, start)
+
+    some_G = total_G > 0
+    safe_G = tl.where(some_G, total_G, 1.0)
+    at_G = token * (KV_HEADS * GROUP) + head_G
+    tl.store(lse + at_G, tl.where(some_G, top_G + tl.log(safe_G), -float("inf")), mask=ok_G)
+    out_GD = (acc_GD / safe_G[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_G[:, None] * HEAD_DIM + d[None, :], out_GD, mask=ok_GD)

@@ -1,0 +1,1 @@
+"""Attention over latents (MLA): the pure functions and their kernels."""

@@ -1,0 +1,177 @@
+"""Multi-head latent attention (MLA, arXiv 2405.04434) in front of a paged cache of latents.
+
+A pass of few queries a row (decode, chains, trees, short prompts) is *absorbed*: the projection from latent to keys goes into
+the queries, so that they meet the latents as they lie in the cache, and the one to values comes behind attention.  A long
+prompt is *expanded*: heads get keys and values of their own, as many numbers as the model says, which is less arithmetic a
+pair of query and key, and a fixed amount a key more.  The rule: more than EXPAND_ABOVE queries in some row.  Both give the
+same numbers.  Layers do not ask; the plan says.
+
+What a prompt finds in the cache (an earlier chunk of it, a cached prefix) is expanded EXPANDED_TOKENS at a time, and the
+states are merged.
+
+Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V,
+B rows, W keys of a row at a time, E expanded keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.attention.attend import PagedAttention
+from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.latent.latent import LatentPrep, expand
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import merge_states
+from specdec.ops.launch import use_kernels
+from specdec.ops.rows import select_rows
+
+# Absorbed, a pair of query and key costs a head 2C + R products, expanded N + R + V, and every key 1/H of expanding it: with
+# DeepSeek's dims they meet at 170 queries a row.  But the absorbed kernel is closer to the GPU's limit: on an H100 a pass of
+# 1500 and 700 tokens took 1.65 ms a layer expanded and 2.0 absorbed; by those rates they meet between 400 and 700.
+# Captured prompts (at most 256 tokens) must stay below: how many chunks the cached part of a row makes is the host's
+# knowledge, and would be frozen in a graph.
+EXPAND_ABOVE = 512
+EXPANDED_TOKENS = 4096  # of cached latents at once, over all rows: with 128 heads 400 MB in bf16
+
+
+class MLAttention:
+    """A LatentFn over the paged cache of latents of `attn`.
+
+    It holds attn's parts, not attn, which holds it: a circle would keep a pass's memory until Python looks for circles.
+    """
+
+    def __init__(self, attn: PagedAttention) -> None:
+        self.backend, self.cache, self.slots_T = attn.backend, attn.cache, attn.slots_T
+        self.prepared, self.rows_prepared = attn.prepared, attn.rows_prepared
+        self.prompt = ExpandedPrompt.of(attn.plan) if is_expanded(attn.plan) else None
+
+    def __call__(
+        self,
+        layer: int,
+        q_THQ: Tensor,
+        latent_TL: Tensor,
+        up_HXC: Tensor,
+        prep: LatentPrep,
+        rows_R: Tensor | None = None,
+        scoring: Scoring = PLAIN,
+    ) -> Tensor:
+        view, kind = self.cache.view(layer), self.cache.kinds[layer]
+        assert isinstance(view, MLAView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
+        C, N = view.rank, q_THQ.shape[2] - (latent_TL.shape[1] - view.rank)
+        if rows_R is None and self.prompt is None:
+            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, latent_TL.shape[1])
+            store_latent(view, q_THQ[..., N:], latent_TL, self.slots_T, prep, out_THR=q_THL[..., C:])
+            return absorbed_values(self.backend.attend(q_THL, view, self.prepared[kind], scoring), up_HXC[:, N:])
+        store_latent(view, q_THQ[..., N:], latent_TL, self.slots_T, prep)
+        if rows_R is None:
+            assert self.prompt is not None and kind.span is None and scoring.sinks_H is None
+            return self.prompt.attend(self.backend, view, self.slots_T, q_THQ, up_HXC, scoring)
+        assert self.rows_prepared is not None, "rows need a plan of their own"
+        q_RHQ = select_rows(q_THQ.flatten(1), rows_R).unflatten(1, q_THQ.shape[1:])
+        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, latent_TL.shape[1])
+        q_RHL[..., C:] = q_RHQ[..., N:]
+        return absorbed_values(self.backend.attend(q_RHL, view, self.rows_prepared[kind], scoring), up_HXC[:, N:])
+
+
+def is_expanded(plan: AttentionPlan) -> bool:
+    """The rule.  Only prompts have so many queries a row, and a prompt is one causal segment."""
+    first = plan.segments[0]
+    return len(plan.segments) == 1 and first.causal and first.max_seqlen_q > EXPAND_ABOVE and first.starts_T is None
+
+
+def store_latent(
+    view: MLAView,
+    q_THR: Tensor,
+    latent_TL: Tensor,
+    slots_T: Tensor,
+    prep: LatentPrep,
+    out_THR: Tensor | None = None,
+) -> None:
+    """Norms and rotates latents into their slots (int64), and rotates queries into out_THR (None: where they lie).
+
+    Slots that occur twice (padding) get either latent.  The inputs may be changed.
+    """
+    if use_kernels(latent_TL):
+        from specdec.attention.latent.mla_store_triton import launch_store_latent
+
+        launch_store_latent(view.latent, q_THR, latent_TL, slots_T, prep, q_THR if out_THR is None else out_THR)
+        return
+    view.latent.index_copy_(0, slots_T, prep.apply_(q_THR, latent_TL))
+    if out_THR is not None:
+        out_THR.copy_(q_THR)
+
+
+def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int) -> Tensor:
+    """[T, H, width]: queries that meet latents; what lies behind their first C numbers is left to the caller."""
+    T, H, N = q_THN.shape
+    q_THL = q_THN.new_empty(T, H, width)
+    torch.bmm(q_THN.transpose(0, 1), up_HXC[:, :N], out=q_THL[..., : up_HXC.shape[2]].transpose(0, 1))
+    return q_THL
+
+
+def absorbed_values(out_THC: Tensor, up_HVC: Tensor) -> Tensor:
+    """[T, H, V]: each head's values out of the latents that it attended to."""
+    T, H, _ = out_THC.shape
+    out_THV = out_THC.new_empty(T, H, up_HVC.shape[1])
+    torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2), out=out_THV.transpose(0, 1))
+    return out_THV
+
+
+@dataclass(frozen=True)
+class ExpandedPrompt:
+    """The plan of a long prompt, for expanded heads.  prompt: as given.  own: each row's queries over their own keys, which
+    lie one behind the other like the queries.
+    """
+
+    prompt: Segment
+    own: Segment
+
+    @classmethod
+    def of(cls, plan: AttentionPlan) -> ExpandedPrompt:
+        prompt = plan.segments[0]
+        lens_B = prompt.cu_seqlens_q.diff()
+        table_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
+        own = Segment(table_BW, lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, True, 1, prompt.ragged)
+        return cls(prompt, own)
+
+    def attend(
+        self, backend: Backend, view: MLAView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """[T, H, V]: own tokens causally, then chunks of what was cached before, merged."""
+        assert scoring.scale is not None, "the dims of absorbed queries do not tell the scale"
+        N = q_THQ.shape[2] - (view.latent.shape[1] - view.rank)
+        own = MHAView(expand(view.latent.index_select(0, slots_T), up_HXC, N))
+        state = backend.run(q_THQ, own, self.own, scoring)
+        for slots_E, segment in self.cached():
+            chunk = MHAView(expand(view.latent.index_select(0, slots_E), up_HXC, N))
+            state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))
+        return state.out_THD[..., : up_HXC.shape[1] - N]
+
+    def cached(self) -> Iterator[tuple[Tensor, Segment]]:
+        """(slots of the latents to expand, who reads them) for each part of the rows that was cached before this pass."""
+        prompt, P = self.prompt, self.prompt.page_size
+        B = prompt.rows
+        most = prompt.max_cached
+        assert most is not None, "a long prompt's plan must say how much of it is cached"
+        cached_B = prompt.cache_seqlens - self.own.cache_seqlens
+        size = max(1, EXPANDED_TOKENS // B)
+        for start in range(0, most, size):
+            W = min(size, most - start)
+            lens_B = (cached_B - start).clamp(min=0, max=W)
+            place_W = _count(W, lens_B)
+            slots_BW = prompt.page_table[:, (start + place_W) // P].long() * P + (start + place_W) % P
+            slots_BW = torch.where(place_W < lens_B[:, None], slots_BW, 0)  # entries behind a row's pages are junk
+            table_BW = _count(B * W, lens_B).view(B, W)
+            rows = (prompt.cu_seqlens_q, prompt.max_seqlen_q)
+            yield slots_BW.flatten(), Segment(table_BW, lens_B, *rows, ragged=prompt.ragged)
+
+
+def _count(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, dtype=torch.int32, device=like.device)

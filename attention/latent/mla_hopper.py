@@ -1,0 +1,209 @@
+"""latent_attention_kernel once more, in Gluon for Hopper: the same states at DeepSeek's dims, where Triton's own plan is slow.
+
+Triton lays the product of queries and keys out by rows, of which a tile of 64 has enough for four of eight warps, so the
+others compute the same again; larger tiles do not fit the registers.  Here two warp groups take half of the keys each, then
+half of the values' columns.  Blocks of 64 latents come by the copy engine where a block lies in one page, else by
+asynchronous copies; the next block loads while this one is computed.
+
+Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
+"""
+
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from specdec.attention.kernels.paged_triton import LN2, LOG2E
+
+# Renamed between Triton 3.6 and 3.9.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # of what products read
+
+
+@gluon.jit
+def _copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Rows of COLUMNS numbers that start at base_N; zeros where not ok: 0 times the NaN of an unwritten slot is NaN."""
+    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    _copy(to, base_N[:, None] + c[None, :], mask=ok_N[:, None] & (c < COLUMNS)[None, :])
+
+
+@gluon.jit
+def _copy_keys(to, latent, pages, start, high, stride, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """The keys from start on, of pages of any size."""
+    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    page_N = gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
+    base_N = latent + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride
+    _copy_rows(to, base_N, key_N < high, COLUMNS, layout)
+
+
+@gluon.jit
+def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.constexpr):
+    """64 keys of one page, by the copy engine."""
+    slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
+    mbarrier.expect(bar, 64 * 576 * 2)
+    _fetch(tiles_c, [slot, 0], bar, to_c)
+    _fetch(tiles_r, [slot, 512], bar, to_r)
+
+
+@gluon.jit
+def _start_loading(
+    to_c, to_r, bar, latent, tiles_c, tiles_r, pages, start, high, stride,
+    PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
+    """A block of keys into its place.  With TMA, all but a row's last block go by the engine."""
+    if TMA:
+        if start + 64 <= high:
+            _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
+        else:
+            _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
+            _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
+    else:
+        _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
+        _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
+    async_copy.commit_group()
+
+
+@gluon.jit(
+    do_not_specialize=["stride_row", "tiles", "first_state", "states"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q"],
+)
+def latent_hopper_kernel(
+    q, latent, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
+    stride_qt, stride_qh, stride_slot, stride_row, tiles, first_state, states,
+    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
+    TMA: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Arguments as latent_attention_kernel's, without first keys."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    row = gl.program_id(0) // tiles
+    split = gl.program_id(1)
+    splits = gl.num_programs(1)
+    first = gl.load(cu_seqlens_q + row)
+    queries = gl.load(cu_seqlens_q + row + 1) - first
+    length = gl.load(cache_seqlens + row)
+    packed_M = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    query_M = packed_M // HEADS
+    end = length
+    if CAUSAL:
+        end = length - gl.maximum(queries - 1 - (tile * 64 + 63) // HEADS, 0)
+    end = gl.where(tile * 64 < queries * HEADS, end, 0)
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(gl.maximum(end, 0), splits), LEAST), 64) * 64
+    low = split * per_split
+    high = gl.minimum(low + per_split, end)
+    whole = high  # up to here every query of the tile sees every key
+    if CAUSAL:
+        whole = gl.minimum(high, length - queries + 1)
+    pages = page_table + row.to(gl.int64) * stride_row
+    engine_end = high if TMA else low  # a block before it comes by the engine if it is whole
+
+    q_c = gl.allocate_shared_memory(q.dtype.element_ty, [64, 512], SHARED)
+    q_r = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
+    p_s = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
+    c_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 512], SHARED)
+    r_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 64], SHARED)
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(2):
+        mbarrier.init(bars.index(b), count=1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    state_M = ((first + query_M).to(gl.int64) * HEADS + packed_M % HEADS) * states + first_state + split
+    ok_M = query_M < queries
+    if (low >= high) & (states > 1):  # an idle split: the merge does not read its output
+        gl.store(lse + state_M, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)
+        return
+    blocks = gl.maximum(gl.cdiv(high - low, 64), 1)  # a loop that may not run at all makes the compiler wait in it
+    packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
+    _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
+    packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
+    base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
+    _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
+    async_copy.commit_group()
+    _start_loading(
+        c_s.index(0), r_s.index(0), bars.index(0), latent, latent_tiles, rope_tiles, pages, low, high,
+        stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
+    )  # fmt: skip
+    async_copy.wait_group(0)
+    fence_async_shared()
+    _barrier()
+
+    top_M = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
+    total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
+    acc_MC = gl.zeros([64, 512], gl.float32, layout=A)
+    nothing = gl.zeros([64, 64], gl.float32, layout=S)
+    scale2 = scale * LOG2E
+    for block in range(blocks):
+        start = low + block * 64
+        c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
+        if start + 64 <= engine_end:
+            mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
+        else:
+            async_copy.wait_group(0)
+            fence_async_shared()
+            _barrier()
+        s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
+        if block + 1 < blocks:
+            to = (block + 1) % 2
+            _start_loading(
+                c_s.index(to), r_s.index(to), bars.index(to), latent, latent_tiles, rope_tiles, pages, start + 64, high,
+                stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
+            )  # fmt: skip
+        s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
+        if start + 64 > whole:
+            key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
+            last_M = high + query_M * 0
+            if CAUSAL:
+                last_M = gl.minimum(last_M, length - (queries - 1 - query_M))
+            s_MN = gl.where(key_N[None, :] < last_M[:, None], s_MN, -float("inf"))
+        new_M = gl.maximum(top_M, gl.max(s_MN, 1))
+        shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)
+        p_MN = gl.exp2(s_MN - shift_M[:, None])
+        decay_M = gl.exp2(top_M - shift_M)
+        top_M = new_M
+        p_s.store(p_MN.to(q.dtype.element_ty))
+        fence_async_shared()
+        _barrier()
+        acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
+        acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
+        total_M = total_M * decay_M + gl.sum(p_MN, 1)
+        acc_MC = warpgroup_mma_wait(0, deps=(acc,))
+        _barrier()  # the place of this block is free
+
+    some_M = total_M > 0
+    safe_M = gl.where(some_M, total_M, 1.0)
+    gl.store(lse + state_M, gl.where(some_M, (top_M + gl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
+    at_M = gl.convert_layout(state_M * 512, gl.SliceLayout(1, A))
+    c = gl.arange(0, 512, layout=gl.SliceLayout(0, A))
+    gl.store(
+        out + at_M[:, None] + c[None, :],
+        (acc_MC / gl.convert_layout(safe_M, gl.SliceLayout(1, A))[:, None]).to(out.dtype.element_ty),
+        mask=gl.convert_layout(ok_M, gl.SliceLayout(1, A))[:, None] & (c < 512)[None, :],
+    )
+
+
+def blocks_of(latent: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """What the copy engine reads a block's latents, and their rotated part, by."""
+    shape, stride = list(latent.shape), list(latent.stride())
+    wide, narrow = (TensorDescriptor(latent, shape, stride, [64, columns], TILE) for columns in (512, 64))
+    return wide, narrow

@@ -1,0 +1,170 @@
+"""Launches the latent kernels: decides tiles and splits, and merges what they leave.  The `triton` backend's way to MLA.
+
+Every paged segment of a plan leaves its splits' states in one scratch; one more launch reads the suffix (a tree's rows of
+one query) and merges.  One segment that is not split takes one launch.  Reads nothing from the device.
+
+Shapes: T queries, H heads, C latent rank, L latent width, S states of a query.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.kernels.tiles_triton import padded
+from specdec.attention.kernels.triton_plan import TritonPlan
+from specdec.attention.kinds import Scoring
+from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_merge_kernel
+from specdec.attention.segment import Segment
+from specdec.attention.state import AttentionState
+from specdec.ops.launch import chained
+
+
+class LatentTiles(NamedTuple):
+    """What one program works on: packed queries x heads, keys a step; its warps and stages; the fewest keys of a split.
+
+    hopper: by mla_hopper.py, whose tiles these are.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    least: int
+    hopper: bool = False
+
+
+def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
+    """The state [T, H, C] of absorbed queries over a plan's segments.  programs: how many the GPU runs at once."""
+    assert scoring.scale is not None, "the dims of absorbed queries do not tell the scale"
+    assert scoring.softcap is None and scoring.sinks_H is None, "no model of latent attention has softcap or sinks"
+    assert q_THL.dtype == view.latent.dtype and q_THL.shape[2] == view.latent.shape[1]
+    assert q_THL.stride(2) == view.latent.stride(1) == 1
+    (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
+    paged, suffix = plan.paged_and_suffix(T)
+    shapes = [_tiles_and_splits(q_THL, C, segment, programs) for segment in paged]
+    states = sum(splits for _, splits in shapes)
+    result = AttentionState.empty((T, H, C), q_THL.dtype, device)
+    if not T:
+        return result
+    if states == 1 and suffix is None:
+        _launch_paged(q_THL, view, paged[0], scoring.scale, result, shapes[0], 0, 1)
+        return result
+    partial = plan.scratch(T, H, states, C, device)
+    first = 0
+    for segment, shape in zip(paged, shapes):
+        _launch_paged(q_THL, view, segment, scoring.scale, partial, shape, first, states)
+        first += shape[1]
+    _launch_merge(q_THL, view, suffix, scoring.scale, partial, result, states)
+    return result
+
+
+def _launch_paged(
+    q_THL: Tensor, view: MLAView, segment: Segment, scale: float, state: AttentionState,
+    shape: tuple[LatentTiles, int], first: int, states: int,
+) -> None:  # fmt: skip
+    (_, H, L), C = q_THL.shape, view.rank
+    tiles, splits = shape
+    num_tiles = triton.cdiv(segment.max_seqlen_q * H, tiles.block_m)
+    starts_T = segment.starts_T
+    assert segment.page_table.stride(1) == 1
+    grid = (segment.rows * num_tiles, splits)
+    tables = (segment.page_table, segment.cache_seqlens, segment.cu_seqlens_q)
+    numbers = (
+        scale, *q_THL.stride()[:2], view.latent.stride(0), segment.page_table.stride(0), num_tiles, first, states,
+    )  # fmt: skip
+    shared = {
+        "HEADS": H, "PAGE_SIZE": segment.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
+        "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
+    }  # fmt: skip
+    if tiles.hopper:
+        from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
+
+        by_engine = segment.page_size % tiles.block_n == 0
+        blocks = blocks_of(view.latent) if by_engine else (view.latent, view.latent)
+        latent_hopper_kernel[grid](q_THL, view.latent, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
+        return
+    latent_attention_kernel[grid](
+        q_THL, view.latent, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
+        RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), HAS_STARTS=starts_T is not None,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages, **shared,
+    )  # fmt: skip
+
+
+def _launch_merge(
+    q_THL: Tensor, view: MLAView, suffix: Segment | None, scale: float,
+    partial: AttentionState, state: AttentionState, states: int,
+) -> None:  # fmt: skip
+    (T, H, L), C = q_THL.shape, view.rank
+    table, lens, starts_T = (suffix.page_table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
+    if starts_T is None:
+        starts_T = lens
+    # A product needs 16 rows; a merge alone is spread over the GPU.
+    block_h, warps, unroll = (16, 8, 4) if suffix else (1, 4, 16)
+    padded_states = triton.next_power_of_2(states)
+    latent_merge_kernel[(T, triton.cdiv(H, block_h))](
+        q_THL, view.latent, table, lens, starts_T, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH, scale,
+        *q_THL.stride()[:2], view.latent.stride(0), table.stride(0), states,
+        HEADS=H, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_H=block_h, BLOCK_N=16,
+        PADDED_STATES=padded_states, UNROLL=min(unroll, padded_states), HAS_SUFFIX=suffix is not None,
+        HAS_STARTS=suffix is not None and suffix.starts_T is not None, num_warps=warps, num_stages=1,
+        **chained(q_THL.device),
+    )  # fmt: skip
+
+
+def _tiles_and_splits(q_THL: Tensor, rank: int, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
+    packed = segment.max_seqlen_q * q_THL.shape[1]
+    dims, local = (rank, q_THL.shape[2]), segment.starts_T is not None
+    tiles = latent_tiles(packed, dims, q_THL.element_size(), local, gpu_generation(q_THL.device))
+    num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
+    return tiles, latent_splits(num_tiles, segment.max_keys, tiles.least, programs)
+
+
+@lru_cache
+def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> int:
+    """The splits that take least time, counted in blocks of 64 keys, which take 2.5 us on an H100 in tiles of 64.
+
+    A program's start and end take about three blocks, a merge's launch one; writing and reading a state of a tile 1 / 40.
+    max_keys is the table's capacity; the length only the device knows: short rows use the first few splits.
+    """
+
+    def blocks(splits: int) -> float:
+        waves = -(-num_tiles * splits // programs)
+        merge = 0.0 if splits == 1 else 1 + num_tiles * splits / 40
+        return waves * (-(-max_keys // (64 * splits)) + 3) + merge
+
+    return min(range(1, max(1, min(-(-max_keys // least), 64)) + 1), key=blocks)
+
+
+@lru_cache
+def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool, generation: int) -> LatentTiles:
+    """packed: queries x heads of a row.  dims: rank, and width of a latent.  local: whether queries have first keys.
+
+    Measured on an H100 at DeepSeek's dims (benchmarks/results/mla_h100.json): Triton's kernel reaches 250 TFLOP/s there with
+    blocks of 64 keys, 175 with 32, which fit older GPUs' shared memory too; mla_hopper.py 480.
+    """
+    wanted = max(16, triton.next_power_of_2(packed))
+    if itemsize == 4 or dims[1] <= 128:  # no tensor cores to fill; small models
+        return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
+    if wanted < 64:
+        return LatentTiles(wanted, 32, 4, 2, 256)
+    hopper = generation == 9 and dims == (512, 576) and not local and has_gluon()
+    return LatentTiles(64, 64 if generation >= 9 else 32, 8, 2, 256, hopper)
+
+
+@cache
+def gpu_generation(device: torch.device) -> int:
+    """The major number of its compute capability; 0 without a GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton can compile mla_hopper.py."""
+    return importlib.util.find_spec("triton.experimental.gluon") is not None

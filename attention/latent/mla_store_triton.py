@@ -1,0 +1,103 @@
+"""The kernel between projection and latent attention: the latent's norm, rotary positions, and the latent into its slot.
+
+`store_latent` of `mla.py` defines what it computes.  The first programs of a token take its latent, the others its
+heads' queries.  Chained, positions and slots are read before the wait, as in rope_store_triton.py.
+
+Shapes: T tokens, H heads, C latent rank, R rotated dim, E = R / 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.attention.latent.latent import LatentPrep
+from specdec.ops.launch import chained
+
+
+@triton.jit
+def rotated(at, ok, cos_low, cos_high, sin_low, sin_high, HALF: tl.constexpr):
+    """Both halves of rotated pairs: x cos + rotate_half(x) sin; the sines carry its sign."""
+    low = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
+    return low * cos_low + high * sin_low, high * cos_high + low * sin_high
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def store_latent_kernel(
+    q,  # [T, H, R], any strides but the last
+    fresh,  # [T, C + R]
+    latent,  # [slots, C + R]
+    slots,  # [T] int64
+    positions,  # [T] int64
+    table,  # [P, 2, R]
+    norm,  # [C]
+    out,  # [T, H, R], likewise
+    eps,
+    stride_qt,
+    stride_qh,
+    stride_fresh,
+    stride_slot,
+    stride_ot,
+    stride_oh,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, PADDED_HALF)
+    ok_E = e < HALF
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token)
+    turn_E = table + position * (4 * HALF) + e
+    cos_low_E = tl.load(turn_E, mask=ok_E, other=0.0).to(tl.float32)
+    cos_high_E = tl.load(turn_E + HALF, mask=ok_E, other=0.0).to(tl.float32)
+    sin_low_E = tl.load(turn_E + 2 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    sin_high_E = tl.load(turn_E + 3 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    fresh += token * stride_fresh
+    latent += slot * stride_slot
+    if tl.program_id(1) == 0:
+        c = tl.arange(0, PADDED_RANK)
+        ok_C = c < RANK
+        x_C = tl.load(fresh + c, mask=ok_C, other=0.0).to(tl.float32)
+        weight_C = tl.load(norm + c, mask=ok_C, other=0.0).to(tl.float32)
+        x_C = x_C * tl.rsqrt(tl.sum(x_C * x_C, 0) / RANK + eps) * weight_C
+        tl.store(latent + c, x_C.to(latent.dtype.element_ty), mask=ok_C)
+        low_E, high_E = rotated(fresh + RANK + e, ok_E, cos_low_E, cos_high_E, sin_low_E, sin_high_E, HALF)
+        tl.store(latent + RANK + e, low_E.to(latent.dtype.element_ty), mask=ok_E)
+        tl.store(latent + RANK + HALF + e, high_E.to(latent.dtype.element_ty), mask=ok_E)
+    else:
+        h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        ok_HE = (h < HEADS)[:, None] & ok_E[None, :]
+        at_HE = q + token * stride_qt + h[:, None] * stride_qh + e[None, :]
+        low_HE, high_HE = rotated(
+            at_HE, ok_HE, cos_low_E[None, :], cos_high_E[None, :], sin_low_E[None, :], sin_high_E[None, :], HALF
+        )
+        to_HE = out + token * stride_ot + h[:, None] * stride_oh + e[None, :]
+        tl.store(to_HE, low_HE.to(out.dtype.element_ty), mask=ok_HE)
+        tl.store(to_HE + HALF, high_HE.to(out.dtype.element_ty), mask=ok_HE)
+
+
+def launch_store_latent(
+    latent: Tensor, q_THR: Tensor, fresh_TL: Tensor, slots_T: Tensor, prep: LatentPrep, out_THR: Tensor
+) -> None:
+    (T, H, R), C = q_THR.shape, latent.shape[1] - q_THR.shape[2]
+    table = prep.rotation.table_P2D
+    assert fresh_TL.shape == (T, C + R) and table.shape[1:] == (2, R) and table.is_contiguous() and prep.norm_C.shape == (C,)
+    assert q_THR.stride(2) == out_THR.stride(2) == fresh_TL.stride(1) == latent.stride(1) == 1 and slots_T.shape == (T,)
+    block_h = min(triton.next_power_of_2(H), 32)
+    if T:
+        store_latent_kernel[(T, 1 + triton.cdiv(H, block_h))](
+            q_THR, fresh_TL, latent, slots_T.contiguous(), prep.rotation.positions_T.contiguous(), table, prep.norm_C, out_THR,
+            prep.eps, *q_THR.stride()[:2], fresh_TL.stride(0), latent.stride(0), *out_THR.stride()[:2],
+            HEADS=H, RANK=C, PADDED_RANK=triton.next_power_of_2(C), HALF=R // 2,
+            PADDED_HALF=triton.next_power_of_2(R // 2), BLOCK_H=block_h, num_warps=2, **chained(latent.device),
+        )  # fmt: skip

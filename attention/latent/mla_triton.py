@@ -1,0 +1,260 @@
+"""The kernel that reads a paged cache of latents: every absorbed query of a row against one slice (split) of its keys.
+
+A token's latent is the key of all heads, and its first RANK numbers are their value: one load serves both products.  All
+heads of several queries are packed into tiles, which read the same keys.  Each split leaves its own state; `attend_latent`
+(attention/latent/mla_launch.py) decides how many there are, and merges them.
+
+Chained (see specdec/ops/launch.py), it reads tables and lengths before it waits, as paged_triton.py does.
+
+Shapes: M packed queries x heads of a tile, N keys of a block, C latent rank, R rotated dim, B rows, T queries, H heads,
+S states a query is left with.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec.attention.kernels.paged_triton import LN2, LOG2E
+
+
+@triton.jit
+def products(q_MC, q_MR, c_NC, r_NR):
+    """[M, N] of queries and keys."""
+    return tl.dot(q_MR, tl.trans(r_NR), tl.dot(q_MC, tl.trans(c_NC), input_precision="ieee"), input_precision="ieee")
+
+
+@triton.jit
+def absorb(s_MN, c_NC, top_M, total_M, acc_MC):
+    """A running softmax, base 2, takes in a block of keys.  A query that has seen nothing yet stays as it is."""
+    new_M = tl.maximum(top_M, tl.max(s_MN, 1))
+    shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)
+    p_MN = tl.exp2(s_MN - shift_M[:, None])
+    decay_M = tl.exp2(top_M - shift_M)
+    total_M = total_M * decay_M + tl.sum(p_MN, 1)
+    acc_MC = tl.dot(p_MN.to(c_NC.dtype), c_NC, acc_MC * decay_M[:, None], input_precision="ieee")
+    return new_M, total_M, acc_MC
+
+
+@triton.jit(
+    do_not_specialize=["stride_row", "tiles", "first_state", "states"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts"],
+)
+def latent_attention_kernel(
+    q,  # [T, H, C + R]
+    latent,  # [slots, C + R]
+    page_table,  # [B, W] int32
+    cache_seqlens,  # [B] int32
+    cu_seqlens_q,  # [B + 1] int32
+    starts,  # [T] int32
+    out,  # [T, H, S, C], any float type
+    lse,  # [T, H, S] float32, natural log
+    scale,
+    stride_qt,
+    stride_qh,
+    stride_slot,
+    stride_row,
+    tiles,
+    first_state,  # of this segment's splits among the states
+    states,  # S
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0) % tiles  # neighbours share keys, so all but the first find them in L2
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest first
+    row = tl.program_id(0) // tiles
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+
+    first = tl.load(cu_seqlens_q + row)
+    queries = tl.load(cu_seqlens_q + row + 1) - first
+    length = tl.load(cache_seqlens + row)
+    packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_M = packed_M // HEADS
+    head_M = packed_M % HEADS
+    ok_M = query_M < queries
+    token_M = (first + query_M).to(tl.int64)
+    end = length
+    if CAUSAL:  # keys up to the tile's last query
+        end = length - tl.maximum(queries - 1 - (tile * BLOCK_M + BLOCK_M - 1) // HEADS, 0)
+    end = tl.where(tile * BLOCK_M < queries * HEADS, end, 0)
+    begin = 0
+    if HAS_STARTS:  # keys from the first one that any query of the tile reads
+        start_M = tl.load(starts + token_M, mask=ok_M, other=2147483647)
+        begin = tl.maximum(tl.min(start_M, 0), 0)
+    # At least so many keys, or merging costs more than splitting gains: of many splits, a short row uses the first few.
+    per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end - begin, 0), splits), LEAST), BLOCK_N) * BLOCK_N
+    low = begin + split * per_split
+    high = tl.minimum(low + per_split, end)
+    pages = page_table + row.to(tl.int64) * stride_row
+    n = tl.arange(0, BLOCK_N)
+    # Up to here every query of the tile sees every key, and needs no mask.
+    whole = high
+    if CAUSAL:
+        whole = tl.minimum(high, length - queries + 1)
+    if HAS_STARTS:
+        whole = low
+    whole = low + tl.maximum(whole - low, 0) // BLOCK_N * BLOCK_N
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    c = tl.arange(0, PADDED_RANK)
+    r = tl.arange(0, PADDED_ROPE)
+    ok_C = c < RANK
+    ok_R = r < ROPE
+    from_M = q + token_M * stride_qt + head_M * stride_qh
+    q_MC = tl.load(from_M[:, None] + c[None, :], mask=ok_M[:, None] & ok_C[None, :], other=0.0)
+    q_MR = tl.load(from_M[:, None] + RANK + r[None, :], mask=ok_M[:, None] & ok_R[None, :], other=0.0)
+    top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_MC = tl.zeros([BLOCK_M, PADDED_RANK], tl.float32)
+    scale2 = scale * LOG2E
+    # A block's page numbers are read one block ahead: its keys then wait for nothing but themselves.
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < whole, other=0)
+    for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
+        at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE) * stride_slot
+        ahead_N = start + BLOCK_N + n
+        page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < whole, other=0)
+        c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_C[None, :], other=0.0)
+        r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_R[None, :], other=0.0)
+        s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale2
+        top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
+    for start in tl.range(whole, high, BLOCK_N, num_stages=STAGES):
+        key_N = start + n
+        ok_N = key_N < high
+        page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N, other=0)
+        at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride_slot
+        # Masked: 0 times the NaN of an unwritten slot is NaN.
+        c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_N[:, None] & ok_C[None, :], other=0.0)
+        r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_N[:, None] & ok_R[None, :], other=0.0)
+        visible_MN = ok_N[None, :] & ok_M[:, None]
+        if CAUSAL:
+            visible_MN &= key_N[None, :] < (length - (queries - 1 - query_M))[:, None]
+        if HAS_STARTS:
+            visible_MN &= key_N[None, :] >= start_M[:, None]
+        s_MN = tl.where(visible_MN, products(q_MC, q_MR, c_NC, r_NR) * scale2, -float("inf"))
+        top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
+
+    state_M = (token_M * HEADS + head_M) * states + first_state + split
+    some_M = total_M > 0
+    safe_M = tl.where(some_M, total_M, 1.0)
+    tl.store(lse + state_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
+    # The merge does not read a split whose lse is -inf: a short row's idle splits write nothing.
+    written_M = query_M < tl.where((low < high) | (states == 1), queries, 0)
+    tl.store(
+        out + state_M[:, None] * RANK + c[None, :],
+        (acc_MC / safe_M[:, None]).to(out.dtype.element_ty),
+        mask=written_M[:, None] & ok_C[None, :],
+    )
+
+
+@triton.jit(
+    do_not_specialize=["stride_row", "states"],
+    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts"],
+)
+def latent_merge_kernel(
+    q,  # [T, H, C + R]
+    latent,  # [slots, C + R]
+    slot_table,  # [T, W] int32
+    cache_seqlens,  # [T] int32
+    starts,  # [T] int32
+    partial_out,  # [T, H, S, C] float32
+    partial_lse,  # [T, H, S] float32, natural log
+    out,  # [T, H, C], any float type
+    lse,  # [T, H] float32, natural log
+    scale,
+    stride_qt,
+    stride_qh,
+    stride_slot,
+    stride_row,
+    states,  # S
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PADDED_STATES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_SUFFIX: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each query's few keys of its own (its suffix, slots), merged with the states that splits and segments left."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c = tl.arange(0, PADDED_RANK)
+    r = tl.arange(0, PADDED_ROPE)
+    ok_H = h < HEADS
+    ok_C = c < RANK
+    ok_R = r < ROPE
+    top_H = tl.full([BLOCK_H], -float("inf"), tl.float32)
+    total_H = tl.zeros([BLOCK_H], tl.float32)
+    acc_HC = tl.zeros([BLOCK_H, PADDED_RANK], tl.float32)
+
+    if HAS_SUFFIX:
+        length = tl.load(cache_seqlens + token)
+        begin = 0
+        if HAS_STARTS:
+            begin = tl.maximum(tl.load(starts + token), 0)
+        from_H = q + token * stride_qt + h * stride_qh
+        q_HC = tl.load(from_H[:, None] + c[None, :], mask=ok_H[:, None] & ok_C[None, :], other=0.0)
+        q_HR = tl.load(from_H[:, None] + RANK + r[None, :], mask=ok_H[:, None] & ok_R[None, :], other=0.0)
+        for start in range(begin, length, BLOCK_N):
+            key_N = start + tl.arange(0, BLOCK_N)
+            ok_N = key_N < length
+            slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
+            at_N = latent + slot_N * stride_slot
+            c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_N[:, None] & ok_C[None, :], other=0.0)
+            r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_N[:, None] & ok_R[None, :], other=0.0)
+            s_HN = tl.dot(q_HC, tl.trans(c_NC), input_precision="ieee")
+            s_HN = tl.dot(q_HR, tl.trans(r_NR), s_HN, input_precision="ieee") * scale
+            s_HN = tl.where(ok_N[None, :], s_HN, -float("inf"))
+            new_H = tl.maximum(top_H, tl.max(s_HN, 1))  # finite: every block has a key
+            p_HN = tl.exp(s_HN - new_H[:, None])
+            decay_H = tl.exp(top_H - new_H)
+            total_H = total_H * decay_H + tl.sum(p_HN, 1)
+            acc_HC = tl.dot(p_HN.to(c_NC.dtype), c_NC, acc_HC * decay_H[:, None], input_precision="ieee")
+            top_H = new_H
+
+    state_H = (token * HEADS + h) * states
+    s = tl.arange(0, PADDED_STATES)
+    ok_HS = ok_H[:, None] & (s < states)[None, :]
+    lse_HS = tl.load(partial_lse + state_H[:, None] + s[None, :], mask=ok_HS, other=-float("inf"))
+    live = tl.max(tl.max(tl.where(lse_HS > -float("inf"), s[None, :] + 1, 0), 1), 0)  # behind them lie idle splits only
+    new_H = tl.maximum(top_H, tl.max(lse_HS, 1))
+    shift_H = tl.where(new_H == -float("inf"), 0.0, new_H)  # nothing was read
+    total_H = total_H * tl.exp(top_H - shift_H) + tl.sum(tl.exp(lse_HS - shift_H[:, None]), 1)
+    acc_HC = acc_HC * tl.exp(top_H - shift_H)[:, None]
+    for start in range(0, live, UNROLL):
+        for step in tl.static_range(UNROLL):
+            ok_state_H = h < tl.where(start + step < live, HEADS, 0)
+            lse_H = tl.load(partial_lse + state_H + start + step, mask=ok_state_H, other=-float("inf"))
+            at_HC = (state_H + start + step)[:, None] * RANK + c[None, :]
+            out_HC = tl.load(partial_out + at_HC, mask=ok_state_H[:, None] & ok_C[None, :], other=0.0)
+            # An idle split wrote no output.  Loading it and looking away is faster than waiting for its lse.
+            weight_H = tl.exp(lse_H - shift_H)
+            acc_HC += tl.where((lse_H > -float("inf"))[:, None], out_HC * weight_H[:, None], 0.0)
+
+    some_H = total_H > 0
+    safe_H = tl.where(some_H, total_H, 1.0)
+    at_H = token * HEADS + h
+    tl.store(lse + at_H, tl.where(some_H, shift_H + tl.log(safe_H), -float("inf")), mask=ok_H)
+    out_HC = (acc_HC / safe_H[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_H[:, None] * RANK + c[None, :], out_HC, mask=ok_H[:, None] & ok_C[None, :])

@@ -1,0 +1,133 @@
+"""The running batch as tensors: everything a round computes from.  Knows no request; rows are dense, padding is ordinary data.
+
+Shapes: B rows, W pages per row, K topk, H draft hidden, P tokens of a pause, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from specdec.attention.shared import SharedPrefix
+from specdec.batch.sampling import RowSampling
+from specdec.limits import DUMMY_PAGE
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """Row b is one running sequence; rows behind the running ones are padding: inactive, of length 0, on the dummy page.
+
+    lens_B: int32, committed tokens (L).  bonus_B: int64, the last emitted token, whose KV is not written yet.
+    active_B: int32, 1 for a running row; lengths of inactive rows don't grow.  page_table_BW: int32.
+    temperature_B .. seed_B: see RowSampling.
+    level1_tokens_BK (target ids), level1_logp_BK, level1_hidden_BH: the draft's first level, made by the last extend.
+    pending_B: int64, tokens that the draft has not seen yet, because their rounds did not speculate; pending_tokens_BP and
+    pending_features_BPF hold them, each with the target's features of the token before it.
+    shared: what rows share, for rounds that make use of it; None: each row reads all of its own.
+    """
+
+    lens_B: Tensor
+    bonus_B: Tensor
+    active_B: Tensor
+    page_table_BW: Tensor
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    seed_B: Tensor
+    level1_tokens_BK: Tensor
+    level1_logp_BK: Tensor
+    level1_hidden_BH: Tensor
+    pending_B: Tensor
+    pending_tokens_BP: Tensor
+    pending_features_BPF: Tensor
+    shared: SharedPrefix | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def empty(
+        cls,
+        rows: int,
+        pages: int,
+        topk: int,
+        draft_hidden: int,
+        *,
+        max_pause: int = 0,
+        features: int = 0,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> BatchState:
+        """A batch of padding.  topk and draft_hidden are 0 without a draft, max_pause and features if it never pauses."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            lens_B=zeros(rows, dtype=torch.int32),
+            bonus_B=zeros(rows, dtype=torch.int64),
+            active_B=zeros(rows, dtype=torch.int32),
+            page_table_BW=torch.full((rows, pages), DUMMY_PAGE, dtype=torch.int32, device=device),
+            temperature_B=zeros(rows, dtype=torch.float32),
+            top_k_B=zeros(rows, dtype=torch.int64),
+            top_p_B=torch.ones(rows, device=device),
+            seed_B=zeros(rows, dtype=torch.int64),
+            level1_tokens_BK=zeros(rows, topk, dtype=torch.int64),
+            level1_logp_BK=zeros(rows, topk, dtype=torch.float32),
+            level1_hidden_BH=zeros(rows, draft_hidden, dtype=dtype),
+            pending_B=zeros(rows, dtype=torch.int64),
+            pending_tokens_BP=zeros(rows, max_pause, dtype=torch.int64),
+            pending_features_BPF=zeros(rows, max_pause, features, dtype=dtype),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.lens_B.shape[0]
+
+    @property
+    def sampling(self) -> RowSampling:
+        return RowSampling(self.temperature_B, self.top_k_B, self.top_p_B, self.seed_B)
+
+    @property
+    def shape(self) -> tuple[int, bool]:
+        """What a graph captured over this state depends on besides its values."""
+        return self.rows, self.shared is not None
+
+    def tensors(self) -> list[Tensor]:
+        """Of each row's own: all but what is shared."""
+        return [getattr(self, each.name) for each in fields(self) if each.name != "shared"]
+
+    def narrow(self, rows: int) -> BatchState:
+        """Views of the first rows, each reading all of its own."""
+        return BatchState(*(tensor[:rows] for tensor in self.tensors()))
+
+    def sharing(self, shared: SharedPrefix) -> BatchState:
+        """The same rows, with what they share."""
+        return replace(self, shared=shared.narrow(self.rows))
+
+    def pick(self, rows_R: Tensor) -> BatchState:
+        """Copies of the given rows."""
+        return BatchState(*(tensor.index_select(0, rows_R) for tensor in self.tensors()))
+
+    def padding(self, rows: int) -> BatchState:
+        """So many rows of padding, of the same shapes."""
+        return BatchState(*(tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in self.tensors()))
+
+    def keep_pending(self, tokens_B: Tensor, features_BF: Tensor) -> None:
+        """Adds a round's one token and its features to what the draft has yet to see."""
+        rows_B = torch.arange(self.rows, device=tokens_B.device)
+        self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
+        self.pending_features_BPF[rows_B, self.pending_B] = features_BF
+        self.pending_B.add_(self.active_B)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Row `target` becomes what row `source` is."""
+        for tensor in self.tensors():
+            tensor[target] = tensor[source]
+
+    def clear_row(self, row: int) -> None:
+        """Makes the row padding.  Its other values may stay: inactive rows read and write the dummy page only."""
+        self.active_B[row] = 0
+        self.lens_B[row] = 0
+        self.pending_B[row] = 0
+        self.page_table_BW[row] = DUMMY_PAGE
+        self.temperature_B[row] = 0

@@ -1,0 +1,67 @@
+"""One request while it runs: its prompt, its output so far, its counters.  Knows no tensor and no page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specdec.config import SamplingParams
+from specdec.engine.trim import Trimmer
+from specdec.generation import Chunk, Generation, Stats
+
+
+@dataclass(eq=False)
+class Request:
+    """Identity is the object itself.  seed: what sampling really uses (drawn when the caller gave none).
+
+    error: what made this request fail, if it did; the others go on.
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    output: Trimmer
+    stats: Stats = field(default_factory=Stats)
+    error: BaseException | None = None
+    cancelled: bool = False
+    _unread: int = 0
+
+    @classmethod
+    def new(
+        cls,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        eos_ids: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        streaming: bool,
+    ) -> Request:
+        return cls(prompt_ids, sampling, seed, Trimmer(sampling, eos_ids, decode, streaming))
+
+    @property
+    def is_done(self) -> bool:
+        return self.output.finish_reason is not None or self.error is not None or self.cancelled
+
+    def take_first(self, token: int) -> None:
+        """The token that prefill sampled; it belongs to no round."""
+        self.stats.prefill_tokens += 1
+        self.stats.truncated += 1 - self.output.take([token])
+
+    def take_round(self, tokens: Sequence[int], drafted: int, depths: int) -> None:
+        """What one round emitted: accepted tokens and the bonus.  drafted, depths: size of the tree it came from."""
+        self.stats.count_round(drafted, depths, len(tokens) - 1)
+        self.stats.truncated += len(tokens) - self.output.take(tokens)
+
+    def next_chunk(self) -> Chunk:
+        """What came since the last call."""
+        ids = self.output.token_ids[self._unread :]
+        self._unread = len(self.output.token_ids)
+        return Chunk(self.output.new_text(), ids)
+
+    def result(self) -> Generation:
+        """The finished generation; raises what the request failed of."""
+        if self.error is not None:
+            raise RuntimeError(f"the request failed while it ran: {self.error}") from self.error
+        assert self.output.finish_reason is not None, "the request is not finished"
+        self.stats.check_identity(len(self.output.token_ids))
+        return Generation(self.prompt_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats)

@@ -1,0 +1,1 @@
+"""Reading checkpoints strictly: every key and tensor is used, or is an error."""

@@ -1,0 +1,52 @@
+"""Scales of fp8 keys and values that a checkpoint brings: stored times scale is the value.  Knows the exporters' names.
+
+Shapes: K kv heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.layers import SelfAttention
+
+# Where exporters put a layer's scales, below its attention: llm-compressor (and AutoFP8), vLLM's own names, ModelOpt, Quark.
+_NAMES = (
+    ("k_scale", "v_scale"),
+    ("attn.k_scale", "attn.v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+    ("kv_scale", "kv_scale"),
+)
+# Of queries and softmax weights, for kernels that multiply in fp8.  Ours don't.
+_UNUSED = ("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
+
+
+def take_kv_scale(checkpoint: Checkpoint, prefix: str, num_kv_heads: int) -> Tensor | None:
+    """[2, K] float32 of the attention named `prefix`, one number spread over the heads; None if it has none.
+
+    ValueError if just one of the two is there, or they are no positive numbers, one for all heads or one for each.
+    """
+    for name in _UNUSED:
+        checkpoint.ignore(f"{prefix}.{name}")
+    for pair in _NAMES:
+        names = [f"{prefix}.{name}" for name in pair]
+        if any(name in checkpoint for name in names):
+            return torch.stack([_scale(checkpoint, name, num_kv_heads) for name in names])
+    return None
+
+
+def kv_scales(model: nn.Module) -> list[Tensor | None]:
+    """Of every attention layer, in order."""
+    return [module.kv_scale_2K for module in model.modules() if isinstance(module, SelfAttention)]
+
+
+def _scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> Tensor:
+    scale = checkpoint.take(name).float().flatten()
+    if scale.numel() not in (1, num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
+        raise ValueError(
+            f"{checkpoint.folder}: {name} must be one positive number, or one for each of {num_kv_heads} kv heads; "
+            f"got {scale.numel()} numbers, the least of which is {scale.min() if scale.numel() else None}"
+        )
+    return scale.expand(num_kv_heads)

@@ -1,0 +1,127 @@
+"""Fills our fused modules from Hugging Face tensor names.  Knows names and fusing; files are `checkpoint.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from specdec.models.causal_lm import CausalLM, DecoderLayer
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.config_values import token_ids
+from specdec.models.checkpoints.kv_scales import take_kv_scale
+from specdec.models.config import ModelConfig, parse_config, read_json
+from specdec.models.layers import MLP, RMSNorm, SelfAttention
+
+M = TypeVar("M", bound=nn.Module)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def read_target_config(folder: Path) -> ModelConfig:
+    """The target's config, by the Llama family's rules."""
+    return with_generation_eos(parse_config(read_json(folder / "config.json"), str(folder)), folder)
+
+
+def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:
+    """EOS ids from generation_config.json where it has some, as transformers does."""
+    generation = folder / "generation_config.json"
+    raw = read_json(generation) if generation.is_file() else {}
+    eos_ids = token_ids(raw, "eos_token_id", str(generation), config.vocab_size)
+    return replace(config, eos_ids=eos_ids) if eos_ids else config
+
+
+def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
+    """A module with empty weights of that dtype on the device, ready to be filled; rotary tables are real."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            module = make()
+    finally:
+        torch.set_default_dtype(before)
+    return module.to(dtype).eval().requires_grad_(False)
+
+
+def load_target(folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape."""
+    checkpoint = Checkpoint(folder)
+    model = build(lambda: CausalLM(config, max_positions), device, dtype)
+    for index, layer in enumerate(model.layers):
+        fill_layer(layer, checkpoint, f"model.layers.{index}")
+    fill_ends(model, checkpoint)
+    checkpoint.finish()
+    return model
+
+
+def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
+    """All but the layers."""
+    copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
+    copy_(model.norm.weight, checkpoint, "model.norm.weight")
+    if not model.config.tie_embeddings:
+        copy_(model.lm_head.weight, checkpoint, "lm_head.weight")
+    elif "lm_head.weight" in checkpoint:
+        head = checkpoint.take("lm_head.weight", tuple(model.lm_head.weight.shape))
+        if not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
+            raise ValueError(
+                f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them"
+            )
+    checkpoint.ignore("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
+
+
+def copy_(target: Tensor, checkpoint: Checkpoint, name: str) -> None:
+    """Copies one tensor, in the target's dtype and onto its device."""
+    with torch.no_grad():
+        target.copy_(checkpoint.take(name, tuple(target.shape)))
+
+
+def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str) -> None:
+    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor."""
+    assert isinstance(layer, DecoderLayer)
+    if isinstance(layer.input_layernorm, RMSNorm):
+        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
+    fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
+    fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn")
+    fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")
+
+
+def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
+    copy_(norm.weight, checkpoint, f"{prefix}.weight")
+
+
+def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
+    """q, k and v one below the other in one weight; q/k norms spread over their heads; fp8 KV scales, if any."""
+    D = attention.head_dim
+    attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
+    heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
+    start = 0
+    for letter, count in heads.items():
+        rows = slice(start, start + count * D)
+        copy_(attention.qkv_proj.weight[rows], checkpoint, f"{prefix}.{letter}_proj.weight")
+        if attention.qkv_proj.bias is not None:
+            copy_(attention.qkv_proj.bias[rows], checkpoint, f"{prefix}.{letter}_proj.bias")
+        start += count * D
+    copy_(attention.o_proj.weight, checkpoint, f"{prefix}.o_proj.weight")
+    if attention.o_proj.bias is not None:
+        copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
+    if attention.qk_norm is not None:
+        weight, Q = attention.qk_norm.weight, attention.num_heads
+        with torch.no_grad():
+            weight[:Q] = checkpoint.take(f"{prefix}.q_norm.weight", (D,)).to(weight)
+            weight[Q:] = checkpoint.take(f"{prefix}.k_norm.weight", (D,)).to(weight)
+
+
+def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:
+    """gate above up in one weight."""
+    size = mlp.down_proj.in_features
+    for name, rows in (("gate", slice(0, size)), ("up", slice(size, 2 * size))):
+        copy_(mlp.gate_up_proj.weight[rows], checkpoint, f"{prefix}.{name}_proj.weight")
+        if mlp.gate_up_proj.bias is not None:
+            copy_(mlp.gate_up_proj.bias[rows], checkpoint, f"{prefix}.{name}_proj.bias")
+    copy_(mlp.down_proj.weight, checkpoint, f"{prefix}.down_proj.weight")
+    if mlp.down_proj.bias is not None:
+        copy_(mlp.down_proj.bias, checkpoint, f"{prefix}.down_proj.bias")

@@ -1,0 +1,152 @@
+"""The config.json of DeepSeek V2 and V3 models (multi-head latent attention), read strictly.  Knows no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.models.checkpoints.config_values import flag, number, text, token_ids, whole
+from specdec.models.config import ModelConfig, refuse_unknown
+from specdec.models.experts import ExpertsConfig
+from specdec.models.yarn import YarnRope, parse_rope_with_yarn
+
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(ModelConfig):
+    """head_dim is that of the rotated part.  rank C: of the latent; q_rank: of the queries' own, None: they have none.
+
+    nope_dim: of a head's queries and keys that is not rotated.  interleaved: rotated pairs lie side by side in the
+    checkpoint.  first_dense: layers before the first with experts.  extra_layers: of multi-token prediction, not loaded.
+    """
+
+    rank: int = 0
+    q_rank: int | None = None
+    nope_dim: int = 0
+    value_dim: int = 0
+    interleaved: bool = True
+    first_dense: int = 0
+    experts: ExpertsConfig | None = None
+    extra_layers: int = 0
+
+    @property
+    def scale(self) -> float:
+        """Of the softmax."""
+        scale: float = (self.nope_dim + self.head_dim) ** -0.5
+        return scale * self.rope.scale_factor if isinstance(self.rope, YarnRope) else scale
+
+
+def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
+    """ValueError names `where`, the key, what was expected and what was found."""
+    family = raw["model_type"]
+    if raw.get("quantization_config"):
+        raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
+    refuse_unknown(raw, _KNOWN, where)
+    for key, allowed in _ONLY[family].items():
+        if raw.get(key) not in (None, *allowed):
+            raise ValueError(f"{where}: {key} must be {' or '.join(map(repr, allowed))}, got {raw[key]!r}")
+    missing = [key for key in _REQUIRED if raw.get(key) is None]
+    if missing or "q_lora_rank" not in raw:  # which may be null
+        raise ValueError(f"{where}: config.json lacks {', '.join(missing or ['q_lora_rank'])}")
+    hidden, intermediate, layers, heads, vocab_size, rank, nope, rope_dim, value = (whole(raw, key, where) for key in _SIZES)
+    first_dense = whole(raw, "first_k_dense_replace", where, least=0)
+    if rope_dim % 2:
+        raise ValueError(f"{where}: qk_rope_head_dim must be even for rotary embeddings, got {rope_dim}")
+    if value > nope + rope_dim:
+        raise ValueError(f"{where}: v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim, got {value}")
+    bias = flag(raw, "attention_bias", where)
+    return DeepseekConfig(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=rope_dim,
+        vocab_size=vocab_size,
+        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-6),
+        rope=parse_rope_with_yarn(raw, where),
+        max_position=whole(raw, "max_position_embeddings", where, 2048 if family == "deepseek_v2" else 4096),
+        tie_embeddings=flag(raw, "tie_word_embeddings", where),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=flag(raw, "mlp_bias", where),
+        eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
+        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
+        rank=rank,
+        q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank", where),
+        nope_dim=nope,
+        value_dim=value,
+        interleaved=family == "deepseek_v2" or flag(raw, "rope_interleave", where, True),
+        first_dense=first_dense,
+        experts=_experts(raw, where) if first_dense < layers else None,
+        has_experts=first_dense < layers,
+        extra_layers=whole(raw, "num_nextn_predict_layers", where, 0, least=0),
+    )
+
+
+def _experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
+    is_v3 = raw["model_type"] == "deepseek_v3"
+    grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
+    needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]
+    if missing := [key for key in needed if raw.get(key) is None]:
+        raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
+    count, chosen, intermediate, shared = (whole(raw, key, where) for key in _EXPERTS)
+    groups, top_groups = (whole(raw, key, where) if grouped else None for key in ("n_group", "topk_group"))
+    if chosen > count:
+        raise ValueError(f"{where}: num_experts_per_tok must be at most n_routed_experts {count}, got {chosen}")
+    if groups and top_groups and (count % groups or top_groups > groups or top_groups * (count // groups) < chosen):
+        raise ValueError(
+            f"{where}: n_routed_experts must be a multiple of n_group, and topk_group groups must hold num_experts_per_tok "
+            f"experts; got {count} experts in {groups} groups, {chosen} of {top_groups}"
+        )
+    if is_v3 and count == groups:
+        raise ValueError(f"{where}: n_group must leave two experts a group, whose best two rank it, got {groups} of {count}")
+    return ExpertsConfig(
+        count=count,
+        chosen=chosen,
+        intermediate_size=intermediate,
+        shared=shared,
+        gate="sigmoid" if is_v3 else "softmax",
+        groups=groups,
+        top_groups=top_groups,
+        normed=is_v3 and flag(raw, "norm_topk_prob", where, True),
+        scaling=number(raw, "routed_scaling_factor", where, 2.5 if is_v3 else 1.0),
+    )
+
+
+_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+_SIZES = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size kv_lora_rank qk_nope_head_dim "
+    "qk_rope_head_dim v_head_dim"
+).split()
+_REQUIRED = (*_SIZES, "first_k_dense_replace")
+_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the values that mean what we compute, besides null
+    "deepseek_v2": {
+        "hidden_act": ("silu",),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),  # transformers looks away, DeepSeek's own code does not
+        "num_nextn_predict_layers": (0,),
+    },
+    "deepseek_v3": {
+        "hidden_act": ("silu",),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "mlp_bias": (False,),
+    },
+}
+# Read above, or known not to change what a forward pass computes.
+_KNOWN = frozenset(
+    "architectures attention_bias attention_dropout auto_map aux_loss_alpha bos_token_id do_sample dtype eos_token_id ep_size "
+    "first_k_dense_replace head_dim hidden_act hidden_size initializer_range intermediate_size kv_lora_rank "
+    "max_position_embeddings mlp_bias model_type moe_intermediate_size moe_layer_freq n_group n_routed_experts "
+    "n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers num_key_value_heads "
+    "num_nextn_predict_layers output_router_logits pad_token_id pretraining_tp q_lora_rank qk_head_dim qk_nope_head_dim "
+    "qk_rope_head_dim quantization_config return_dict rms_norm_eps rope_interleave rope_parameters rope_scaling rope_theta "
+    "routed_scaling_factor scoring_func seq_aux temperature tie_word_embeddings tokenizer_class top_k top_p topk_group "
+    "topk_method torch_dtype transformers_version use_cache v_head_dim vocab_size".split()
+)

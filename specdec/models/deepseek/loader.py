@@ -1,0 +1,111 @@
+"""Fills DeepSeek targets from Hugging Face tensor names, strictly.  Knows names and fusing; files are `checkpoint.py`'s."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import build, copy_, fill_ends, fill_mlp, fill_norm
+from specdec.models.config import ModelConfig
+from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.modules import DeepseekLayer, DeepseekLM, LatentAttention
+from specdec.models.experts import MixtureOfExperts
+from specdec.models.layers import MLP
+
+
+def load_deepseek(
+    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype
+) -> DeepseekLM:
+    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
+
+    Layers of multi-token prediction, which the config counts behind the others, are left where they are.
+    """
+    assert isinstance(config, DeepseekConfig)
+    checkpoint = Checkpoint(folder)
+    model = build(lambda: DeepseekLM(config, max_positions), device, dtype)
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DeepseekLayer)
+        _fill_layer(layer, checkpoint, f"model.layers.{index}", config)
+    fill_ends(model, checkpoint)
+    extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.extra_layers))
+    for name in checkpoint.names():
+        if name.startswith(extra):
+            checkpoint.ignore(name)
+    checkpoint.finish()
+    return model
+
+
+def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
+    fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
+    fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    assert isinstance(attention, LatentAttention) and isinstance(mlp, MLP | MixtureOfExperts)
+    _fill_attention(attention, checkpoint, f"{prefix}.self_attn", config)
+    if isinstance(mlp, MLP):
+        fill_mlp(mlp, checkpoint, f"{prefix}.mlp")
+    else:
+        _fill_experts(mlp, checkpoint, f"{prefix}.mlp")
+
+
+def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
+    """Queries (or what they come from) above the latent in one weight; rotated pairs as halves of a head."""
+    take = partial(_take, checkpoint, prefix)
+    queries, latent = attention.in_proj.weight.split(attention.splits)
+    bias = attention.in_proj.bias
+    by_head = (config.num_heads, attention.query_dim)
+    if attention.q_b_proj is None:
+        _copy_halved(queries, take("q_proj.weight", queries), by_head, config)
+        if bias is not None:
+            bias[: attention.splits[0]] = 0  # transformers gives q_proj none
+    else:
+        queries.copy_(take("q_a_proj.weight", queries))
+        if bias is not None:
+            bias[: attention.splits[0]] = take("q_a_proj.bias", bias[: attention.splits[0]])
+        assert attention.q_a_layernorm is not None
+        fill_norm(attention.q_a_layernorm, checkpoint, f"{prefix}.q_a_layernorm")
+        _copy_halved(attention.q_b_proj.weight, take("q_b_proj.weight", attention.q_b_proj.weight), by_head, config)
+    _copy_halved(latent, take("kv_a_proj_with_mqa.weight", latent), (1, latent.shape[0]), config)
+    if bias is not None:
+        own = bias[attention.splits[0] :]
+        _copy_halved(own, take("kv_a_proj_with_mqa.bias", own), (1, own.shape[0]), config)
+    fill_norm(attention.kv_a_layernorm, checkpoint, f"{prefix}.kv_a_layernorm")
+    flat = attention.kv_b_HXC.flatten(0, 1)
+    flat.copy_(take("kv_b_proj.weight", flat))
+    copy_(attention.o_proj.weight, checkpoint, f"{prefix}.o_proj.weight")
+    if attention.o_proj.bias is not None:
+        copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
+
+
+def _take(checkpoint: Checkpoint, prefix: str, name: str, like: Tensor) -> Tensor:
+    return checkpoint.take(f"{prefix}.{name}", tuple(like.shape))
+
+
+def _copy_halved(target: Tensor, source: Tensor, heads: tuple[int, int], config: DeepseekConfig) -> None:
+    """Copies rows of heads.  Where rotated pairs lie side by side, their first members move before their second ones:
+    queries and keys alike, so that their products stay as they are.
+    """
+    R = config.head_dim
+    rows = source.unflatten(0, heads)
+    if config.interleaved:
+        turned = rows[:, -R:].unflatten(1, (R // 2, 2)).transpose(1, 2).flatten(1, 2)
+        rows = torch.cat((rows[:, :-R], turned), dim=1)
+    target.copy_(rows.flatten(0, 1))
+
+
+def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
+    """Each expert's gate above its up in one weight.  The router's correction stays float32 in any dtype."""
+    copy_(moe.gate.weight, checkpoint, f"{prefix}.gate.weight")
+    if moe.gate.config.gate == "sigmoid":
+        name = f"{prefix}.gate.e_score_correction_bias"
+        correction_E = checkpoint.take(name, tuple(moe.gate.correction_E.shape))
+        moe.gate.correction_E = nn.Buffer(correction_E.to(moe.gate.weight.device, torch.float32))
+    F = moe.down_proj.shape[2]
+    for index, (gate_up, down) in enumerate(zip(moe.gate_up_proj, moe.down_proj)):
+        copy_(gate_up[:F], checkpoint, f"{prefix}.experts.{index}.gate_proj.weight")
+        copy_(gate_up[F:], checkpoint, f"{prefix}.experts.{index}.up_proj.weight")
+        copy_(down, checkpoint, f"{prefix}.experts.{index}.down_proj.weight")
+    fill_mlp(moe.shared_experts, checkpoint, f"{prefix}.shared_experts")

@@ -1,0 +1,1 @@
+"""Targets computed by the code in transformers, with our attention."""

@@ -1,0 +1,181 @@
+"""A config.json read by transformers' own classes into what loading, cache and draft need of a target.
+
+Says by name which models can't be targets, and the nearest thing that works.  Reads no weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from specdec.attention.kinds import FULL, LayerKind
+from specdec.models.checkpoints.config_values import text, token_ids
+from specdec.models.config import NATIVE_KEYS, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.transformers_backend.trace import Trace, trace
+
+_ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's own keys: read under another name, or by nobody
+    "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "
+    "interpolate_factor lm_head_bias n_ctx num_experts prefix rope_local_base_freq sliding_window_pattern sliding_window_size "
+    "task_specific_params".split()
+)
+
+
+def read_transformers_config(folder: Path) -> ModelConfig:
+    """The target's config by transformers' rules.  ValueError names the folder and what can't run here."""
+    config = load_hf_config(folder)
+    raw, where = read_json(folder / "config.json"), str(folder)
+    if keys := unknown_keys(folder):
+        raise ValueError(
+            f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
+            "model; they may change what the model computes; nearest: a config.json without them, if they do not"
+        )
+    kinds = layer_kinds(config, where)
+    traced = trace(config, where)
+    most, why = _max_position(config)
+    _check_windows(kinds, traced, where)
+    return ModelConfig(
+        family=config.model_type,
+        hidden_size=traced.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * traced.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=traced.num_heads,
+        num_kv_heads=traced.num_kv_heads,
+        head_dim=traced.head_dim,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        rope=_rope(config),
+        max_position=most,
+        max_position_why=why,
+        tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        layer_kinds=kinds,
+        softcap=traced.softcap,
+        has_sinks=traced.has_sinks,
+        has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
+        eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
+        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
+    )
+
+
+def load_hf_config(folder: Path) -> Any:
+    """transformers' config object, after all that can be refused by it alone."""
+    raw, where = read_json(folder / "config.json"), str(folder)
+    name = raw.get("model_type")
+    if name not in CONFIG_MAPPING:
+        why = "its code is its own (auto_map), and a model folder's code is not run" if "auto_map" in raw else "it is unknown"
+        raise ValueError(
+            f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: a newer transformers"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of any kind: config classes check themselves, each in its way
+        raise ValueError(f"{where}: transformers does not accept config.json: {error}") from error
+    _refuse(config, raw, where)
+    return config
+
+
+def unknown_keys(folder: Path) -> list[str]:
+    """Keys of config.json that transformers' class of the model does not know, and so ignores; known noise left out."""
+    raw = read_json(folder / "config.json")
+    made = CONFIG_MAPPING[raw["model_type"]]()
+    known = {*made.to_dict(), *made.attribute_map, *NATIVE_KEYS, *_HARMLESS_KEYS}
+    return sorted(key for key in raw if key not in known and not key.startswith("_"))
+
+
+def _refuse(config: Any, raw: dict[str, Any], where: str) -> None:
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{where}: {name} is an encoder-decoder model, expected a decoder-only one, such as a Llama")
+    if _has_alibi(config):
+        raise ValueError(
+            f"{where}: {name} with ALiBi biases attention by distance, which no kernel here computes; nearest: a model with "
+            "rotary positions"
+        )
+    if raw.get("quantization_config"):
+        raise ValueError(
+            f"{where}: quantization_config must be absent: quantised weights can't be loaded yet; nearest: the same model's "
+            "checkpoint in bfloat16"
+        )
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        raise ValueError(
+            f"{where}: {name} wraps several models; expected a text model's own folder, such as one whose config.json is this "
+            f"one's text_config ({text.model_type}) and whose weights are its decoder's"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{where}: transformers has no causal language model of model_type {name!r}")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(f"{where}: {name} shares keys and values between layers (num_kv_shared_layers), which can't run here")
+
+
+def _has_alibi(config: Any) -> bool:
+    own = getattr(config, "attn_config", None)
+    if config.model_type == "mpt":
+        return bool(getattr(own, "alibi", True))
+    return config.model_type in _ALIBI or bool(getattr(config, "alibi", False))
+
+
+def layer_kinds(config: Any, where: str) -> tuple[LayerKind, ...]:
+    """Which keys each layer reads: by layer_types, or, where a config has none, one window for all."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    spans = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
+    if odd := sorted(set(types) - set(spans)):
+        raise ValueError(
+            f"{where}: {config.model_type} has layers of type {', '.join(odd)}, expected {', '.join(spans)}: state-space, "
+            "linear and hybrid layers keep no keys and values"
+        )
+    for kind in sorted(set(types) - {"full_attention"}):
+        span = spans[kind]
+        if not isinstance(span, int) or span < 1:
+            raise ValueError(f"{where}: layers of type {kind} need a positive number of tokens, got {span!r}")
+    made = {"sliding_attention": "window", "chunked_attention": "chunk"}
+    return tuple(FULL if kind == "full_attention" else LayerKind(**{made[kind]: spans[kind]}) for kind in types)
+
+
+def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> None:
+    for layer, (kind, passed) in enumerate(zip(kinds, traced.sliding_windows, strict=True)):
+        if kind.window != passed:
+            raise ValueError(
+                f"{where}: by the config, layer {layer} has window {kind.window}, but its code gives attention {passed}: "
+                "which of them is meant is not known here"
+            )
+
+
+def _is_many(count: Any) -> bool:
+    """A number, or some models' one a layer."""
+    return any(isinstance(number, int) and number > 1 for number in (count if isinstance(count, (list, tuple)) else [count]))
+
+
+def _max_position(config: Any) -> tuple[int, str]:
+    """Up to where positions mean one thing, and which key says so: longrope turns all of a text's by other angles once it is
+    longer than its original length."""
+    most, why = getattr(config, "max_position_embeddings", None) or 2048, "max_position_embeddings"
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type") == "longrope" and parameters["original_max_position_embeddings"] < most:
+            most = parameters["original_max_position_embeddings"]
+            why = "original_max_position_embeddings (longer texts turn by longrope's other angles)"
+    return most, why
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Of all layers, or of each type of them, full attention first."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if not any(isinstance(value, dict) for value in parameters.values()):
+        return [parameters]
+    types = sorted((name for name, value in parameters.items() if isinstance(value, dict)), key="full_attention".__ne__)
+    return [parameters[name] for name in types]
+
+
+def _rope(config: Any) -> RopeConfig:
+    """What a head that says nothing of rope follows (the target turns its own): of full layers; theta alone, if we can't."""
+    parameters = _rope_parameters(config)[0]
+    try:
+        return parse_rope({"rope_parameters": parameters})
+    except ValueError:
+        return RopeConfig(theta=float(parameters.get("rope_theta") or RopeConfig.theta))

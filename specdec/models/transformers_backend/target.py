@@ -1,0 +1,214 @@
+"""Any decoder-only causal LM of transformers as a target: its own code computes all but attention, which is ours.
+
+Prompts and trees come packed as one sequence of tokens; positions and our attention keep them apart, and a check at loading
+makes sure that nothing else in the model mixes tokens.
+
+Shapes: T tokens, H hidden or query heads, K kv heads, X = H + 2K, D head dim, V vocabulary, A captured states side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from specdec.attention.kinds import PLAIN, Scoring
+from specdec.models.config import ModelConfig
+from specdec.models.layers import AttentionFn, Embedding, Linear
+from specdec.models.target import Target, TargetOutput
+from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
+from specdec.models.transformers_backend.config import load_hf_config
+from specdec.models.transformers_backend.experts import EXPERTS
+from specdec.models.transformers_backend.parts import Parts
+from specdec.ops.cuda_graph import GraphSet, on_device
+from specdec.ops.rope import HeadPrep
+from specdec.ops.rows import select_rows
+
+CHECK_TOKENS = 8
+MOST_MIXED = 1e-2  # of a hidden state, relative: rounding of one row among others stays far below
+
+
+class TransformersTarget(Target):
+    """Target of a transformers model that was built with our attention function.  config: as read from its folder."""
+
+    def __init__(self, model: Any, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        self.parts = Parts(model)
+        self.decoder, self.head = self.parts.decoder, self.parts.head  # so that they move and count as ours
+        with torch.device("meta"):
+            self.embed_tokens = Embedding(table.shape[0], table.shape[1])
+            self.lm_head = Linear(head.in_features, head.out_features)
+        self.embed_tokens.weight, self.lm_head.weight, self.lm_head.bias = table, head.weight, head.bias
+        self._captured: ContextVar[dict[int, Tensor]] = ContextVar("captured")
+        self.parts.on_layers(self._see)
+        self._prep = HeadPrep(None, config.num_kv_heads)
+        self._sinks: dict[int, Tensor] = {}
+        self._counts_from_cache = any(getattr(module, "attn_temperature_tuning", False) for module in self.decoder.modules())
+
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attn: AttentionFn,
+        aux_layers: Sequence[int] = (),
+        rows_R: Tensor | None = None,
+    ) -> TargetOutput:
+        """See `Target`."""
+        # Nodes behind the last position can't be accepted, but a table of learnt positions must not be read there.
+        positions_T = positions_T.clamp(max=self.config.max_position - 1)
+        more = {"past_key_values": _CountedTokens(positions_T)} if self._counts_from_cache else {}
+        wanted = dict.fromkeys(aux_layers)
+        token = self._captured.set(wanted)  # type: ignore[arg-type]  # filled by the layers
+        try:
+            with answering(lambda call: self._attend(call, attn)):
+                hidden_TH = self.parts.hidden(ids_T, positions_T, **more)
+        finally:
+            self._captured.reset(token)
+        aux = [state[0] for state in wanted.values() if state is not None]
+        if rows_R is not None:
+            hidden_TH = select_rows(hidden_TH, rows_R)
+        return TargetOutput(hidden_TH, torch.cat(aux, dim=-1) if aux else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V], as the model's own forward makes them."""
+        return self.parts.logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+
+    def _see(self, layer: int, state_1TH: Tensor) -> None:
+        wanted = self._captured.get()
+        if layer in wanted:
+            wanted[layer] = state_1TH
+
+    def _attend(self, call: AttentionCall, attn: AttentionFn) -> Tensor:
+        """[1, T, H, D] of one layer's call."""
+        layer: int = call.module.layer_idx  # type: ignore[assignment]
+        kind = self.config.layer_kinds[layer]
+        assert call.sliding_window == kind.window and call.extra["attention_mask"] is None, (layer, kind, call.extra)
+        heads = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
+        scoring = Scoring(call.scaling, call.softcap, self._sinks_of(layer, call.sinks_H))
+        return attn(layer, torch.cat(heads, dim=1), self._prep, None, scoring)[None]
+
+    def _sinks_of(self, layer: int, sinks_H: Tensor | None) -> Tensor | None:
+        """In float32; converted in the first pass, the check at loading."""
+        if sinks_H is None or sinks_H.dtype == torch.float32:
+            return sinks_H
+        if layer not in self._sinks:
+            self._sinks[layer] = sinks_H.float()
+        return self._sinks[layer]
+
+
+class _CountedTokens:
+    """Says how many tokens came before, as transformers' caches do, and holds none.
+
+    Llama 4 takes a token's position in the text to be that count plus its place in the pass: so the count differs by token.
+    """
+
+    def __init__(self, positions_T: Tensor) -> None:
+        self.before_T = positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.before_T
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def load_transformers_target(
+    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
+) -> TransformersTarget:
+    """The folder's model.  ValueError names tensors missing, left over or of another shape, and what can't run here."""
+    try:
+        with _no_progress_bar():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, config=load_hf_config(folder), dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
+                output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
+            )  # fmt: skip
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{folder}: transformers can't load its weights: {error}") from error
+    _refuse_tensors(report, str(folder))
+    target = TransformersTarget(model.to(device).eval().requires_grad_(False), config)
+    check_tokens_are_apart(target, str(folder))
+    if cuda_graphs:
+        check_capturable(target, str(folder))
+    return target
+
+
+def _refuse_tensors(report: dict[str, Any], where: str) -> None:
+    """What transformers would make up or leave out, with a warning."""
+    if wrong := sorted((name, tuple(got), tuple(wanted)) for name, got, wanted in report["mismatched_keys"]):
+        name, got, wanted = wrong[0]
+        raise ValueError(f"{where}: tensor {name!r} must have shape {wanted}, got {got} ({len(wrong)} tensors are wrong)")
+    for key, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture")):
+        if names := sorted(report[key]):
+            raise ValueError(f"{where}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Inside, transformers draws none: it would stand in the middle of what the command line prints."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@torch.inference_mode()
+def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
+    """ValueError if a token's state depends on other tokens but through attention: as a convolution's or a recurrence's does.
+
+    Runs some tokens in two orders with an attention in which each token reads itself alone.
+    """
+    run, order = lone_pass(target)
+    states = run(order)
+    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    apart = run(torch.arange(len(order), device=order.device)).float()
+    error = (states.index_select(0, back).float() - apart).norm() / apart.norm()
+    if not error < MOST_MIXED:
+        raise ValueError(
+            f"{where}: this {target.config.family} model mixes tokens outside of attention (relative change {float(error):.2g} "
+            "in another order), as convolutions and state-space layers do; expected a model that does so by attention alone"
+        )
+
+
+@torch.inference_mode()
+def check_capturable(target: TransformersTarget, where: str) -> None:
+    """ValueError if the forward pass can't be recorded in a CUDA graph."""
+    run, order = lone_pass(target)
+    try:
+        with on_device(order.device):
+            GraphSet(True).run("check", lambda: run(order), [])
+    except Exception as error:  # of any kind: the code is the model's own
+        first = str(error.__context__ or error).partition("\n")[0]  # before the end of the capture failed too
+        raise ValueError(
+            f"{where}: this {target.config.family} model can't be captured in a CUDA graph ({first}); nearest setting that "
+            "works: cuda_graphs=False"
+        ) from error
+
+
+def lone_pass(target: TransformersTarget) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """(hidden states [T, H] of a few tokens in an order, an order of them), each token reading itself alone."""
+    device, config, T = target.embed_tokens.weight.device, target.config, CHECK_TOKENS
+    ids_T = torch.arange(1, T + 1, device=device) * 7919 % config.vocab_size
+    positions_T = torch.arange(T, device=device) * 613 % config.max_position
+
+    def own_value(
+        layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
+    ) -> Tensor:
+        v_TKD = qkv_TXD[:, -config.num_kv_heads :]
+        return v_TKD.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)
+
+    def run(order_T: Tensor) -> Tensor:
+        return target(ids_T.index_select(0, order_T), positions_T.index_select(0, order_T), own_value).hidden_TH
+
+    return run, torch.arange(T - 1, -1, -1, device=device)

@@ -1,0 +1,1 @@
+"""Matrix products: which kernel computes which shape."""
