@@ -17,6 +17,7 @@ if not HAS_GPU:  # before the kernels are decorated, or they could never be inte
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from toolkit.driver import Driver  # noqa: E402
 from toolkit.models import Zoo  # noqa: E402
 
 from specdec import SamplingParams, SpecConfig  # noqa: E402
@@ -173,7 +174,7 @@ def test_rounds_through_the_kernels_write_the_torch_backend_s_text(zoo: Zoo, sha
     for backend in (None, TritonBackend(programs=2)):
         decoder = zoo.decoder("tiny-vocab", "eagle3", SpecConfig(*shape), page_size=4, kv_cache_dtype="int8")
         if backend is not None:
-            decoder.engine.verifier.backend = decoder.engine.drafter.backend = backend
+            Driver(decoder).replace_backend(backend)
         prompts = [[3, 1, 4, 1, 5]]
         texts.append([out.token_ids for out in decoder.generate(prompts, SamplingParams(max_tokens=4))])
     assert texts[0] == texts[1]
