@@ -13,10 +13,10 @@ if not torch.cuda.is_available():
 
 from transformers.utils import logging
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # `toolkit`: what tests build their worlds from
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what tests build their worlds from
 
-from toolkit.models import TARGETS, Zoo  # noqa: E402
+from toolkit.models import TARGETS, Zoo
+from toolkit.paths import ROOT
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine

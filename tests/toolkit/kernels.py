@@ -7,18 +7,18 @@ interpreter, which conftest.py chooses before anything imports Triton.
 import importlib
 import re
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from toolkit.paths import ROOT
+
 pytest.importorskip("triton")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-ROOT = Path(__file__).resolve().parents[2]
 SWITCHES = ("use_kernels", "use_index_kernels")  # what a dispatch asks
 
 

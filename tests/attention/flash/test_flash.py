@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit import fake_flash
+from toolkit.attention import fake_flash
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView

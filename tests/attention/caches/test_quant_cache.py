@@ -1,6 +1,6 @@
 """KV in 8 bits: what comes back is near what went in, and attention over it is attention over exactly what comes back.
 
-tests/attention/test_quant_triton.py holds the kernels against these definitions, tests/test_quantised_kv.py whole engines.
+test_quant_triton.py beside it holds the kernels against these definitions, tests/lossless/test_quantised_kv.py whole engines.
 
 Shapes: B sequences, T tokens, H heads, K kv heads, G = H/K, D head dim, N tree nodes.
 """

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from toolkit.models import hf_greedy
+from toolkit.paths import PAIR
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.generation import Stats
 
-ROOT = Path(__file__).resolve().parents[1]
-PAIR = ROOT / "specdec" / "pair"
 HEADS = ["stories260K-eagle3", "stories260K-eagle2"]
 SHAPES = [(3, 1, 4), (5, 1, 6), (3, 4, 8), (5, 4, 16), (5, 8, 32)]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from toolkit.driver import Driver
 from toolkit.models import Zoo
+from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecConfig
 from specdec.bench.budget import ATTENTION, COPY, GEMM, NORM, OTHER, TREE, Budget, RoundBytes
@@ -23,7 +23,6 @@ from specdec.bench.profile import Work, full_rounds, phases_ms, profile_work, ro
 
 SPEC = SpecConfig(3, 2, 6)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def shown(*budgets: Budget, synthetic: list[float] | None = None, width: int = 80) -> str:

@@ -21,7 +21,7 @@ from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep
-from toolkit import fake_flash
+from toolkit.attention import fake_flash
 
 HAS_GPU = torch.cuda.is_available()
 H100 = torch.device("cuda", 0)
