@@ -5,6 +5,8 @@ Keeps out: a suffix that misses an ancestor or reads a cousin, a page edge off b
 Shapes: B sequences, N tree nodes, K topk, S steps, T queries, H heads, D head dim, L committed tokens.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,3 +164,11 @@ def test_mask_sorting_packs_to_the_left() -> None:
     fill_tree_suffix(suffix, torch.tensor([[8, 9, 10]]), mask)
     assert suffix.cache_seqlens.tolist() == [1, 2, 2]
     assert suffix.page_table[0, 0] == 8 and suffix.page_table[1:].tolist() == [[8, 9], [8, 10]]
+
+
+def test_the_most_keys_of_a_window_are_those_of_all_its_queries() -> None:
+    """Keeps out: a windowed pass split for the keys of one query alone: the last of five reads four further than the first."""
+    segment = replace(Segment.empty(3, 64, 5), span=8)
+    assert segment.max_keys == 12
+    assert replace(segment, span=62).max_keys == replace(segment, span=None).max_keys == 64
+    assert replace(segment, page_size=16, span=None).max_keys == 1024

@@ -42,6 +42,12 @@ def test_filters_break_ties_by_id() -> None:
     assert (got[0] > -torch.inf).tolist() == [True, True, False, False, False]
 
 
+def test_top_p_stops_where_it_is_reached() -> None:
+    """Keeps out: one token more than the smallest set, where its probability is exactly top_p."""
+    got = filter_logits(torch.zeros(1, 4), rows_of(1, 1.0, 0, 0.5))
+    assert (got[0] > -torch.inf).tolist() == [True, True, False, False]
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.7)])
 def test_sample_rows_follows_its_distribution(top_k: int, top_p: float) -> None:
     """Over seeds at one position, and over positions at one seed."""

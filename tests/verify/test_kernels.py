@@ -8,11 +8,12 @@ import random
 import pytest
 import torch
 from toolkit.drafters import random_shape
-from toolkit.kernels import DEVICE
+from toolkit.kernels import DEVICE, MARK, fence_new_memory
 from torch import Tensor
 
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.verify import accept_triton
 from specdec.verify.accept import Accepted, accept
 from specdec.verify.accept_triton import launch_accept
 from specdec.verify.tables import path_tables
@@ -78,6 +79,16 @@ def test_acceptance_equals_the_definition(B: int, N: int, S: int) -> None:
     tree = random_trees(B, N, S)
     for targets_BN in (likely_targets(tree), torch.randint(N, (B, N)), torch.full((B, N), N)):
         check_acceptance(tree, targets_BN)
+
+
+def test_acceptance_writes_into_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: padding written for all nodes instead of all places on a path, over the next row or beyond the last one."""
+    fences = fence_new_memory(accept_triton, monkeypatch)
+    for B in (1, 3):
+        tree = random_trees(B, 60, 2)
+        state = BatchState(*(tensor.to(DEVICE) for tensor in new_state(B).tensors()))
+        launch_accept(on_device(tree), torch.full((B, 60), 60, device=DEVICE), state)
+    assert len(fences) >= 8 and all(bool((fence == MARK).all()) for fence in fences)
 
 
 @pytest.mark.parametrize("N", [1, 2, 6, 17])
