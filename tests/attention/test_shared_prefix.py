@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.attention.caches import Scattered
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
@@ -32,21 +33,16 @@ class World:
     def __init__(self, page_size: int, shared: int, fresh: int, dtype: torch.dtype, device: str, kinds: Any = KINDS) -> None:
         self.page_size, self.fresh, self.device, self.dtype = page_size, fresh, device, dtype
         self.lens = [shared + 5, shared + 2 * page_size + 1, 9, 0]
-        width = -(-(max(self.lens) + fresh) // page_size) + 1
-        table = (torch.randperm(4 * width, generator=torch.Generator().manual_seed(shared)).view(4, width) + 1).int()
-        table[3] = 0
-        table[1, : shared // page_size] = table[0, : shared // page_size]
-        self.cache = MHACache(len(kinds), (4 * width + 1) * page_size, 2, 16, dtype=dtype, device=device, kinds=kinds)
-        self.cache.kv.fill_(torch.nan)
-        for row, length in enumerate(self.lens):
-            at = torch.arange(length + fresh)
-            slots = table[row, at // page_size].long() * page_size + at % page_size
-            self.cache.kv[:, slots.to(device)] = torch.randn(len(kinds), len(at), 2, 2, 16, dtype=dtype, device=device)
-        self.table, self.lens_B = table.to(device), torch.tensor(self.lens, dtype=torch.int32, device=device)
-        state = BatchState.empty(4, width, 0, 0, device=device, dtype=dtype)
+        pages = Scattered(self.lens, page_size, extra=fresh, spare=1, seed=shared, device=device)
+        self.table, self.lens_B = pages.table_BW, pages.lens_B
+        self.table[3] = 0
+        self.table[1, : shared // page_size] = self.table[0, : shared // page_size]
+        self.cache = MHACache(len(kinds), pages.num_slots, 2, 16, dtype=dtype, device=device, kinds=kinds)
+        self.cache.kv.copy_(pages.fill(len(kinds), 2, 2, 16, dtype=dtype).transpose(0, 1))
+        state = BatchState.empty(4, self.table.shape[1], 0, 0, device=device, dtype=dtype)
         self.shared = SharedPrefix.empty(state.page_table_BW, 10)
         if shared:
-            self.shared.set([0, 1], table[0, : shared // page_size].tolist(), shared)
+            self.shared.set([0, 1], self.table[0, : shared // page_size].tolist(), shared)
 
     def plans(self, n: int, tree: bool) -> tuple[AttentionPlan, AttentionPlan]:
         """The same reads, as they were and shared: a chain's causal rows, or a prefix and one-query suffixes."""

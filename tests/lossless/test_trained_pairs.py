@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit import expected
 from toolkit.models import hf_greedy
+from toolkit.oracles import expected
 from toolkit.paths import PAIR
 from transformers import AutoModelForCausalLM
 
