@@ -15,6 +15,7 @@ from specdec.batch.packed import PackedPrompts
 from specdec.runner.prefill import _bucket
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_padded_prompts_equal_bare_ones(zoo: Zoo, kind: str) -> None:
     """Packs of one, two and four prompts go through buckets that earlier, longer packs have dirtied."""
