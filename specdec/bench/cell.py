@@ -16,10 +16,10 @@ import torch
 from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, Side, repeat_ratio
 from specdec.bench.near_tie import explain_divergence, first_divergence
 from specdec.bench.profile import timed_phases
+from specdec.build import kv_bytes_per_page
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.generation import Generation, Stats
-from specdec.build import kv_bytes_per_page
 
 WARM_UPS = 4  # at most; what a short run captures late, a long one has captured long ago
 

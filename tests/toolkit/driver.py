@@ -200,7 +200,7 @@ class Driver:
         owned = [page for pages in pool._owned.values() for page in pages]
         assert sorted(owned + pool._free) == list(range(1, pool.num_pages))  # each page once, the dummy never
         if admission.cache is not None:
-            check_books(admission, self.running)
+            check_books(admission, [seat.request for seat in self._scheduler.seats])
 
     def assert_nothing_leaked(self) -> None:
         """With nothing to do: no request, no round in flight, every page free, every row padding."""
