@@ -7,8 +7,8 @@
 --kinds measures windowed layers (4096 as in Mistral; 128 and sinks as in gpt-oss) and 8-bit caches, beside full bf16 layers of
 the same shapes.  The shape is 32/8 heads of 128, bf16, and scattered pages of 16.  Times are medians of CUDA-graph replays, per
 layer.  A graph holds several layers, each with its own cache, so that a layer finds its keys in memory and not in L2, as in a
-model.  The share of bandwidth counts the prefix's keys and values that are read (a window's; 8-bit ones with their scales) once, and neither
-queries, suffix, partial states nor output.
+model.  The share of bandwidth counts the keys and values of the prefix that are read (a window's; 8-bit ones with their scales)
+once, and neither queries, suffix, partial states nor output.
 
 flash-attn 4 is called once for the prefix and once for the suffix (pages of one slot), and a small kernel merges their states.
 Its prefix call is also timed alone.  Where flash-attn 4 is not installed, only our kernels are timed.

@@ -4,7 +4,7 @@
     python benchmarks/shared_prefix.py --out benchmarks/results/shared_prefix_h100.json
 
 Llama-3.1-8B shape and an EAGLE-3 head of the real shape, random bf16 weights, rounds through the engine as in `generate()`.
-Three ways to run a batch whose prompts begin alike:
+Four ways to run a batch whose prompts begin alike:
 
     copies     every row has pages of its own: no prefix caching
     cached     the rows' tables name the same pages, and each row reads them for itself
