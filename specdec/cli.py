@@ -198,8 +198,8 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
 
 def _bench(args: argparse.Namespace) -> int:
     from specdec import shipped
-    from specdec.bench import plots
     from specdec.bench.prompt_file import read_prompts
+    from specdec.bench.show import plots
 
     for path in filter(None, (args.json, args.plot)):  # asked before the long run, not behind it
         if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
@@ -213,8 +213,8 @@ def _bench(args: argparse.Namespace) -> int:
         sampling = replace(sampling, seed=0)
     source = Path(args.prompts) if args.prompts else shipped.prompts_file()
     prompts = read_prompts(source, args.num_prompts)
-    from specdec.bench.report import print_report
     from specdec.bench.run import BenchOptions
+    from specdec.bench.show.report import print_report
 
     options = BenchOptions(
         target=args.target or shipped.target_folder(),
