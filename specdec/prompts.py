@@ -8,7 +8,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from specdec.checks import is_array
+from specdec.checks import is_array, is_number
 from specdec.config import SamplingParams
 
 # str, token ids (a list, a tuple, a one-dimensional array of numpy or torch), or a list of {"role": ..., "content": ...}
@@ -205,7 +205,7 @@ def _fault(value: Any, name: str) -> str:
 
 
 def _is_ids(value: list[Any] | tuple[Any, ...]) -> bool:
-    return all(isinstance(token, Integral) and not isinstance(token, bool) for token in value)
+    return all(is_number(kind, Integral) for kind in set(map(type, value)))  # asked once a type: prompts can be long
 
 
 def _check_unicode(text: str, name: str) -> None:
