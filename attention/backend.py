@@ -39,7 +39,7 @@ class Backend(ABC):
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> Tensor:
         """Attention over all segments of the prepared plan, and the sinks: out [T, H, D]."""
-        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in prepared.segments]
+        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in prepared.parts]
         for other in rest:
             state = merge_states(state, other)
         return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD

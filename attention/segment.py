@@ -88,20 +88,36 @@ class Segment:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The segments of one attention call; their states are merged.  Every segment covers all T queries.
+    """What the T queries of one attention call read, by part.  Every part covers all T queries; the parts' states are merged.
 
-    positions_T: int64, where the queries stand; None: as many in every row, and they are its last, as in a causal segment.
+    segments: the paged parts, at least one: prefixes, shared prefixes, causal rows.  A page may be one slot.
+    positions_T: int64, each query's position in its sequence.  None: every row holds the same number of queries, and they
+        are the row's last tokens, as in a causal segment.
+    suffix: the draft tree's own keys: row t lists the few slots (page size 1) that query t reads.  None: there is no tree.
+        The builder of a plan says which part is the suffix; no backend guesses it from a segment's shape.
     """
 
     segments: tuple[Segment, ...]
     positions_T: Tensor | None = None
+    suffix: Segment | None = None
+
+    def __post_init__(self) -> None:
+        assert self.segments, "a plan needs a paged segment"
+        assert self.suffix is None or self.suffix.page_size == self.suffix.max_seqlen_q == 1, "a suffix lists one query's slots"
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """The paged segments, and last the suffix if there is one."""
+        return self.segments if self.suffix is None else (*self.segments, self.suffix)
 
     def local(self, kind: LayerKind) -> AttentionPlan:
         """The same for layers of that kind."""
         if kind.span is None:
             return self
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
-        return AttentionPlan(tuple(segment.local(kind, positions_T) for segment in self.segments), positions_T)
+        segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
+        suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)
+        return AttentionPlan(segments, positions_T, suffix)
 
 
 def last_positions(segment: Segment) -> Tensor:

@@ -91,7 +91,7 @@ class World:
             return
         suffix = Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE)
         fill_tree_suffix(suffix, self.slots_T.view(B, N), tree_mask(N).expand(B, N, N))
-        self.plan = AttentionPlan((prefix_segment(table, lens, N, P), suffix))
+        self.plan = AttentionPlan((prefix_segment(table, lens, N, P),), suffix=suffix)
 
 
 def tree_mask(N: int) -> Tensor:

@@ -68,7 +68,7 @@ class DraftWorker:
         hidden, ancestors = state.level1_hidden_BH, torch.empty(B, 0, dtype=torch.int32, device=device)
         for level in range(2, S + 1):
             rows = fork(state.page_table_BW, state.lens_B, beam.parents_BK, hidden, ancestors, self.page_size)
-            attn = self._attention((*prefix, rows.suffix), rows.slots_R, rows.positions_R)
+            attn = self._attention(prefix, rows.slots_R, rows.positions_R, rows.suffix)
             hidden = self.head(beam.tokens_BK.flatten(), rows.hidden_RH, rows.positions_R, attn)
             beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
             ancestors = rows.suffix.page_table
@@ -106,8 +106,10 @@ class DraftWorker:
         state.level1_hidden_BH.copy_(hidden_BH)
         self._set_first_level(state)
 
-    def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor) -> PagedAttention:
-        return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T)
+    def _attention(
+        self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor, suffix: Segment | None = None
+    ) -> PagedAttention:
+        return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T, suffix), slots_T)
 
     def _set_first_level(self, state: BatchState) -> None:
         """The next tree's first level, from its hidden state."""

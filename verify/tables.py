@@ -43,7 +43,7 @@ def tree_tables(state: BatchState, tree: DraftTree, page_size: int) -> TreeTable
         return TreeTables(positions_T, rows.slots, plan)
     positions_T, slots_BN, suffix = path_tables(state.page_table_BW, state.lens_B, tree, page_size)
     prefix = prefix_segment(state.page_table_BW, state.lens_B, N, page_size)
-    plan = AttentionPlan((*split_shared(prefix, state.shared), suffix), positions_T)
+    plan = AttentionPlan(split_shared(prefix, state.shared), positions_T, suffix)
     return TreeTables(positions_T, slots_BN, plan)
 
 

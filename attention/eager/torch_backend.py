@@ -51,10 +51,10 @@ class TorchBackend(Backend):
 
     def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
         first = plan.segments[0]
-        if len(plan.segments) == 1 and first.ragged:
+        if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
             return [block for block in blocks if block.queries]  # an empty row has no shape to attend in
-        return [_joined_block(plan.segments)]
+        return [_joined_block(plan.parts)]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> Tensor:
         if scoring.softcap is not None or scoring.sinks_H is not None:

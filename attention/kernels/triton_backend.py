@@ -53,7 +53,7 @@ class TritonBackend(Backend):
         return launch_rope_store(qkv_TXD, view, slots_T, prep)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
-        return TritonPlan(plan.segments)
+        return TritonPlan(plan.segments, plan.suffix)
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> Tensor:
         return self._state(q_THD, view, prepared, scoring).out_THD
@@ -107,7 +107,8 @@ class TritonBackend(Backend):
         state = AttentionState.empty((T, H, D), q_THD.dtype, q_THD.device)
         if not T:
             return state
-        paged, suffix = plan.paged_and_suffix(T)
+        paged, suffix = plan.segments, plan.suffix
+        assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
         counts = [self.partial_splits(q_THD, view, segment, scoring) for segment in paged]
         if suffix is None and counts == [1]:
             self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])

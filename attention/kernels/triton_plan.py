@@ -18,6 +18,7 @@ class TritonPlan:
     """A plan, and the scratch memory its layers share: made by the first that comes, since only layers know heads."""
 
     segments: tuple[Segment, ...]
+    suffix: Segment | None = None
     _scratch: dict[tuple[int, ...], AttentionState] = field(default_factory=dict)
 
     def scratch(self, T: int, H: int, S: int, D: int, device: torch.device) -> AttentionState:
@@ -25,13 +26,3 @@ class TritonPlan:
         if (T, H, S, D) not in self._scratch:
             self._scratch[T, H, S, D] = AttentionState.empty((T, H, S, D), torch.float32, device)
         return self._scratch[T, H, S, D]
-
-    def paged_and_suffix(self, T: int) -> tuple[tuple[Segment, ...], Segment | None]:
-        """The segments that a paged kernel reads, at least one, and the one left to the merge."""
-        *paged, last = self.segments
-        return (tuple(paged), last) if paged and is_suffix(last, T) else (self.segments, None)
-
-
-def is_suffix(segment: Segment, T: int) -> bool:
-    """Whether row r holds just query r and lists slots: with as many rows as queries, at most one each, it must."""
-    return segment.page_size == 1 and segment.max_seqlen_q == 1 and segment.rows == T

@@ -83,7 +83,7 @@ class MLAttention:
 def is_expanded(plan: AttentionPlan) -> bool:
     """The rule.  Only prompts have so many queries a row, and a prompt is one causal segment."""
     first = plan.segments[0]
-    return len(plan.segments) == 1 and first.causal and first.max_seqlen_q > EXPAND_ABOVE and first.starts_T is None
+    return len(plan.parts) == 1 and first.causal and first.max_seqlen_q > EXPAND_ABOVE and first.starts_T is None
 
 
 def store_latent(

@@ -47,7 +47,8 @@ def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scori
     assert q_THL.dtype == view.latent.dtype and q_THL.shape[2] == view.latent.shape[1]
     assert q_THL.stride(2) == view.latent.stride(1) == 1
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
-    paged, suffix = plan.paged_and_suffix(T)
+    paged, suffix = plan.segments, plan.suffix
+    assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
     shapes = [_tiles_and_splits(q_THL, C, segment, programs) for segment in paged]
     states = sum(splits for _, splits in shapes)
     result = AttentionState.empty((T, H, C), q_THL.dtype, device)
