@@ -14,6 +14,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.capabilities import BackendChoice
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.latent import LatentFn
+from specdec.attention.latent.mla import MLAttention
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -57,9 +58,7 @@ class PagedAttention:
     def latent(self) -> LatentFn:
         """The same pass for layers of latent attention, whose cache keeps latents; what they share is made once."""
         if self._latent is None:
-            from specdec.attention.latent.mla import MLAttention  # which imports this file
-
-            self._latent = MLAttention(self)
+            self._latent = MLAttention(self.backend, self.cache, self.plan, self.slots_T, self.prepared, self.rows_prepared)
         return self._latent
 
 

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.kv_cache import KVCache, MHAView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.latent import LatentPrep, expand
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import merge_states
@@ -42,15 +42,24 @@ EXPANDED_TOKENS = 4096  # of cached latents at once, over all rows: with 128 hea
 
 
 class MLAttention:
-    """A LatentFn over the paged cache of latents of `attn`.
+    """A LatentFn over a paged cache of latents.  Its arguments are the parts of a PagedAttention, which holds this object.
 
-    It holds attn's parts, not attn, which holds it: a circle would keep a pass's memory until Python looks for circles.
+    This object holds no reference back to the PagedAttention: a reference cycle would keep a pass's scratch memory alive
+    until Python's garbage collector runs.
     """
 
-    def __init__(self, attn: PagedAttention) -> None:
-        self.backend, self.cache, self.slots_T = attn.backend, attn.cache, attn.slots_T
-        self.prepared, self.rows_prepared = attn.prepared, attn.rows_prepared
-        self.prompt = ExpandedPrompt.of(attn.plan) if is_expanded(attn.plan) else None
+    def __init__(
+        self,
+        backend: Backend,
+        cache: KVCache,
+        plan: AttentionPlan,
+        slots_T: Tensor,
+        prepared: dict[LayerKind, Any],
+        rows_prepared: dict[LayerKind, Any] | None = None,
+    ) -> None:
+        self.backend, self.cache, self.slots_T = backend, cache, slots_T
+        self.prepared, self.rows_prepared = prepared, rows_prepared
+        self.prompt = ExpandedPrompt.of(plan) if is_expanded(plan) else None
 
     def __call__(
         self,
