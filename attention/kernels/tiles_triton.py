@@ -12,7 +12,7 @@ import torch
 import triton
 
 
-class Tiles(NamedTuple):
+class PagedTiles(NamedTuple):
     """What one program of the paged kernel works on: packed queries x heads, keys a step; and its warps and stages.
 
     least: keys of a split, or merging costs more than splitting gains.  registers: the most a thread may use, so that two
@@ -34,7 +34,7 @@ def padded(D: int) -> int:
 
 
 @lru_cache
-def tiles_for(packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float) -> Tiles:
+def paged_tiles(packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float) -> PagedTiles:
     """Measured on an H100 with heads of 128; other dims keep a stage's bytes.  waves: of the GPU, at one tile a row and head.
 
     Up to 64 packed queries the keys decide: large blocks where a row is split over SMs that hold one program each, small
@@ -49,22 +49,22 @@ def tiles_for(packed_queries: int, D: int, itemsize: int, quant: str, causal: bo
 
     wanted = max(16, triton.next_power_of_2(packed_queries))
     if itemsize == 4:
-        return Tiles(min(wanted, 32), keys(64), 8, 2)
+        return PagedTiles(min(wanted, 32), keys(64), 8, 2)
     if quant and (wanted <= 64 or D > 128):
         if quant == "head":
-            return Tiles(64, keys(128), 4, 3, an_sm=2)
-        return Tiles(64, keys(128), 4, 2, an_sm=2) if waves > 0.3 else Tiles(64, keys(64), 4, 3, an_sm=2)
+            return PagedTiles(64, keys(128), 4, 3, an_sm=2)
+        return PagedTiles(64, keys(128), 4, 2, an_sm=2) if waves > 0.3 else PagedTiles(64, keys(64), 4, 3, an_sm=2)
     if quant:
-        return Tiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else Tiles(128, 64, 8, 3)
+        return PagedTiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else PagedTiles(128, 64, 8, 3)
     if wanted == 16:
-        return Tiles(16, keys(128), 4, 3) if waves > 0.1 else Tiles(16, keys(64), 4, 3, least=64)
+        return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
     if wanted == 32:
-        return Tiles(32, keys(128), 4, 3) if waves < 0.8 else Tiles(32, keys(64), 4, 3)
+        return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
     if wanted == 64 or D > 128:
-        return Tiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
+        return PagedTiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
     if causal and wanted > 128:
-        return Tiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else Tiles(64, 64, 4, 3)
-    return Tiles(128, 64, 8, 3)
+        return PagedTiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else PagedTiles(64, 64, 4, 3)
+    return PagedTiles(128, 64, 8, 3)
 
 
 @lru_cache

@@ -23,7 +23,7 @@ from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
-from specdec.attention.kernels.tiles_triton import Tiles, chunk_for, padded, programs_at_once, splits_for, tiles_for
+from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent
@@ -87,12 +87,12 @@ class TritonBackend(Backend):
         launch_paged(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
         return None
 
-    def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> tuple[Tiles, int]:
+    def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> tuple[PagedTiles, int]:
         """Tiles of the paged kernel, and splits."""
         (_, H, D), K = q_THD.shape, view.kv.shape[2]
         packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
         waves = segment.rows * K / programs
-        tiles = tiles_for(packed, D, q_THD.element_size(), quant_of(view), segment.causal, waves)
+        tiles = paged_tiles(packed, D, q_THD.element_size(), quant_of(view), segment.causal, waves)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 
@@ -128,7 +128,7 @@ class TritonBackend(Backend):
 
 
 def launch_paged(
-    q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: Tiles
+    q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
 ) -> None:
     (T, H, D), K, splits = q_THD.shape, view.kv.shape[2], out_THSD.shape[2]
     num_tiles = triton.cdiv(segment.max_seqlen_q * (H // K), tiles.block_m)

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from specdec.attention.caches.kv_cache import MHAView  # noqa: E402
 from specdec.attention.eager.reference import ReferenceBackend  # noqa: E402
 from specdec.attention.kernels import triton_backend  # noqa: E402
-from specdec.attention.kernels.tiles_triton import padded, splits_for, tiles_for  # noqa: E402
+from specdec.attention.kernels.tiles_triton import padded, paged_tiles, splits_for  # noqa: E402
 from specdec.attention.kernels.triton_backend import (  # noqa: E402
     TritonBackend,
     launch_paged,
@@ -277,7 +277,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 @pytest.mark.parametrize("packed", [1, 4, 24, 64, 128, 240, 4096])
 def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int, quant: str, causal: bool, waves: float) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
-    tiles = tiles_for(packed, head_dim, itemsize, quant, causal, waves)
+    tiles = paged_tiles(packed, head_dim, itemsize, quant, causal, waves)
     row = padded(head_dim) * itemsize
     kept = tiles.stages * (padded(head_dim) if quant else row) + (row if quant else 0)  # 8-bit blocks, and one made wider
     assert tiles.block_m * row + 2 * tiles.block_n * kept <= 227 * 1024

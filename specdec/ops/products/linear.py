@@ -2,7 +2,7 @@
 
 Each is its definition on a CPU and under autograd.  On a GPU few rows (a decode step, a tree) go through our kernel of
 `linear_triton.py`, and up to 192 on wide weights through that of `linear_wide_triton.py`, where they were measured faster
-than cuBLAS; cuBLAS takes the rest: `tiles_for` decides.  Knows no model.
+than cuBLAS; cuBLAS takes the rest: `product_tiles` decides.  Knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
@@ -22,7 +22,7 @@ FEW = 64  # rows of x up to which the kernel of linear_triton.py goes; linear_wi
 SMS, WAVE_FULL = 132, 0.8  # of the GPU measured on; the share of them that must have work, over all waves of tiles
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """What one program of the kernel works on: rows of x (padded), rows of the weight, columns a step; and how.
 
     splits: programs that share a tile's columns; warps and stages are Triton's.
@@ -67,13 +67,13 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _tiles(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
+def _tiles(x: Tensor, weight: Tensor, gated: bool) -> ProductTiles | None:
     """None where the kernel can't go, or was not measured: without chained launches."""
     if not use_kernels(x) or not has_pdl(x.device) or x.dim() != 2 or x.stride(1) != 1:
         return None
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
-    tiles = tiles_for(x.shape[0], *weight.shape, x.dtype, gated)
+    tiles = product_tiles(x.shape[0], *weight.shape, x.dtype, gated)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
@@ -84,7 +84,7 @@ def _tma_reads(*matrices: Tensor) -> bool:
     return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: Tiles) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
     if tiles.block_t > FEW:
         from specdec.ops.products.linear_wide_triton import launch_wide_linear
 
@@ -102,7 +102,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @cache
-def tiles_for(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> Tiles | None:
+def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
     """The kernel's tiles for T rows and a weight of O rows, or None: cuBLAS.
 
     Measured on an H100 in chains of whole layers of the Llama-3.1-8B shape, weights out of memory each time, and on smaller
@@ -121,22 +121,22 @@ def tiles_for(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> Tiles 
     wide = O >= 16384
     if T <= 16:
         if wide and T <= 8:
-            return Tiles(block_t, 32, 512, 1, 4, 3)
+            return ProductTiles(block_t, 32, 512, 1, 4, 3)
         if O < 4096:
-            return Tiles(block_t, 16, 256, -(-I // 4096), 2, 4)
+            return ProductTiles(block_t, 16, 256, -(-I // 4096), 2, 4)
         if wide or I <= 8192:
-            return Tiles(block_t, 64, 256, 1, 4, 4)
-        return Tiles(block_t, 64, 128, 4, 4, 6) if T <= 8 else Tiles(block_t, 64, 256, 2, 4, 4)
+            return ProductTiles(block_t, 64, 256, 1, 4, 4)
+        return ProductTiles(block_t, 64, 128, 4, 4, 6) if T <= 8 else ProductTiles(block_t, 64, 256, 2, 4, 4)
     if wide:
         stages = 4 if T <= 32 else 3
-        return Tiles(block_t, 64, 128, 1, 4, stages) if gated else Tiles(block_t, 128, 128, 1, 8, stages)
+        return ProductTiles(block_t, 64, 128, 1, 4, stages) if gated else ProductTiles(block_t, 128, 128, 1, 8, stages)
     if O < 4096:
-        return Tiles(block_t, 64, 128, -(-I // 2048), 4, 5)
+        return ProductTiles(block_t, 64, 128, -(-I // 2048), 4, 5)
     splits = -(-I // 8192)
-    return Tiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
+    return ProductTiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
 
 
-def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> Tiles | None:
+def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
     """More than 64 rows: the kernel of linear_wide_triton.py for a gated pair, up to 128 rows for any wide weight, or None.
 
     Measured on an H100 behind a norm, in us, cuBLAS (and SiLU-mul) against ours:
@@ -155,18 +155,18 @@ def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> Tiles | None
     """
     if not FEW < T <= (192 if gated else 128) or dtype == torch.float32 or O < 16384:
         return None
-    tiles = Tiles(96 if T <= 96 else 128, 128, 64, 1, 4, 5)
+    tiles = ProductTiles(96 if T <= 96 else 128, 128, 64, 1, 4, 5)
     if T > 128:
-        tiles = Tiles(160 if T <= 160 else 192, 256, 64, 1, 8, 4)
+        tiles = ProductTiles(160 if T <= 160 else 192, 256, 64, 1, 8, 4)
     programs = -(-O // tiles.block_o)
     return tiles if programs >= WAVE_FULL * SMS * -(-programs // SMS) else None
 
 
-def _tiles_float32(T: int, O: int, I: int) -> Tiles | None:
+def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:
     """Without tensor cores the kernel only wins on small weights, the shipped pair's.
 
     Of more rows than one cuBLAS makes 5.5 to 32 us there, ours 2.5 to 6; on gate_up the two are about even (5 to 8 us).
     """
     if not 1 < T <= 16 or O > 1536 or I > 1024:
         return None
-    return Tiles(8 if T <= 8 else 16, 16, 32, min(8, -(-I // 32)), 2, 3)
+    return ProductTiles(8 if T <= 8 else 16, 16, 32, min(8, -(-I // 32)), 2, 3)

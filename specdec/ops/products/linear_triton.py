@@ -23,7 +23,7 @@ from torch import Tensor
 from specdec.ops.launch import chained
 
 if TYPE_CHECKING:
-    from specdec.ops.products.linear import Tiles
+    from specdec.ops.products.linear import ProductTiles
 
 AHEAD = 512  # measured in whole layers against 0, 256, 1024, 2048 and all: more only queues before what is needed now
 ARRIVALS = 1024  # tiles of a split product, at most
@@ -148,7 +148,7 @@ def silu_mul_kernel(gate_up, out, stride, blocks, F, BLOCK: tl.constexpr, PDL: t
     tl.store(out + row * F + f, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
 
 
-def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: Tiles) -> Tensor:
+def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
     """[T, O], or [T, F] if gated.  x's rows may be strided; at most tiles.block_t of them.
 
     A split product counts arrivals in memory that a device's launches share: on one device, one stream at a time.

@@ -21,7 +21,7 @@ from specdec.ops.launch import chained
 from specdec.ops.products.linear_triton import _prefetch
 
 if TYPE_CHECKING:
-    from specdec.ops.products.linear import Tiles
+    from specdec.ops.products.linear import ProductTiles
 
 AHEAD = 256  # elements of each row asked of L2 before the wait; measured: 0 and 128 are slower, 512 is the same
 
@@ -100,7 +100,7 @@ def _finish_pair(
         tl.store(at_HT + HALF, b_HT.to(y.dtype.element_ty), mask=(out_H + HALF < O)[:, None] & ok_T)
 
 
-def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: Tiles) -> Tensor:
+def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
     """[T, O], or [T, F] if gated.  x's rows may be strided; tiles.block_t is a power of two, or the sum of two."""
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, half = rows // 2 if gated else rows, tiles.block_o // 2
@@ -118,5 +118,5 @@ def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, g
     return y_TO
 
 
-def _rows_of(matrix: Tensor, rows: int, tiles: Tiles) -> TensorDescriptor:
+def _rows_of(matrix: Tensor, rows: int, tiles: ProductTiles) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, tiles.block_i])
