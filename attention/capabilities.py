@@ -160,6 +160,7 @@ def architecture_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def kind_name(kind: LayerKind) -> str:
+    """The kind's name in KINDS: "full", "window" or "chunk"."""
     return "window" if kind.window else "chunk" if kind.chunk else "full"
 
 

@@ -29,6 +29,7 @@ def table_rows() -> list[list[str]]:
 
 
 def table_as_markdown() -> str:
+    """The table in Markdown, as it stands in the README."""
     head, *rows = table_rows()
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 

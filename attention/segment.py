@@ -48,6 +48,7 @@ class Segment:
 
     @property
     def rows(self) -> int:
+        """R, the number of rows."""
         return self.cache_seqlens.shape[0]
 
     @property

@@ -1,6 +1,6 @@
 """The kernels of expand.py: one writes the first level's candidates, the other grows a level from scanned logits.
 
-The second kernel runs one program for each sequence.
+The kernel that grows a level runs one program for each sequence.
 
 Shapes: B sequences, K topk, R branches (rows of logits) of a sequence, C children of a branch; R = C = K, padded.
 """

@@ -51,6 +51,7 @@ class TorchBackend(Backend):
     name = "torch"
 
     def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
+        """The blocks of a plan: one for each packed prompt with a query, else one for the whole plan."""
         first = plan.segments[0]
         if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]

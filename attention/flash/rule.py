@@ -27,6 +27,5 @@ def why_fa4(rows: int, kv_heads: int, packed: int, tokens: int) -> str:
     """
     if tokens < LONG or not fa4_is_faster(rows, kv_heads, packed):
         return ""
-    return (
-        f"flash-attn 4 reads prefixes of up to {rows} trees, {packed} queries x heads a key, and long prompts; triton the rest"
-    )
+    read = f"prefixes of up to {rows} trees ({packed} queries x heads a key) and long prompts"
+    return f"flash-attn 4 reads {read}; specdec's kernels read the rest"
