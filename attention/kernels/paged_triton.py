@@ -2,17 +2,17 @@
 
 The kernel knows pages, not what the keys are: prefixes, prompts and chains look alike to it.  Queries and the heads of a group
 are packed into one tile, so keys and values are read once for all of them.  Where each query has a first key of its own, a
-tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that are never touched.
-Each split leaves a state of its own; the launcher decides how many splits there are and merges their states.
+tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that are never touched. Each
+split leaves a state of its own; the launcher decides how many splits there are and merges their states.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
 represents all 8-bit numbers exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
 then scaled by a power of two into a range where float16 is at least as precise as bfloat16 was.  The scale of a head (fp8) is
 multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
-Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.
-They must have been complete before the kernel right before this one started to wait; in a model that kernel stores the queries'
-own keys.
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
+a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
+other caller has to make sure of the same.
 
 Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R rows, T queries, H heads, K kv heads, S splits.
 """
