@@ -55,7 +55,7 @@ class Parts:
         return out.last_hidden_state[0]
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """[T, V] by all that the causal LM's own forward does behind its decoder: caps and scales included."""
+        """[T, V] by all that the causal LM's own forward does after its decoder: caps and scales included."""
         return self.head(inputs_embeds=hidden_TH[None], use_cache=False, return_dict=True).logits[0]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specdec.models.checkpoints.config_values import one_line
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.experts import EXPERTS
 from specdec.models.transformers_backend.parts import Parts, Unsupported
@@ -63,8 +64,8 @@ def trace(config: Any, where: str) -> Trace:
     except Exception as error:  # of any kind: the code is the model's own
         own = "has attention of its own" if isinstance(error, KeyError) and NAME in error.args else "can't run without values"
         raise ValueError(
-            f"{where}: the code of {config.model_type} models {own} ({type(error).__name__}: {error}); expected a family whose "
-            "layers call transformers' attention interface, and which reads nothing on the host, such as a Llama"
+            f"{where}: the code of {config.model_type} models {own} ({type(error).__name__}: {one_line(error)}); expected a "
+            "family whose layers call transformers' attention interface, and which reads nothing on the host, such as a Llama"
         ) from error
     first = calls[0]
     return Trace(
