@@ -169,7 +169,8 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     if heads % kv_heads:
         raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
     if head_dim % 2 or not head_dim:
-        raise ValueError(f"{where}: head_dim must be even and above 0 for rotary embeddings, got {head_dim}")
+        own = "" if raw.get("head_dim") is not None else ", which is hidden_size / num_attention_heads where it is absent"
+        raise ValueError(f"{where}: head_dim must be even and above 0 for rotary embeddings, got {head_dim}{own}")
     for key in ("max_sequence_length", "pretraining_tp"):  # not read, but a config with such sizes is broken
         whole(raw, key, where, 1)
     attention_bias = flag(raw, "attention_bias", where)

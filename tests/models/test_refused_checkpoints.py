@@ -74,17 +74,19 @@ def refused(call: Callable[[], Any], *says: str) -> None:
 # ---- weights that are not finite ----
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+HELD = [(dtype, value) for dtype in DTYPES for value in (NAN, INF, -INF)]
+HELD = [case for case in HELD if not (case[0] == torch.float8_e4m3fn and abs(case[1]) == INF)]  # which has no infinity
+
+
+@pytest.mark.parametrize(("dtype", "value"), HELD, ids=str)
 def test_one_bad_number_among_many_is_seen(dtype: torch.dtype, value: float) -> None:
-    """Keeps out: a check that looks at sums, at a sample, or that no 8-bit dtype passes."""
-    if dtype == torch.float8_e4m3fn and value != value or dtype != torch.float8_e4m3fn:
-        check, largest = FiniteCheck(), torch.finfo(dtype).max
-        for name, last in (("fine", largest), ("least", -largest), ("bad", value), ("zero", 0.0)):
-            tensor = torch.full((3, 5), largest)
-            tensor[-1, -1] = last
-            check.see(name, tensor.to(dtype))
-        assert check.not_finite() == ["bad"] and check.not_finite() == []
+    """Keeps out: a check of sums, which large numbers overflow, of a sample, or one that 8-bit dtypes have no kernel for."""
+    check, largest = FiniteCheck(), torch.finfo(dtype).max
+    for name, last in (("fine", largest), ("least", -largest), ("bad", value), ("zero", 0.0)):
+        tensor = torch.full((3, 5), largest, dtype=torch.float64)
+        tensor[-1, -1] = last
+        check.see(name, tensor.to(dtype))
+    assert check.not_finite() == ["bad"] and check.not_finite() == []
 
 
 TARGETS = [
@@ -110,7 +112,9 @@ def test_a_target_that_is_not_finite(tmp_path: Path, model: str, name: str) -> N
         refused(lambda: load(folder), f"{folder}/model.safetensors: tensor {name!r} holds NaN or infinity")
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.self_attn.sinks", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.self_attn.sinks", "lm_head.weight"]
+)
 def test_a_target_through_transformers_that_is_not_finite(tmp_path: Path, name: str) -> None:
     """Keeps out: NaN reported as tokens mixed outside of attention, or not at all."""
     folder = save_family(tmp_path, "gpt_oss", 0, sliding_window=8, num_local_experts=4, num_experts_per_tok=2)
@@ -151,7 +155,9 @@ def test_weights_are_floats(tmp_path: Path, dtype: torch.dtype, backend: str) ->
     """Keeps out: integer norms, which say that the checkpoint is quantised or broken, taken for weights."""
     name = "model.layers.1.input_layernorm.weight"
     folder = change_weights(save_target(tmp_path, "llama"), lambda t: t.update({name: t[name].to(dtype)}))
-    refused(lambda: load(folder, backend), f"{folder}/model.safetensors: tensor {name!r} must hold floating-point numbers, got ")
+    refused(
+        lambda: load(folder, backend), f"{folder}/model.safetensors: tensor {name!r} must hold floating-point numbers, got "
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -161,7 +167,7 @@ def test_floats_of_every_size_load(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def wrapping(d2t: Tensor) -> Tensor:
-    """Ids that each differ from the one before by a positive number, since int64 wraps around, and end inside the vocabulary."""
+    """Ids that each seem greater than the one before, since int64 wraps around, and that end inside the vocabulary."""
     ids = torch.tensor([0, 2**63 - 1, -(2**63) + 5, -1, *range(4, len(d2t))])
     return ids - torch.arange(len(d2t))
 
@@ -171,7 +177,7 @@ def wrapping(d2t: Tensor) -> Tensor:
     [
         (lambda d2t: d2t.float(), "tensor 'd2t' must hold integers, got F32"),
         (lambda d2t: d2t + 0.5, "tensor 'd2t' must hold integers, got F32"),
-        (lambda d2t: d2t - 1, "d2t must hold offsets"),
+        (lambda d2t: d2t - 40, "d2t must hold offsets"),
         (lambda d2t: d2t + 40, "d2t must hold offsets"),
         (wrapping, "d2t must hold offsets"),
     ],
@@ -284,7 +290,11 @@ def test_no_name_is_no_folder() -> None:
 def test_a_head_given_for_a_target(tmp_path: Path, zoo: Zoo) -> None:
     """Keeps out: an error about unknown keys or missing tensors, for two arguments in the wrong order."""
     refused(lambda: load(PAIR / "draft"), f"{PAIR}/draft/config.json: expected a target", "are target and draft swapped?")
-    plain = save_eagle1(tmp_path, zoo.target("llama"))  # a plain Llama's config
+    plain = save_eagle1(tmp_path, zoo.target("llama"))
+    refused(lambda: load(plain), f"{plain}/config.json: expected a target", "(bias)", "are target and draft swapped?")
+    raw = json.loads((plain / "config.json").read_text())
+    del raw["bias"]  # then it is a plain Llama's config
+    (plain / "config.json").write_text(json.dumps(raw))
     refused(lambda: load(plain), f"{plain}: expected a target", "(fc.weight)", "are target and draft swapped?")
     refused(lambda: load(plain, "transformers"), f"{plain}: expected a target", "are target and draft swapped?")
 

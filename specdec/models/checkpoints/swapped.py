@@ -17,6 +17,8 @@ _TARGET_PREFIXES = ("model.embed_tokens.", "model.layers.", "transformer.", "gpt
 def refuse_head_config(raw: dict[str, Any], path: Path) -> None:
     """ValueError if a config.json given for a target says that it is a draft head's."""
     marks = [key for key in _HEAD_KEYS if raw.get(key) is not None]
+    if raw.get("model_type") == "llama" and "bias" in raw:  # a key of EAGLE-1 heads, and of no Llama
+        marks.append("bias")
     if any("eagle" in str(name).lower() for name in _as_list(raw.get("architectures"))):
         marks.append(f"architectures {raw['architectures']}")
     if marks:

@@ -61,6 +61,9 @@ def refuse_values(raw: dict[str, Any], where: str) -> None:
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         if (act := text(raw, key, where)) is not None and act not in ACT2FN:
             raise ValueError(f"{where}: {key} must be an activation that transformers knows, such as 'silu', got {act!r}")
+    types = raw.get("layer_types")
+    if types is not None and not (isinstance(types, list) and types and all(isinstance(kind, str) for kind in types)):
+        raise ValueError(f"{where}: layer_types must be null or a list with the name of each layer's type, got {types!r}")
     pad, vocab_size = raw.get("pad_token_id"), raw.get("vocab_size")
     if isinstance(pad, int) and isinstance(vocab_size, int) and pad >= vocab_size:
         raise ValueError(f"{where}: pad_token_id must be below vocab_size {vocab_size}, got {shown(pad)}")
