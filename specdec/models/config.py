@@ -118,14 +118,16 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
     kind = rope_type(merged, where)
     if kind not in _ROPE_KEYS:
         raise NotComputedHere(
-            f"{where}: rope type must be default, linear or llama3, got {kind!r} (rope_type): no module of ours computes it yet"
+            f"{where}: rope type must be default, linear or llama3, got {kind!r} (rope_type): no native module computes it yet"
         )
     if unknown := sorted(set(merged) - _ROPE_KNOWN):
         raise ValueError(
             f"{where}: unknown rope keys {', '.join(unknown)} in rope_parameters or rope_scaling; they may change the model"
         )
     if merged.get("partial_rotary_factor") is not None and number(merged, "partial_rotary_factor", where) != 1.0:
-        raise NotComputedHere(f"{where}: partial_rotary_factor must be absent or 1: no module of ours computes parts yet")
+        raise NotComputedHere(
+            f"{where}: partial_rotary_factor must be absent or 1: no native module turns only a part of each head yet"
+        )
     wanted = _ROPE_KEYS[kind]
     missing = [key for key in wanted if merged.get(key) is None]
     if missing:

@@ -42,7 +42,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
 
 
 def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:
-    """Logits of all tokens, one prompt behind the other, through a cache that is NaN where nothing was stored."""
+    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
     config, P, width = model.config, 5, 12
     cache = MLACache(config.num_layers, 400, config.rank, config.head_dim, dtype=model.norm.weight.dtype, device=CPU)
     cache.latent.fill_(float("nan"))
@@ -224,7 +224,7 @@ def test_what_would_change_the_model_is_an_error(
 
 
 def test_the_layers_of_multi_token_prediction_are_left_out(zoo: DeepseekZoo, tmp_path: Path) -> None:
-    """DeepSeek-V3 ships one behind its last layer.  Keeps out: refusing the original, or passing over more than that."""
+    """DeepSeek-V3 ships one after its last layer.  Keeps out: refusing the original, or passing over more than that."""
     folder = rewritten(zoo.target("v3"), tmp_path / "mtp")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")

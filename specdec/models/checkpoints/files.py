@@ -5,6 +5,7 @@ Every file that is missing, cut off or junk is a ValueError that names it.  Know
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -98,7 +99,8 @@ def _safetensors(file: Path) -> dict[str, StoredTensor]:
 def _pickled(file: Path) -> dict[str, StoredTensor]:
     tensors: Any
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # Files of torch before 1.6 are no zip archives, and can't be mapped into memory.
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except OSError:
         raise
     except Exception as error:  # of any kind: pickle runs whatever the bytes happen to say

@@ -122,7 +122,7 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
 
 
 def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
-    """q, k and v one below the other in one weight; q/k norms spread over their heads; fp8 KV scales, if any."""
+    """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any."""
     D = attention.head_dim
     attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
     counts = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}

@@ -142,7 +142,7 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the values that mean what we
         "moe_layer_freq": (1,),
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
-        "norm_topk_prob": (False,),  # transformers looks away, DeepSeek's own code does not
+        "norm_topk_prob": (False,),  # transformers ignores this key, DeepSeek's own code obeys it
         "num_nextn_predict_layers": (0,),
     },
     "deepseek_v3": {

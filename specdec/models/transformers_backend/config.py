@@ -132,7 +132,8 @@ def layer_kinds(config: Any, where: str) -> tuple[LayerKind, ...]:
     for kind in sorted(set(types) - {"full_attention"}):
         span = spans[kind]
         if not isinstance(span, int) or span < 1:
-            raise ValueError(f"{where}: layers of type {kind} need a positive number of tokens, got {span!r}")
+            key = "sliding_window" if kind == "sliding_attention" else "attention_chunk_size"
+            raise ValueError(f"{where}: {key} must be a positive number of tokens for layers of type {kind}, got {span!r}")
     made = {"sliding_attention": "window", "chunked_attention": "chunk"}
     return tuple(FULL if kind == "full_attention" else LayerKind(**{made[kind]: spans[kind]}) for kind in types)
 

@@ -95,7 +95,7 @@ def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
         if call.module not in set(parts.layers[layer].modules()):
             raise Unsupported(f"attention {layer} is not part of decoder layer {layer}")
         if not getattr(call.module, "is_causal", True) or call.extra.get("is_causal") is False:
-            raise Unsupported(f"layer {layer} is not causal: it reads tokens behind its own; expected a decoder-only model")
+            raise Unsupported(f"layer {layer} is not causal: it reads tokens after its own; expected a decoder-only model")
         odd = [k for k, v in call.extra.items() if v is not None and k not in _HARMLESS and (k, v) != ("is_causal", True)]
         if odd or call.extra.get("dropout"):
             raise Unsupported(f"layer {layer} passes {', '.join(odd or ['dropout'])} to attention, which is not computed here")
