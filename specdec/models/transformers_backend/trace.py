@@ -71,8 +71,8 @@ def trace(config: Any, where: str) -> Trace:
         own = "has attention of its own" if isinstance(error, KeyError) and NAME in error.args else "can't run without values"
         raise ValueError(
             f"{where}: the code of {config.model_type} models {own} ({type(error).__name__}: {one_line(error)}); expected a "
-            "family whose layers call transformers' attention interface and whose code reads no device memory on the host, such "
-            "as a Llama"
+            "family whose layers call transformers' attention interface and whose code reads no device memory on the host, "
+            "such as a Llama"
         ) from error
     first = calls[0]
     return Trace(
