@@ -30,15 +30,16 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import HEADROOM, QuantCache
-from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
 from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.attention.kinds import FULL
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, timed_walls
 from specdec.bench.prompt_file import read_prompts
-from specdec.loading import EngineSettings, kv_bytes_per_page
+from specdec.loading import kv_bytes_per_page
+from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
+from specdec.resolve import resolve_settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -131,7 +132,7 @@ def pool_bytes(decoder: SpecDecoder) -> int:
 
 
 def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
-    settings = replace(decoder.settings, kv_cache_dtype="auto", dtype=torch.bfloat16)
+    settings = replace(decoder.settings.with_options(kv_cache_dtype="auto"), dtype=torch.bfloat16)
     return decoder.engine.pool.num_pages * kv_bytes_per_page(decoder.model, decoder.head, settings)
 
 
@@ -170,9 +171,11 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     import round_8b
 
     spec = round_8b.spec_of(shape)
-    device = torch.device("cuda", 0)
-    choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device), kv_dtype=kind))
-    settings = EngineSettings(spec, BATCH, CONTEXT + 1024, 16, choice, "round", device, torch.bfloat16, kv_cache_dtype=kind)
+    options = EngineOptions(
+        device="cuda:0", dtype="bfloat16", max_batch_size=BATCH, max_seq_len=CONTEXT + 1024, attention="triton",
+        kv_cache_dtype=kind,
+    )  # fmt: skip
+    settings = resolve_settings(options, spec, model.config)
     decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
     for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
         fill(cache)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from specdec import __version__
 from specdec.config import SamplingParams, SpecConfig
+from specdec.options import EngineOptions
 
 DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
 # Written out, since help must not wait for torch; a test holds them to the code.
@@ -187,10 +188,10 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos, **given)
 
 
-def _engine(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("device", "dtype", "attention", "page_size", "kv_cache_dtype", "backend", "prefix_caching")
+def _engine(args: argparse.Namespace, **decided: Any) -> EngineOptions:
+    names = ("device", "dtype", "attention", "page_size", "kv_cache_dtype", "backend", "prefix_caching", "max_seq_len")
     graphs = False if args.cuda_graphs == "off" else args.cuda_graphs
-    return {name: getattr(args, name) for name in names} | {"cuda_graphs": graphs}
+    return EngineOptions(**{name: getattr(args, name) for name in names}, cuda_graphs=graphs, **decided)
 
 
 # ---- commands ----
@@ -227,7 +228,6 @@ def _bench(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         chat=args.chat,
         engine=_engine(args),
-        max_seq_len=args.max_seq_len,
         profile=args.profile,
         synthetic_acceptance=args.synthetic_acceptance,
     )
@@ -274,9 +274,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args.prompt)
     from specdec.decoder import SpecDecoder
 
-    decoder = SpecDecoder.from_pretrained(
-        target, draft, args.spec, max_batch_size=1, max_seq_len=args.max_seq_len, **_engine(args)
-    )
+    decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=_engine(args, max_batch_size=1))
     if not decoder.tokenizer.is_present:
         raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
     stats = _stream(decoder, [{"role": "user", "content": prompt}] if args.chat else prompt, sampling)
@@ -300,10 +298,10 @@ def _stream(decoder: Any, prompt: Any, sampling: SamplingParams) -> str:
     print(flush=True)
     seconds, stats, tokens = time.perf_counter() - start, generation.stats, len(generation.token_ids)
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
-    if decoder.settings.prefix_caching:
+    if decoder.settings.options.prefix_caching:
         line += f", {stats.cached_tokens} of {len(generation.prompt_token_ids)} prompt tokens cached"
-    if decoder.settings.backend != "native":
-        line += f", target by {decoder.settings.backend}"
+    if decoder.settings.target_backend != "native":
+        line += f", target by {decoder.settings.target_backend}"
     if decoder.head is None:
         return line + "; plain decoding"
     if not stats.rounds:

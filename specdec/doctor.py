@@ -27,8 +27,8 @@ from specdec.attention.capabilities import (
     why_not,
 )
 from specdec.attention.capability_table import table_as_markdown
-from specdec.loading import resolve_device, resolve_dtype
 from specdec.models.checkpoints.loader import read_target_config
+from specdec.resolve import resolve_device, resolve_dtype
 
 PACKAGES = (
     "specdec", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",

@@ -243,7 +243,7 @@ def test_the_whole_runtime_on_flash_attn_4(graphs: Any) -> None:
     settings: dict[str, Any] = dict(device="cuda", dtype="bfloat16", max_seq_len=256, spec=SpecConfig(3, 8, 48))
     ours = SpecDecoder.from_pretrained(target_folder(), draft_folder(), **settings)
     flash = SpecDecoder.from_pretrained(target_folder(), draft_folder(), **settings, attention="fa4", cuda_graphs=graphs)
-    assert (ours.settings.attention.name, flash.settings.attention.name) == ("triton", "fa4")
+    assert (ours.settings.attention_backend.name, flash.settings.attention_backend.name) == ("triton", "fa4")
     plain = ours.generate(texts, sampling, speculate=False)
     for fast in (flash.generate(texts, sampling), flash.generate(texts, sampling, speculate=False)):
         for number, (a, b) in enumerate(zip(plain, fast, strict=True)):

@@ -42,7 +42,7 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
     attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored)
     logits_TV = model.logits(model(ids_T, torch.arange(len(ids_T)), attn).hidden_TH)
     logits_TV = logits_TV[len(out.prompt_token_ids) - 1 :]
-    noise = LOGIT_NOISE[decoder.settings.kv_cache_dtype] * logits_TV.std()
+    noise = LOGIT_NOISE[decoder.settings.options.kv_cache_dtype] * logits_TV.std()
     best, second = logits_TV.topk(2).values.unbind(-1)
     below = best - logits_TV.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
     assert (below <= noise).all(), (below.tolist(), noise)

@@ -59,7 +59,7 @@ def measure_cell(
     spec = decoder.settings.spec
     assert spec is not None
     return Cell(
-        decoder.settings.max_batch_size,
+        decoder.settings.options.max_batch_size,
         (spec.num_steps, spec.topk, spec.num_draft_tokens),
         baseline.side(),
         speculative.side(),

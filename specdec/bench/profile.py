@@ -53,7 +53,7 @@ def profile_work(
         (spec.max_steps, spec.topk, spec.num_draft_tokens) if spec else None,
         context,
         bandwidth,
-        byte_limit(decoder.model, decoder.head, spec, len(prompts), context, decoder.settings.kv_cache_dtype),
+        byte_limit(decoder.model, decoder.head, spec, len(prompts), context, decoder.settings.options.kv_cache_dtype),
         decoder.engine.rounds.mode,
         [1e3 * wall for (wall, _), _ in found],
         1e3 * median(wall - waited for (wall, waited), _ in found) if is_gpu else None,

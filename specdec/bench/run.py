@@ -29,12 +29,14 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
-from specdec.loading import EngineSettings, load_pair
+from specdec.loading import load_pair
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
+from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer, check_length, encode_prompt
+from specdec.resolve import EngineSettings
 from specdec.verify.synthetic import SyntheticAcceptance
 
 MAX_SEED = 2**63 - 1
@@ -45,7 +47,8 @@ Progress = Callable[[str, int, int], None]  # what runs now, passes done, passes
 class BenchOptions:
     """What to measure.  sampling: for every prompt; when it samples, prompt i gets seed + i.  chat: apply the chat template.
 
-    max_seq_len None: what the longest prompt and max_tokens need.  profile: measure budgets too.  synthetic_acceptance: the
+    engine: its max_batch_size is of no account, batch_sizes are; its max_seq_len None: what the longest prompt and
+    max_tokens need.  profile: measure budgets too.  synthetic_acceptance: the
     conditional probability of each level to force; EOS is then ignored, and greedy requests get seeds for the draws.
     """
 
@@ -58,8 +61,7 @@ class BenchOptions:
     sampling: SamplingParams
     repeats: int = 3
     chat: bool = False
-    engine: dict[str, Any] = field(default_factory=dict)  # device, dtype, attention, page_size, cuda_graphs
-    max_seq_len: int | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
     profile: bool = False
     synthetic_acceptance: Sequence[float] | None = None
 
@@ -150,7 +152,7 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     steal, total_cpu = steal_and_total()
     for number, (size, spec) in enumerate(product(options.batch_sizes, options.specs)):
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
-        decoder = SpecDecoder(model, head, replace(settings, spec=spec, max_batch_size=size), tokenizer)
+        decoder = SpecDecoder(model, head, replace(settings.with_options(max_batch_size=size), spec=spec), tokenizer)
         if forced is not None:
             decoder.engine.verifier.synthetic = SyntheticAcceptance.of(forced, model.config.vocab_size, settings.device)
         _measure(options, decoder, prompts, result, partial(_report_pass, options, on_progress, number))
@@ -173,7 +175,7 @@ def _measure(
     on_pass: Callable[[str, int], None],
 ) -> None:
     """One batch size with one tree shape: its cell, and if asked for its budgets; plain decoding's once a batch size."""
-    sampling, size = options.effective_sampling, decoder.settings.max_batch_size
+    sampling, size = options.effective_sampling, decoder.settings.options.max_batch_size
     result.cells.append(measure_cell(decoder, prompts, sampling, options.repeats, on_pass))
     if not options.profile:
         return
@@ -195,7 +197,7 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
 
 def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of all prompts, checked against the model's limits before its weights are read."""
-    config = choose_target(resolve_folder(options.target, "target"), options.engine.get("backend", "auto")).config
+    config = choose_target(resolve_folder(options.target, "target"), options.engine.backend).config
     encoded = []
     for i, prompt in enumerate(options.prompts):
         name = f"prompt {i + 1} of {options.prompts_source}"
@@ -203,7 +205,7 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
             raise ValueError(f"{name} holds token ids, to which no chat template can be applied; leave --chat out")
         message = [{"role": "user", "content": prompt}]
         ids = encode_prompt(message if options.chat else prompt, name, tokenizer, config.vocab_size)
-        check_length(ids, options.effective_sampling, name, options.max_seq_len or config.max_position)
+        check_length(ids, options.effective_sampling, name, options.engine.max_seq_len or config.max_position)
         encoded.append(ids)
     return encoded
 
@@ -211,10 +213,9 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
 def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead, EngineSettings]:
     """Both models, once for all cells: with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead)
-    length = options.max_seq_len or longest_prompt + options.sampling.max_tokens
-    engine: dict[str, Any] = {"device": "auto", "dtype": "auto", "attention": "auto", "page_size": 16, "cuda_graphs": "round"}
-    engine |= {"max_batch_size": max(options.batch_sizes), "max_seq_len": length} | options.engine
-    model, head, settings, _ = load_pair(options.target, options.draft, widest, **engine)
+    length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
+    engine = replace(options.engine, max_batch_size=max(options.batch_sizes), max_seq_len=length)
+    model, head, settings, _ = load_pair(options.target, options.draft, widest, engine)
     assert head is not None
     for spec in options.specs:
         if spec.topk > head.config.draft_vocab_size:
@@ -233,18 +234,10 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
     return {
         "target": str(options.target),
         "draft": str(options.draft),
-        "device": str(settings.device),
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "attention": settings.attention.name,
-        "attention_reason": settings.attention.reason,
-        "cuda_graphs": settings.cuda_graphs,
-        "page_size": settings.page_size,
-        "kv_cache_dtype": settings.kv_cache_dtype,
-        "prefix_caching": settings.prefix_caching,
-        "backend": settings.backend,
-        "backend_reason": settings.backend_reason,
+        **settings.by_option(),
+        "attention_reason": settings.attention_backend.reason,
+        "backend_reason": settings.target_backend_reason,
         "mixture_of_experts": config.has_experts,
-        "max_seq_len": settings.max_seq_len,
         "repeats": options.repeats,
         "sampling": {name: getattr(sampling, name) for name in sampling.__dataclass_fields__},
     }

@@ -217,7 +217,7 @@ def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, p
     found = {}
     for spec in MEASURED:
         lookahead = spec.lookahead
-        measured = replace(settings, spec=spec, max_batch_size=32, max_seq_len=run.width - lookahead)
+        measured = replace(settings.with_options(max_batch_size=32), spec=spec, max_seq_len=run.width - lookahead)
         pair = SpecDecoder(decoder.model, head, measured, decoder.tokenizer)
         sampling = SamplingParams(max_tokens=run.width - run.longest_prompt - lookahead)
         stats = Stats.total([output.stats for output in pair.generate(prompts, sampling)])

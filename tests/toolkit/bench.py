@@ -9,6 +9,7 @@ import torch
 from specdec.attention.kinds import FULL
 from specdec.config import SpecConfig
 from specdec.generation import Generation, Stats
+from specdec.options import EngineOptions
 from specdec.runner.phase_clock import PhaseClock
 
 
@@ -39,8 +40,8 @@ class StubDecoder:
     ) -> None:
         self.model, self.head = StubModel(list(logits)), None
         self.settings = SimpleNamespace(
-            spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4,
-            cuda_graphs=False, kv_cache_dtype="auto",
+            options=EngineOptions(max_batch_size=2, page_size=4), spec=SpecConfig(2, 2, 4), device=torch.device("cpu"),
+            dtype=dtype, cuda_graphs=False,
         )  # fmt: skip
         self.clock = PhaseClock(torch.device("cpu"))
         self.engine = SimpleNamespace(
