@@ -117,14 +117,14 @@ def _taken_here() -> dict[str, str]:
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     choice = choose_backend("auto", AttentionNeeds(device, dtype, architecture_of(device)))
-    on_gpu = device.type == "cuda"
+    on_gpu, most = device.type == "cuda", allowed_threads()
     return {
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch.") + (", as the checkpoint" if on_gpu else ""),
         "attention": f"{choice.name} ({choice.reason})",
         "cuda_graphs": "" if on_gpu else "off, they need a GPU",
         "max_seq_len": "the model's own limit",
-        "threads": "torch's are left alone" if on_gpu else f"1 to {allowed_threads()}",
+        "threads": "torch's are left alone" if on_gpu else f"1 to {most}, by the model" if most > 1 else "1",
     }
 
 

@@ -32,7 +32,7 @@ class Setting:
     meaning: one sentence, for help and tables.  details: more of it, for the documentation of from_pretrained.
     choices, or low and high, or pattern (a regular expression and what it stands for): the values allowed besides the
     default.  high: a number, or a function where the machine decides.  metavar: what the command line calls the value.
-    decided_by: commands that have no flag for the option, and what decides there instead.
+    decided_by: commands that have no flag for the option, and what their help says instead.
     """
 
     meaning: str
@@ -91,7 +91,10 @@ class EngineOptions:
         "requests that run at once; more wait for their turn",
         low=1,
         high=4096,
-        decided_by={"generate": "1, for the one prompt", "bench": "--batch-sizes"},
+        decided_by={
+            "generate": "max_batch_size is 1: there is one prompt",
+            "bench": "max_batch_size is what --batch-sizes says",
+        },
     )
     max_seq_len: int | None = option(
         None,

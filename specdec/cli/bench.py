@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 
 HELP = "measure a pair against its own autoregressive decoding"
 DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
-DEFAULT_PROMPTS = 8
-SECONDS_A_LINE = 10.0  # between lines of progress where stderr is no terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     shapes = " and ".join(s.label for s in DEFAULT_SPECS)
     lines = "text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)"
     add("--prompts", type=not_empty, metavar="FILE", help=lines)
-    add("--num-prompts", type=int, metavar="N", help="the file's first N; default: the first 8, or all if there are fewer")
-    add(
-        "--spec",
-        type=tree_shape,
-        action="append",
-        metavar="S,k,nd",
-        help=f"tree shape, repeatable (S: or auto); default: {shapes}",
-    )
+    add("--num-prompts", type=int, metavar="N", help="the file's first N; default: 8, or as many as the largest batch")
+    spec = f"shape of the draft tree, may be given several times; S may be auto; default: {shapes}"
+    add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
     add("--batch-sizes", type=ints, default=(1, 8), metavar="N,N", help="default: 1,8")
     add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
     add("--repeats", type=int, default=3, metavar="N", help="timed passes a side; default: %(default)s")
@@ -81,7 +72,7 @@ def _options(args: argparse.Namespace) -> BenchOptions:
     from specdec import shipped
     from specdec.bench.prompt_file import read_prompts
 
-    flags = {"--spec": args.spec, "--synthetic-acceptance": args.synthetic_acceptance}
+    flags = {"--spec": args.spec, "--synthetic-acceptance": args.synthetic_acceptance, "--plot": args.plot}
     target, draft = pair_of(args, [flag for flag, value in flags.items() if value])
     sampling = sampling_of(args)
     if sampling.temperature > 0 and sampling.seed is None:
@@ -93,7 +84,8 @@ def _options(args: argparse.Namespace) -> BenchOptions:
     return BenchOptions(
         target=target,
         draft=draft,
-        prompts=prompts if args.num_prompts else prompts[:DEFAULT_PROMPTS],
+        prompts=prompts,
+        num_prompts=args.num_prompts,
         prompts_source=str(source),
         specs=tuple(args.spec or DEFAULT_SPECS) if draft is not None else (),
         batch_sizes=args.batch_sizes,
@@ -119,27 +111,9 @@ def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Ca
 
 
 def _measure(options: BenchOptions) -> Measurement:
-    """Runs the benchmark under a bar on stderr, or under a line now and then where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Runs the benchmark, and says on stderr how far it is."""
+    from specdec.bench.progress import show_progress
     from specdec.bench.run import run_bench
 
-    on_stderr = console(stderr=True)
-    if not on_stderr.is_terminal:
-        return run_bench(options, _Lines())
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=on_stderr, transient=True) as bar:
-        task = bar.add_task("loading")
-        return run_bench(options, lambda what, done, of: bar.update(task, description=what, completed=done, total=of))
-
-
-class _Lines:
-    """Says what runs, at most once in SECONDS_A_LINE, so that a log shows a long run to be alive and stays short."""
-
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        if time.monotonic() - self.last >= SECONDS_A_LINE:
-            self.last = time.monotonic()
-            print(f"specdec: {what}, {done} of {of} passes done", file=sys.stderr)
+    with show_progress() as progress:
+        return run_bench(options, progress)

@@ -21,9 +21,9 @@ class Parser(argparse.ArgumentParser):
     """argparse, but what is wrong is one line, and a flag that does not exist brings the nearest one that does."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, extra = self.parse_known_args(args, namespace)
         if extra:
             command: Parser = getattr(found, "parser", self)
@@ -68,20 +68,12 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
 def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     """--target, --draft and a flag for every engine option, but for those that the command decides in another way."""
-    decided = [
-        f"{item.name}: {setting_of(item).decided_by[command]}"
-        for item in fields(EngineOptions)
-        if command in setting_of(item).decided_by
-    ]
-    group = parser.add_argument_group("models and engine", "; ".join(decided) or None)
+    decided = [setting_of(item).decided_by.get(command, "") for item in fields(EngineOptions)]
+    group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
-    group.add_argument(
-        "--draft",
-        type=not_empty,
-        metavar="DIR",
-        help="folder or hub id of its EAGLE head; without one, a --target decodes plainly",
-    )
+    draft = "folder or hub id of its EAGLE head; without one, a --target decodes plainly"
+    group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
     for item in fields(EngineOptions):
         if command not in setting_of(item).decided_by:
             group.add_argument(flag_of(item.name), **_flag_details(item))

@@ -17,7 +17,8 @@ def complain(message: str, kind: str = "error") -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """rich's, but a reader that went away is the caller's business: rich itself would exit with 1, which means "outputs differ"."""
+    """rich's console, but a reader that went away is an error that `main` sees: rich itself would exit with 1, which here means
+    that outputs differ."""
     from rich.console import Console
 
     class PipeConsole(Console):
