@@ -32,9 +32,10 @@ class Parser(argparse.ArgumentParser):
 
     def nearest_flags(self, unknown: Sequence[str]) -> str:
         """The flag that exists for each that does not; empty if none is alike."""
-        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        alike = [nearest_name(name, self._option_string_actions) for name in names]
-        return f"; nearest: {', '.join(filter(None, alike))}" if any(alike) else ""
+        names = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
+        known = [flag.lstrip("-") for flag in self._option_string_actions]  # without dashes, in which all flags are alike
+        alike = ["--" + name for name in (nearest_name(name, known) for name in names) if name]
+        return f"; nearest: {', '.join(alike)}" if alike else ""
 
     def error(self, message: str) -> NoReturn:
         complain(f"{message}; see {self.prog} --help")
