@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from specdec.checks import require_int
+
 # One more thread must save more than it costs.  Threads of a product wait for each other at its end, and where another
 # program holds a core they wait for that program: the shipped pair (0.4 MiB a layer) fell from 375 to 22 tokens a second with a
 # second thread on a machine with one busy core.  A thread that reads 4 MiB of every layer works long enough to be worth it.
@@ -38,6 +40,16 @@ def allowed_threads() -> int:
     if torch.get_num_threads() != _seen.get("set"):
         _seen["allowed"] = torch.get_num_threads()
     return min(_seen["allowed"], usable_cpus())
+
+
+def use_training_threads(count: int | None) -> int:
+    """Tells torch the threads of a training run on a CPU, and returns them.  None: all that are allowed.
+
+    A training step works on thousands of tokens at once, so that even a tiny model has work for every thread.
+    """
+    count = allowed_threads() if count is None else require_int("threads", count, 1, usable_cpus())
+    use_threads(count)
+    return count
 
 
 def use_threads(count: int) -> None:
