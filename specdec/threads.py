@@ -7,8 +7,12 @@ decoder that was built last has set it.  This file knows sizes and processor cou
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from specdec.checks import require_int
+
+if TYPE_CHECKING:
+    import torch
 
 # One more thread must save more than it costs.  Threads of a product wait for each other at its end, and where another
 # program holds a core they wait for that program: the shipped pair (0.4 MiB a layer) fell from 375 to 22 tokens a second with a
@@ -42,14 +46,13 @@ def allowed_threads() -> int:
     return min(_seen["allowed"], usable_cpus())
 
 
-def use_training_threads(count: int | None) -> int:
-    """Tells torch the threads of a training run on a CPU, and returns them.  None: all that are allowed.
+def set_training_threads(device: torch.device, count: int | None) -> None:
+    """Tells torch the threads of a training run; does nothing for one on a GPU.  count: None for all that are allowed.
 
-    A training step works on thousands of tokens at once, so that even a tiny model has work for every thread.
+    A training step works on thousands of tokens at once, so even a tiny model has work for every thread.
     """
-    count = allowed_threads() if count is None else require_int("threads", count, 1, usable_cpus())
-    use_threads(count)
-    return count
+    if device.type == "cpu":
+        use_threads(allowed_threads() if count is None else require_int("threads", count, 1, usable_cpus()))
 
 
 def use_threads(count: int) -> None:

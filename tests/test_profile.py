@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from toolkit.driver import Driver
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig
@@ -154,7 +155,7 @@ def test_only_rounds_of_the_full_batch_count(zoo: Zoo) -> None:
     sampling = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=20)]
     session = Session(decoder)
     work = Work(session, PROMPTS, sampling, speculate=True)
-    engine = decoder.engine
+    driver = Driver(decoder)
 
     def step() -> int:
         before = session.num_running
@@ -165,10 +166,10 @@ def test_only_rounds_of_the_full_batch_count(zoo: Zoo) -> None:
     assert [rows for rows, _ in found] == [2] * 40
     contexts = [context for _, context in found]
     assert min(contexts) > 4.5 and any(b < a for a, b in zip(contexts, contexts[1:])), "prompts were run anew"
-    assert engine.is_idle and engine.pool.num_free == engine.pool.capacity
+    driver.assert_nothing_leaked()
     parts = phases_ms(work, rounds=6)
     assert list(parts) == ["draft", "verify", "extend", "rest"] and min(parts.values()) > 0
-    assert engine.rounds.clock.enabled is False
+    assert not driver.times_phases
 
 
 def test_a_profile_on_a_cpu(zoo: Zoo) -> None:
@@ -211,7 +212,7 @@ def test_a_batch_that_does_not_fit_is_refused(zoo: Zoo) -> None:
     work = Work(session, [*PROMPTS, [1]], [SamplingParams(max_tokens=30)] * 3, speculate=True)
     with pytest.raises(ValueError, match="needs all 3 sequences of the batch to run at once, got 2"):
         full_rounds(work, session.step)
-    assert decoder.engine.is_idle
+    assert Driver(decoder).is_idle
 
 
 def test_rounds_that_surely_fit() -> None:

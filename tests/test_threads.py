@@ -13,7 +13,7 @@ from specdec import shipped
 from specdec import threads as threads_module
 from specdec.loading import set_threads
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.threads import LEAST_BYTES_A_THREAD, allowed_threads, threads_for, usable_cpus, use_threads
+from specdec.threads import LEAST_BYTES_A_THREAD, allowed_threads, set_training_threads, threads_for, usable_cpus, use_threads
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,21 @@ def test_a_gpu_decoder_leaves_them_alone(zoo: Zoo) -> None:
     torch.set_num_threads(2)
     set_threads(decoder.model, replace(decoder.settings, device=torch.device("cuda", 0)))
     assert torch.get_num_threads() == 2
+
+
+def test_training_takes_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a training run on one thread, because the decoder that writes its text is tiny."""
+    monkeypatch.setattr(threads_module, "usable_cpus", lambda: 8)
+    torch.set_num_threads(3)
+    use_threads(1)
+    set_training_threads(torch.device("cuda", 0), None)
+    assert torch.get_num_threads() == 1
+    set_training_threads(torch.device("cpu"), None)
+    assert torch.get_num_threads() == 3
+    set_training_threads(torch.device("cpu"), 2)
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match=r"threads must be in \[1, 8\], got 9; nearest setting that works: threads=8"):
+        set_training_threads(torch.device("cpu"), 9)
 
 
 def test_a_small_decoder_does_not_hold_back_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:

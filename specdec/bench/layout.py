@@ -14,8 +14,11 @@ UNBOUNDED = 10_000  # columns, to ask how wide a table would like to be
 
 
 class Grid:
-    """columns: names of the values, "\\n" where the head of a table may break.  lead: names of the cells that say which row
-    it is; in a block they are its first line, after their names unless these are empty.  tag: a mark on every row, or "".
+    """Rows with the same columns.
+
+    lead: names of the cells that say which row it is; in a block these cells are the first line.  columns: names of the
+    values, "\\n" where the head of a table breaks.  tag: a mark on every row, or "".  left: the lead cells are words, set to
+    the left, and say what they are without their names.
     """
 
     def __init__(self, lead: tuple[str, ...], *columns: str, tag: str = "", left: bool = False) -> None:
@@ -39,8 +42,8 @@ class Grid:
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 1), collapse_padding=bool(self.tag), pad_edge=False, header_style="cyan")
         for i, name in enumerate((*self.lead, *self.columns)):
-            justify = "left" if self.left and i < len(self.lead) else "right"
-            table.add_column(name, justify=justify, no_wrap=True, vertical="bottom")
+            is_left = self.left and i < len(self.lead)
+            table.add_column(name, justify="left" if is_left else "right", no_wrap=True, vertical="bottom")
         if self.tag:
             table.add_column("", no_wrap=True, style="yellow")
         for cells, style in self.rows:

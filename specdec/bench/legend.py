@@ -26,7 +26,7 @@ SPEED = [
 ]
 PREDICTED = [
     ("predicted", "accept length x plain step / whole round; knows no prefill"),
-    ("uneven ends", "sequences end at different times: the last rounds run half empty"),
+    ("uneven ends", "last rounds that run half empty, and tokens cut off after the end"),
     ("prefill", "reading the prompts: only the target without a draft, else both"),
     ("other", "noise, and the waiting in the pass from which the prediction comes"),
 ]

@@ -24,6 +24,7 @@ ROUNDS = 50  # measured of each kind,
 SECONDS = 30.0  # or as many as fit this time, but
 FEWEST = 5
 TRACED = 10
+PATIENCE = 4  # steps in which no prompt enters, after which no more will
 FILL = 2  # rounds after a prefill that are not measured, since the pipeline between GPU and host fills in them
 
 
@@ -83,10 +84,10 @@ class Work:
 
     def _enter(self, requests: list[Submitted]) -> None:
         """Prefills all requests.  ValueError if they can't all run at once."""
-        session, entered = self.session, -1
-        while entered < session.num_running < len(requests):  # each step admits some, or no more can enter
-            entered = session.num_running
+        session, idle = self.session, 0
+        while session.num_running < len(requests) and idle < PATIENCE:
             session.step()
+            idle = 0 if session.num_entering else idle + 1
         if session.num_running < len(requests):
             error = next((request.error for request in requests if request.error), None)
             raise ValueError(

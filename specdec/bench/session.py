@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from specdec.attention.caches.quant_cache import QuantCache
 from specdec.attention.eager.dense import StoreFn
+from specdec.build import kv_bytes_per_page
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.engine.request import Request
 from specdec.generation import Generation
-from specdec.loading import kv_bytes_per_page
 from specdec.models.target import Target
 from specdec.resolve import EngineSettings
 from specdec.runner.phase_clock import PhaseClock
@@ -99,29 +99,29 @@ class Session:
     @property
     def num_graphs(self) -> int:
         """CUDA graphs captured so far."""
-        return self.decoder.engine.num_graphs
+        return self.decoder.engine.runner.num_graphs
 
     @property
     def kv_pool_bytes(self) -> int:
         """Bytes of the KV pool over both models."""
-        return self.decoder.engine.pool.num_pages * kv_bytes_per_page(self.model, self.head, self.settings)
+        return self.decoder.engine.scheduler.admission.pool.num_pages * kv_bytes_per_page(self.model, self.head, self.settings)
 
     @property
     def as_stored(self) -> StoreFn | None:
         """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
-        cache = self.decoder.engine.verifier.cache
+        cache = self.decoder.engine.runner.workers.verifier.cache
         return cache.as_stored if isinstance(cache, QuantCache) else None
 
     # ---- forced acceptance ----
 
     @property
     def forces_acceptance(self) -> bool:
-        return self.decoder.engine.verifier.synthetic is not None
+        return self.decoder.engine.runner.workers.verifier.synthetic is not None
 
     def force_acceptance(self, probs: Sequence[float]) -> None:
         """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
         forced = SyntheticAcceptance.of(probs, self.model.config.vocab_size, self.settings.device)
-        self.decoder.engine.verifier.synthetic = forced
+        self.decoder.engine.runner.workers.verifier.synthetic = forced
 
     # ---- whole prompts, as users run them ----
 
@@ -135,11 +135,8 @@ class Session:
 
     def submit(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool) -> list[Submitted]:
         """Queues prompts; the next steps prefill them."""
-        requests = [
-            self.decoder._request(prompt, params, "prompt", streaming=False)
-            for prompt, params in zip(prompts, sampling, strict=True)
-        ]
-        self.decoder._start(requests, speculate)
+        requests = [self.decoder.new_request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        self.decoder.engine.submit(requests, speculate)
         self._submitted += requests
         return [Submitted(request) for request in requests]
 
@@ -148,12 +145,17 @@ class Session:
         """Prompts that are prefilled and not finished."""
         return len(self.decoder.engine.running)
 
+    @property
+    def num_entering(self) -> int:
+        """Prompts that hold a row, and of which a part is yet to be prefilled."""
+        return len(self.decoder.engine.scheduler.seats) - self.num_running
+
     def step(self) -> None:
-        """Prefills what waits and fits; if nothing does, runs one round."""
+        """Runs one chunk of prompts, or one round."""
         self.decoder.engine.step()
 
     def timed_step(self) -> StepTime:
-        readback = self.decoder.engine.readback
+        readback = self.decoder.engine.runner.readback
         waited, start = readback.wait_seconds, time.perf_counter()
         self.decoder.engine.step()
         return StepTime(time.perf_counter() - start, readback.wait_seconds - waited)
@@ -167,7 +169,7 @@ class Session:
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseTimes]:
         """Inside, every phase is waited for and timed, from zero.  That slows rounds."""
-        clock = self.decoder.engine.rounds.clock
+        clock = self.decoder.engine.runner.clock
         clock.clear()
         clock.enabled = True
         try:

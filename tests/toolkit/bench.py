@@ -45,7 +45,7 @@ class StubPhases:
 class StubSession(Session):
     """Speculates two rounds where plain decoding takes five, or writes `wrong` while it does.
 
-    right: ids of every prompt's output.  text: of every output; None is a decoder without a tokenizer.
+    right: ids of every prompt's output.  text: of every output; None is a decoder without a tokenizer.  reason: why it ended.
     """
 
     model = settings = head = as_stored = None
@@ -59,6 +59,7 @@ class StubSession(Session):
         synthetic: bool = False,
         right: list[int] = (5, 6, 7, 8, 5, 6),
         text: str | None = None,
+        reason: str = "length",
     ) -> None:
         self.model = StubModel(list(logits))
         self.settings = SimpleNamespace(
@@ -66,6 +67,7 @@ class StubSession(Session):
             dtype=dtype, cuda_graphs=False,
         )  # fmt: skip
         self.synthetic, self.right, self.wrong, self.text = synthetic, list(right), wrong, text
+        self.reason = reason
         self.phases, self.is_timing = StubPhases(), False
         self.calls: list[tuple[bool, bool]] = []
 
@@ -101,4 +103,4 @@ class StubSession(Session):
         for _ in range(2 if speculate else 5):
             stats.count_round(3 if speculate else 0, 2 if speculate else 0, 2 if speculate else 0)
         stats.truncated = stats.emitted + 1 - len(ids)
-        return Generation(prompt, ids, self.text or "", "length", stats)
+        return Generation(prompt, ids, self.text or "", self.reason, stats)
