@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from toolkit.models import Zoo
 
-from specdec import SamplingParams, SpecConfig, __version__, cli, doctor
+from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli, doctor
 from specdec.bench import run as bench_run
 from specdec.bench.report import print_report
 from specdec.bench.run import BenchOptions, run_bench
@@ -33,8 +33,8 @@ def small(zoo: Zoo, **changes: Any) -> BenchOptions:
     """A benchmark of seconds."""
     fields: dict[str, Any] = {
         "target": zoo.target("llama"), "draft": zoo.head("llama", "eagle3"), "prompts": [[1, 2, 3], [4, 5, 6, 7]],
-        "prompts_source": "p.jsonl", "specs": (SPEC,), "batch_sizes": (1, 2), "repeats": 1, "engine": {"device": "cpu"},
-        "sampling": SamplingParams(max_tokens=6, ignore_eos=True),
+        "prompts_source": "p.jsonl", "specs": (SPEC,), "batch_sizes": (1, 2), "repeats": 1,
+        "engine": EngineOptions(device="cpu"), "sampling": SamplingParams(max_tokens=6, ignore_eos=True),
     }  # fmt: skip
     return BenchOptions(**fields | changes)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.flags import (
+    SPEC_HELP,
     add_engine_flags,
     add_sampling_flags,
     engine_of,
@@ -37,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     lines = "text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)"
     add("--prompts", type=not_empty, metavar="FILE", help=lines)
     add("--num-prompts", type=int, metavar="N", help="the file's first N; default: 8, or as many as the largest batch")
-    spec = f"shape of the draft tree, may be given several times; S may be auto; default: {shapes}"
+    spec = f"{SPEC_HELP}; may be given several times; default: {shapes}"
     add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
     add("--batch-sizes", type=ints, default=(1, 8), metavar="N,N", help="default: 1,8")
     add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
