@@ -20,7 +20,7 @@ from specdec.cli.flags import (
     pair_of,
     sampling_of,
     tree_shape,
-)  # fmt: skip
+)
 from specdec.cli.output import check_files, console, write_files
 from specdec.config import SpecConfig
 
@@ -56,12 +56,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_files({flag: path for flag, path in (("--json", args.json), ("--plot", args.plot)) if path})
     if args.plot:
-        from specdec.bench import plots
+        from specdec.bench.show import plots
 
         plots.require(Path(args.plot))
     measurement = _measure(_options(args))
     try:
-        from specdec.bench.report import print_report
+        from specdec.bench.show.report import print_report
 
         print_report(measurement, console())
     finally:  # printed first: a disk that is full loses no measurement; but files are written even if nobody reads the report
@@ -105,7 +105,7 @@ def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Ca
     if args.json:
         writers[args.json] = lambda path: path.write_text(json.dumps(measurement.as_json(), indent=1) + "\n")
     if args.plot:
-        from specdec.bench import plots
+        from specdec.bench.show import plots
 
         writers[args.plot] = lambda path: plots.write_plot(measurement, path)
     return writers
