@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-<<<<<<< HEAD
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-=======
 from numbers import Integral, Real
->>>>>>> main
 from typing import Any
 
 
@@ -35,7 +32,6 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
     return float(value)
 
 
-<<<<<<< HEAD
 def require_bool(name: str, value: Any, nearest: bool) -> bool:
     """The value, if it is True or False.  nearest: the setting that the error proposes."""
     if not isinstance(value, bool):
@@ -62,7 +58,8 @@ def require_choice(name: str, value: Any, choices: Sequence[Any], default: Any) 
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """The known name that is spelled most like this one; empty if none is alike."""
     return next(iter(get_close_matches(name, list(known), 1)), "")
-=======
+
+
 def is_number(kind: type, of: type) -> bool:
     """Whether values of this type are numbers `of` Integral or Real.  A bool is none, though Python counts it as one."""
     return issubclass(kind, of) and not issubclass(kind, bool)
@@ -77,4 +74,3 @@ def store(settings: object, **values: Any) -> None:
 def is_array(value: Any) -> bool:
     """Whether it is an array of numpy or torch, told by what those have, so that neither must be imported to ask."""
     return all(hasattr(value, name) for name in ("ndim", "dtype", "tolist"))
->>>>>>> main

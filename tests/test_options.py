@@ -9,6 +9,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from toolkit.models import Zoo
@@ -83,6 +84,8 @@ def test_right_values_are_kept_as_they_are() -> None:
     ):  # fmt: skip
         ((name, value),) = values.items()
         assert getattr(EngineOptions(**values), name) is value
+    counts = EngineOptions(max_seq_len=np.int64(64), threads=np.int32(1))
+    assert (type(counts.max_seq_len), type(counts.threads)) == (int, int), "a file of settings could not be written"
     with pytest.raises(FrozenInstanceError):
         EngineOptions().page_size = 4  # type: ignore[misc]
 

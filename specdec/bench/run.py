@@ -37,13 +37,9 @@ from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
-<<<<<<< HEAD
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer, check_length, encode_prompt
-from specdec.resolve import EngineSettings
-=======
 from specdec.prompts import Tokenizer, check_length, encode_prompt, is_chat
->>>>>>> main
+from specdec.resolve import EngineSettings
 
 MAX_SEED = 2**63 - 1
 USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more
@@ -258,16 +254,10 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
         name = f"prompt {i + 1} of {options.prompts_source}"
         if options.chat and not isinstance(prompt, str) and not is_chat(prompt):
             raise ValueError(f"{name} holds token ids, to which no chat template can be applied; leave --chat out")
-<<<<<<< HEAD
-        message = [{"role": "user", "content": prompt}]
-        ids = encode_prompt(message if options.chat else prompt, name, tokenizer, config.vocab_size)
-        check_length(ids, options.effective_sampling, name, options.engine.max_seq_len or config.max_position)
-=======
         is_message = options.chat and isinstance(prompt, str)
         asked = [{"role": "user", "content": prompt}] if is_message else prompt
         ids = encode_prompt(asked, name, tokenizer, config.vocab_size)
-        check_length(ids, options.effective_sampling, name, options.max_seq_len or config.max_position)
->>>>>>> main
+        check_length(ids, options.effective_sampling, name, options.engine.max_seq_len or config.max_position)
         encoded.append(ids)
     return encoded
 
