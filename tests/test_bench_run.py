@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from toolkit.models import Zoo
 
-from specdec import SamplingParams, SpecConfig, __version__, cli, doctor
+from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli, doctor
 from specdec.bench import run as bench_run
 from specdec.bench.run import BenchOptions, run_bench
 from specdec.bench.session import Session
@@ -33,8 +33,8 @@ def small(zoo: Zoo, **changes: Any) -> BenchOptions:
     """A benchmark of seconds."""
     fields: dict[str, Any] = {
         "target": zoo.target("llama"), "draft": zoo.head("llama", "eagle3"), "prompts": [[1, 2, 3], [4, 5, 6, 7]],
-        "prompts_source": "p.jsonl", "specs": (SPEC,), "batch_sizes": (1, 2), "repeats": 1, "engine": {"device": "cpu"},
-        "sampling": SamplingParams(max_tokens=6, ignore_eos=True),
+        "prompts_source": "p.jsonl", "specs": (SPEC,), "batch_sizes": (1, 2), "repeats": 1,
+        "engine": EngineOptions(device="cpu"), "sampling": SamplingParams(max_tokens=6, ignore_eos=True),
     }  # fmt: skip
     return BenchOptions(**fields | changes)
 
@@ -102,7 +102,7 @@ def test_a_request_that_fails_leaves_the_other_cells(zoo: Zoo, monkeypatch: pyte
     generate = Session.generate
 
     def failing(self: Session, *args: Any, **kwargs: Any) -> Any:
-        if self.settings.max_batch_size == 2 and kwargs["speculate"]:
+        if self.settings.options.max_batch_size == 2 and kwargs["speculate"]:
             raise RuntimeError("the request failed while it ran: logits are not finite")
         return generate(self, *args, **kwargs)
 
