@@ -37,10 +37,10 @@ from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.session import Session
-from specdec.build import kv_bytes_per_page
+from specdec.loading.build import kv_bytes_per_page
+from specdec.loading.resolve import resolve_settings
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
-from specdec.resolve import resolve_settings
 
 KV_DTYPES = ("auto", "fp8", "int8")
 SHAPES = ("5,1,6", "5,8,32")

@@ -29,12 +29,12 @@ from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
+from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
-from specdec.resolve import choose_attention, resolve_settings
 
 TARGET = ModelConfig(
     family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,

@@ -35,10 +35,10 @@ from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
+from specdec.loading.resolve import resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
-from specdec.resolve import resolve_settings
 
 SPECS = ("plain", "5,1,6", "5,4,16", "5,8,32")
 ROWS, SHARED, OWN = 32, 8192, 256

@@ -7,17 +7,17 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.build import build_engine
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.eagle import DraftHead
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
-from specdec.loading import load_pair
+from specdec.loading.build import build_engine
+from specdec.loading.load import load_pair
+from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
-from specdec.resolve import EngineSettings
 from specdec.startup import STARTUP
 
 

@@ -28,9 +28,9 @@ from specdec.attention.capabilities import (
     why_not,
 )
 from specdec.attention.capability_table import table_as_markdown
+from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.options import EngineOptions, setting_of
-from specdec.resolve import resolve_device, resolve_dtype
 from specdec.threads import allowed_threads, usable_cpus
 
 PACKAGES = (

@@ -32,14 +32,14 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
-from specdec.loading import load_pair
+from specdec.loading.load import load_pair
+from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer, check_length, encode_prompt, is_chat
-from specdec.resolve import EngineSettings
 
 MAX_SEED = 2**63 - 1
 USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from specdec.attention.caches.quant_cache import QuantCache
 from specdec.attention.eager.dense import StoreFn
-from specdec.build import kv_bytes_per_page
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.engine.request import Request
 from specdec.generation import Generation
+from specdec.loading.build import kv_bytes_per_page
+from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
-from specdec.resolve import EngineSettings
 from specdec.runner.phase_clock import PhaseClock
 from specdec.verify.synthetic import SyntheticAcceptance
 

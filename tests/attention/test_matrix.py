@@ -93,7 +93,7 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
 @pytest.mark.parametrize("name", [name for name in BACKENDS if "cpu" not in TABLE[name].devices])
 def test_the_door_refuses_before_it_reads_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a refusal that comes after minutes of loading, or with the first prompt."""
-    monkeypatch.setattr("specdec.loading.load_chosen", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=f"attention='{name}' needs a CUDA device, got cpu; nearest .*attention='torch'"):
         SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", attention=name)
 

@@ -20,10 +20,10 @@ from transformers import CONFIG_MAPPING
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import KV_DTYPES, AttentionNeeds, choose_backend
+from specdec.loading.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.transformers_backend.config import read_transformers_config
-from specdec.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 
 SPEC_ERRORS = [
     (dict(num_steps=0), ValueError, "num_steps must be in \\[1, 64\\], got 0; nearest .* num_steps=1"),
@@ -192,7 +192,7 @@ def test_latents_in_8_bits_are_refused_at_the_door(tmp_path: Path, monkeypatch: 
     folder = zoo.target("v3")
     settings: dict[str, Any] = dict(device="cpu", max_seq_len=64)
     with monkeypatch.context() as patch:
-        patch.setattr("specdec.loading.load_chosen", lambda *args: pytest.fail("weights were read"))
+        patch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
         for kept in KV_DTYPES[1:]:
             said = f"attention='torch' reads MLA's latent cache in the model's own dtype, got kv_cache_dtype='{kept}'; nearest"
             with pytest.raises(ValueError, match=f"{said} setting that works: kv_cache_dtype='auto'$"):
@@ -204,8 +204,8 @@ def test_latents_in_8_bits_are_refused_at_the_door(tmp_path: Path, monkeypatch: 
 def test_8_bit_kv_on_flash_attn_is_refused_at_the_door(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a door that asks the table for less than was asked of it.  The GPU is a stand-in: weights are never read."""
     fake_flash.install(monkeypatch)
-    monkeypatch.setattr("specdec.resolve.resolve_device", torch.device)
-    monkeypatch.setattr("specdec.resolve.architecture_of", lambda device: (9, 0))
+    monkeypatch.setattr("specdec.loading.resolve.resolve_device", torch.device)
+    monkeypatch.setattr("specdec.loading.resolve.architecture_of", lambda device: (9, 0))
 
     class WeightsRead(Exception):
         pass
@@ -213,7 +213,7 @@ def test_8_bit_kv_on_flash_attn_is_refused_at_the_door(name: str, zoo: Zoo, monk
     def load_chosen(*args: Any) -> None:
         raise WeightsRead
 
-    monkeypatch.setattr("specdec.loading.load_chosen", load_chosen)
+    monkeypatch.setattr("specdec.loading.load.load_chosen", load_chosen)
     settings: dict[str, Any] = dict(device="cuda:0", dtype="bfloat16", page_size=256, max_seq_len=64)
     said = f"attention='{name}' reads KV in the models' own dtype, got kv_cache_dtype='int8'; nearest setting that works: "
     with pytest.raises(ValueError, match=f"^{said}kv_cache_dtype='auto' or attention='triton'$"):

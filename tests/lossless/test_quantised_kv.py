@@ -21,9 +21,9 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.bench import near_tie
 from specdec.bench.near_tie import LOGIT_NOISE
 from specdec.bench.session import Session
-from specdec.build import kv_bytes_per_page
 from specdec.cli.flags import engine_of
 from specdec.generation import Generation
+from specdec.loading.build import kv_bytes_per_page
 
 CASES = [
     ("llama", "eagle3", (4, 1, 5), 1, 8, "int8"),

@@ -25,6 +25,7 @@ from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.readback import Ticket
 from specdec.steps import RunChunk, RunRound, Step
 from specdec.verify.synthetic import SyntheticAcceptance
+from toolkit.drafters import Script
 from toolkit.pages import check_books
 
 Model = Literal["target", "draft"]
@@ -51,22 +52,6 @@ def new_request(
     """
     params = SamplingParams(max_tokens=sampling) if isinstance(sampling, int) else sampling
     return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming)
-
-
-class _Script:
-    """A chooser of levels that plays back: levels for round 0, 1, ... and then always the last."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = list(steps)
-
-    def choose(self, rows: int) -> int:
-        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
-
-    def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
-        assert seconds > 0
-
-    def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
-        assert all(0 <= a <= steps for a in accepted)
 
 
 class Driver:
@@ -283,7 +268,7 @@ class Driver:
 
     def script_levels(self, *steps: int) -> None:
         """num_steps="auto" chooses these levels for the next rounds, and then always the last."""
-        self._scheduler.speculation.chooser = _Script(*steps)
+        self._scheduler.speculation.chooser = Script(*steps)
 
     def replace_drafter(self, drafter: Any) -> None:
         self._workers.drafter = drafter

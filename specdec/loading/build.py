@@ -25,10 +25,10 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
+from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
 from specdec.models.target import Target
-from specdec.resolve import EngineSettings
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Drafter, Workers
 from specdec.startup import STARTUP
