@@ -7,15 +7,16 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from specdec.config import GraphMode, SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.eagle import DraftHead
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
-from specdec.loading import EngineSettings, build_engine, load_pair
+from specdec.loading.build import build_engine
+from specdec.loading.load import load_pair
+from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
+from specdec.options import EngineOptions, shows_options
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.startup import STARTUP
 
@@ -29,50 +30,30 @@ class SpecDecoder:
         self._eos_ids = frozenset(model.config.eos_ids)
 
     @classmethod
+    @shows_options
     def from_pretrained(
         cls,
         target: str | Path,
         draft: str | Path | None = None,
         spec: SpecConfig | None = None,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        max_batch_size: int = 8,
-        max_seq_len: int | None = None,
-        page_size: int = 16,
-        attention: str = "auto",
-        cuda_graphs: GraphMode = "round",
-        kv_cache_dtype: str = "auto",
-        backend: str = "auto",
-        prefix_caching: bool = False,
+        *,
+        options: EngineOptions | None = None,
+        **settings: Any,
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
 
         target, draft: folders or hub ids.  draft None: plain autoregressive decoding.  spec: the draft tree's shape,
-        SpecConfig() if None.  device, dtype: "auto" or what torch understands.  max_batch_size: requests that run at once;
-        more wait.  max_seq_len: prompt and output of one request together, None for the model's own limit.  page_size:
-        tokens per KV page.  attention: "auto", "torch", "triton", "fa2", "fa3" or "fa4".  cuda_graphs: capture a whole
-        "round" as one CUDA graph, each phase ("step") as one, or nothing (False); without a GPU it means nothing.
-        kv_cache_dtype: keep keys and values in the models' own dtype ("auto"), or in "fp8" or "int8", half the bytes of 16 bit.
-        backend: compute the target by our own modules ("native"), by "transformers"' code with our attention, or by the first
-        of them that can ("auto").
-        prefix_caching: keep the KV of finished prompts and texts while memory lasts, so that prompts that begin alike start
-        behind it, and rows that run together read it once where that is faster.  The KV pool, else of max_batch_size longest
-        sequences, is then larger: on a GPU 85% of the memory free behind the weights (at most 2**24 tokens), on a CPU 16 times
-        as large (at most 40% of the host's memory, which is taken as it fills).  Off: what runs now never depends on what
-        ran before (in 16 bit, a text computed in other pieces may differ where two tokens tie).
+        SpecConfig() if None.  Engine settings are given one by one, by name, or together as `options`.
 
         ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.
         """
+        chosen = EngineOptions.of(options, settings)
         if spec is not None and draft is None:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
-        spec = SpecConfig() if spec is None else spec
-        model, head, settings, folder = load_pair(
-            target, draft, spec, device, dtype, max_batch_size, max_seq_len, page_size, attention, cuda_graphs,
-            kv_cache_dtype, backend, prefix_caching,
-        )  # fmt: skip
+        model, head, resolved, folder = load_pair(target, draft, SpecConfig() if spec is None else spec, chosen)
         tokenizer = Tokenizer(folder)
         STARTUP.lap("tokenizer")
-        return cls(model, head, settings, tokenizer)
+        return cls(model, head, resolved, tokenizer)
 
     def generate(
         self,
@@ -89,10 +70,10 @@ class SpecDecoder:
         """
         listed = as_prompt_list(prompts)
         requests = [
-            self._request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
+            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
             for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
         ]
-        self._start(requests, speculate)
+        self._submit(requests, speculate)
         try:
             while not all(request.is_done for request in requests):
                 self.engine.step()
@@ -111,36 +92,37 @@ class SpecDecoder:
         if not is_one_prompt(prompt):
             raise TypeError("prompt must be one string, one list of token ids or one list of chat messages")
         (params,) = _per_prompt(sampling, 1)
-        request = self._request(prompt, params, "prompt", streaming=True)
+        request = self.new_request(prompt, params, "prompt", streaming=True)
         self.engine.check(request)
         return self._chunks(request, speculate)
 
     def _chunks(self, request: Request, speculate: bool) -> Generator[Chunk, None, Generation]:
         """Starts with the first `next`: an iterator that is made and dropped has nothing to free."""
-        self._start([request], speculate)
+        self._submit([request], speculate)
         try:
             while True:
-                chunk = request.next_chunk()  # first of all: another call's rounds may have served this request too
+                with self.engine.lock:  # other callers' steps serve this request too
+                    chunk, is_done = request.next_chunk(), request.is_done
                 if chunk.token_ids or chunk.text:
                     yield chunk
-                elif request.is_done:
-                    break
+                elif is_done:
+                    return request.result()
                 else:
                     self.engine.step()
-            return request.result()
         finally:
             self.engine.cancel(request)
 
-    def _start(self, requests: list[Request], speculate: bool) -> None:
+    def _submit(self, requests: list[Request], speculate: bool) -> None:
         if not isinstance(speculate, bool):
             raise TypeError(f"speculate must be a bool, got {speculate!r}")
-        self.engine.set_speculate(speculate and self.engine.drafter is not None)
-        for request in requests:
-            self.engine.check(request)
-        for request in requests:
-            self.engine.add(request)
+        self.engine.submit(requests, speculate)
 
-    def _request(self, prompt: Any, sampling: SamplingParams, name: str, *, streaming: bool) -> Request:
+    def new_request(self, prompt: Any, sampling: SamplingParams, name: str = "prompt", *, streaming: bool = False) -> Request:
+        """A checked request, for callers that drive `engine` themselves, as the benchmark does.
+
+        name: what errors call the prompt.  streaming: make the text token by token.
+        """
+        self.engine.check_process()
         vocab_size = self.model.config.vocab_size
         ids = encode_prompt(prompt, name, self.tokenizer, vocab_size)
         check_length(ids, sampling, name, self.settings.max_seq_len)

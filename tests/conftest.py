@@ -1,4 +1,4 @@
-"""What every test shares: one thread, the markers gpu and slow, the shared folder, and random models saved once a session."""
+"""What every test shares: one thread, the markers, the shared folder, and tiny random models saved once a session."""
 
 import os
 import sys

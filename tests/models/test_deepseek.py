@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
+from toolkit.prompts import packed_prompts
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
@@ -22,7 +23,6 @@ from specdec.attention.caches.mla_cache import MLACache
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
-from specdec.batch.packed import PackedPrompts
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.loader import load_deepseek
@@ -43,7 +43,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
 
 
 def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:
-    """Logits of all tokens, one prompt behind the other, through a cache that is NaN where nothing was stored."""
+    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
     config, P, width = model.config, 5, 12
     cache = MLACache(config.num_layers, 400, config.rank, config.head_dim, dtype=model.norm.weight.dtype, device=CPU)
     cache.latent.fill_(float("nan"))
@@ -51,7 +51,7 @@ def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor
     parts: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
-        packed = PackedPrompts.pack([prompts[i] for i in live], table[live], P, [start] * len(live), chunk)
+        packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
         attn = PagedAttention(TorchBackend(), cache, packed.plan, packed.slots_T, packed.last_plan)
         logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
         for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
@@ -206,15 +206,15 @@ def rewritten(folder: Path, to: Path, **config: Any) -> Path:
         ("v2", dict(norm_topk_prob=True), "norm_topk_prob must be False, got True"),
         ("v3", dict(moe_layer_freq=2), "moe_layer_freq must be 1, got 2"),
         ("v3", dict(n_group=3), "n_routed_experts must be a multiple of n_group"),
-        ("v3", dict(topk_group="drop"), "config.json lacks topk_group"),
-        ("v3", dict(q_lora_rank="drop"), "config.json lacks q_lora_rank"),
+        ("v3", dict(topk_group="drop"), "lacks topk_group"),
+        ("v3", dict(q_lora_rank="drop"), "lacks q_lora_rank"),
         ("v3", dict(v_head_dim=64), "v_head_dim must be at most qk_nope_head_dim"),
         ("v3", dict(index_topk=4), "unknown config keys index_topk"),
         ("v3", dict(quantization_config={"quant_method": "fp8"}), "quantization_config must be absent"),
         ("v3", dict(rope_parameters={**YARN, "factor": None}), "needs factor"),
         ("v3", dict(rope_parameters={**YARN, "beta": 1}), "unknown rope keys beta"),
         ("v3", dict(kv_lora_rank=24), "must have shape"),
-        ("v3", dict(num_hidden_layers=4), "tensor 'model.layers.3.input_layernorm.weight' is missing"),
+        ("v3", dict(num_hidden_layers=4), "num_hidden_layers is 4, but the checkpoint holds 3 layers"),
         ("v3-dense-tied", dict(num_hidden_layers=2), "tensors are not part of this architecture: model.layers.2"),
         ("v3", dict(q_lora_rank=None), "q_proj.weight' is missing"),
     ],
@@ -228,7 +228,7 @@ def test_what_would_change_the_model_is_an_error(
 
 
 def test_the_layers_of_multi_token_prediction_are_left_out(zoo: DeepseekZoo, tmp_path: Path) -> None:
-    """DeepSeek-V3 ships one behind its last layer.  Keeps out: refusing the original, or passing over more than that."""
+    """DeepSeek-V3 ships one after its last layer.  Keeps out: refusing the original, or passing over more than that."""
     folder = rewritten(zoo.target("v3"), tmp_path / "mtp")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")

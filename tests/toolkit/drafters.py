@@ -1,11 +1,15 @@
 """Drafters that need no head: one that knows the text, one that is always wrong, one that guesses.  Chains and trees.
 
+Also a chooser of levels for num_steps="auto" that does what a test says.
+
 They take the place of a decoder's own drafter: `driver.replace_drafter(...)`.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +17,10 @@ from torch import Tensor
 from specdec import SpecConfig
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from toolkit.driver import Driver
 from toolkit.trees import chain_shape, path_depth, random_shape
+
+if TYPE_CHECKING:
+    from toolkit.driver import Driver
 
 
 class Substitute:
@@ -66,10 +72,27 @@ class Substitute:
 
     def _known(self, row: int, length: int) -> Sequence[int]:
         """What follows the bonus token, which stands at position `length`."""
-        if self.kind == "random" or row >= len(self.driver.running):  # a padded row
+        request = self.driver.request_in(row)
+        if self.kind == "random" or request is None:  # a padded row
             return [0] * self.spec.num_steps
-        prompt = self.driver.running[row].prompt_ids
+        prompt = request.prompt_ids
         text = prompt + self.texts[tuple(prompt)]
         known = text[length + 1 : length + 1 + self.spec.num_steps]
         assert len(known) == self.spec.num_steps, "the known text is too short"
         return known
+
+
+class Script:
+    """A chooser of levels that plays back: levels for round 0, 1, ... and then always the last."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = list(steps)
+
+    def choose(self, rows: int) -> int:
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
+        assert seconds > 0
+
+    def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
+        assert all(0 <= a <= steps for a in accepted)

@@ -161,7 +161,7 @@ def tree_plan(lens: list[int], nodes: int, page_size: int) -> tuple[AttentionPla
     suffix, fresh = Segment.empty(len(lens) * nodes, nodes, 1), pages.fresh_slots()
     fill_tree_suffix(suffix, fresh, mask)
     every = [pages.slots(row, 0, n + nodes) for row, n in enumerate(lens)]
-    return AttentionPlan((prefix_segment(pages.table_BW, pages.lens_B, nodes, page_size), suffix)), every, mask, fresh
+    return AttentionPlan((prefix_segment(pages.table_BW, pages.lens_B, nodes, page_size),), suffix=suffix), every, mask, fresh
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

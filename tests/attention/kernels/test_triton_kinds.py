@@ -54,12 +54,12 @@ class World:
     def randn(self, *shape: int) -> Tensor:
         return self.pages.randn(*shape)
 
-    def view(self, kv_dtype: str, dtype: torch.dtype) -> View:
+    def view(self, kv_cache_dtype: str, dtype: torch.dtype) -> View:
         kv_N2KD = self.randn(self.pages.num_slots, 2, self.K, self.D)
-        if kv_dtype == "fp8":
+        if kv_cache_dtype == "fp8":
             scale_2K = torch.rand(2, self.K, generator=self.pages.generator) * 0.02 + 0.005
             return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K)
-        if kv_dtype == "int8":
+        if kv_cache_dtype == "int8":
             stored, scales_N2K = to_int8(kv_N2KD)
             return QuantView(stored, scales_N2K=scales_N2K)
         return MHAView(kv_N2KD.to(dtype))
@@ -94,7 +94,7 @@ def tree_suffix(w: World) -> tuple[Segment, Tensor]:
 
 def tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.P), suffix), positions_T)
+    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.P),), positions_T, suffix)
 
 
 def split(w: World, own: Segment) -> tuple[Segment, Segment]:
@@ -109,7 +109,7 @@ def split(w: World, own: Segment) -> tuple[Segment, Segment]:
 
 def shared_tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan((*split(w, prefix_segment(w.table, w.lens, N, w.P)), suffix), positions_T)
+    return AttentionPlan(split(w, prefix_segment(w.table, w.lens, N, w.P)), positions_T, suffix)
 
 
 def shared_chain(w: World) -> AttentionPlan:
@@ -119,8 +119,8 @@ def shared_chain(w: World) -> AttentionPlan:
 
 def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPlan]:
     """NaN in every slot that no query reads, and any page's number in every entry that no query looks up."""
-    seen_N, segments = torch.zeros(view.kv.shape[0], dtype=torch.bool), []
-    for s in plan.segments:
+    seen_N, parts = torch.zeros(view.kv.shape[0], dtype=torch.bool), []
+    for s in plan.parts:
         table = torch.randint_like(s.page_table, view.kv.shape[0] // s.page_size)
         for row in range(s.rows):
             start, end = s.cu_seqlens_q[row : row + 2].tolist()
@@ -131,20 +131,28 @@ def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPl
                 places = keys[keys >= 0] // s.page_size
                 table[row, places] = s.page_table[row, places]
                 seen_N[s.page_table[row, places].long() * s.page_size + keys[keys >= 0] % s.page_size] = True
-        segments.append(replace(s, page_table=table))
+        parts.append(replace(s, page_table=table))
+    *segments, suffix = parts if plan.suffix is not None else (*parts, None)
+    plan = replace(plan, segments=tuple(segments), suffix=suffix)
     kv = view.kv.clone()
     if isinstance(view, QuantView):
         kv.view(torch.uint8)[~seen_N] = 127  # NaN in float8_e4m3fn
         scales = None if view.scales_N2K is None else view.scales_N2K.masked_fill(~seen_N[:, None, None], NAN)
-        return QuantView(kv, view.scale_2K, scales), replace(plan, segments=tuple(segments))
+        return QuantView(kv, view.scale_2K, scales), plan
     kv[~seen_N] = NAN
-    return MHAView(kv), replace(plan, segments=tuple(segments))
+    return MHAView(kv), plan
 
 
 def moved(x: object) -> object:
     """A segment or view on the device."""
     tensors = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
     return replace(x, **tensors)  # type: ignore[type-var]
+
+
+def moved_plan(plan: AttentionPlan) -> AttentionPlan:
+    """A plan's parts on the device."""
+    segments = tuple(moved(s) for s in plan.segments)
+    return replace(plan, segments=segments, suffix=None if plan.suffix is None else moved(plan.suffix))  # type: ignore[arg-type]
 
 
 BACKENDS = {"torch": (TorchBackend, torch.float64), "triton": (lambda: TritonBackend(40), torch.float32)}
@@ -160,14 +168,14 @@ CASES = [
 
 
 @pytest.mark.slow_cases(keep=30)
-@pytest.mark.parametrize(("name", "plan_of", "kind", "heads", "P", "kv_dtype", "scored"), CASES)
+@pytest.mark.parametrize(("name", "plan_of", "kind", "heads", "P", "kv_cache_dtype", "scored"), CASES)
 def test_every_kind_equals_the_definition(
     name: str,
     plan_of: Callable[[World], AttentionPlan],
     kind: LayerKind,
     heads: tuple[int, int, int],
     P: int,
-    kv_dtype: str,
+    kv_cache_dtype: str,
     scored: bool,
 ) -> None:
     """Keeps out: a window's or chunk's first key off by one, in a suffix too; sinks or a scale taken twice or never; pages read
@@ -177,7 +185,7 @@ def test_every_kind_equals_the_definition(
     w = World([0, 3, 41, 36] if plan_of is prompts else [0, 150, 36, 3], heads, P, sum(heads) + P, shared // P * P)
     plan = plan_of(w).local(kind)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
-    view, plan = poisoned(w.view(kv_dtype, dtype), plan, P)
+    view, plan = poisoned(w.view(kv_cache_dtype, dtype), plan, P)
     q_THD = w.randn(T, w.H, w.D).to(dtype)
     want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)
     check(make(), q_THD, view, plan, scoring, want)
@@ -186,7 +194,7 @@ def test_every_kind_equals_the_definition(
 def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scoring: Scoring, want: Tensor) -> None:
     """attend, and run of each segment, whose states hold no sinks."""
     q_THD = q_THD.to(DEVICE)
-    plan = replace(plan, segments=tuple(moved(s) for s in plan.segments))
+    plan = moved_plan(plan)
     on_device = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
     bound = 1e-9 if q_THD.dtype == torch.float64 else 3e-5
     out_THD = backend.attend(q_THD, moved(view), backend.prepare(plan), on_device)
@@ -195,15 +203,15 @@ def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scor
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_a_segments_state_holds_no_sinks(kv_dtype: str, name: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None:
     """Keeps out: sinks that every segment of a plan brings along; an lse without its softcap or scale, or of idle splits."""
     make, dtype = BACKENDS[name]
     w = World([0, 150, 36, 3], (4, 2, 8), 5, 7, 30)
     plan, scoring = shared_tree(w).local(LayerKind(window=140)), w.scoring(True)
-    view, plan = poisoned(w.view(kv_dtype, dtype), plan, w.P)
+    view, plan = poisoned(w.view(kv_cache_dtype, dtype), plan, w.P)
     q_THD = w.randn(w.B * N, w.H, w.D).to(dtype)
-    for segment in plan.segments:
+    for segment in plan.parts:
         want = ReferenceBackend().run(q_THD.double(), view, segment, scoring)
         on_device = replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
         got = make().run(q_THD.to(DEVICE), moved(view), moved(segment), on_device)
@@ -212,12 +220,12 @@ def test_a_segments_state_holds_no_sinks(kv_dtype: str, name: str) -> None:
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
-def test_half_precision(kv_dtype: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+def test_half_precision(kv_cache_dtype: str) -> None:
     """Keeps out: weights times small scales that vanish in float16."""
     w = World([0, 150, 36, 3], (4, 2, 16), 16, 8)
     plan = tree(w)
-    full = w.view(kv_dtype, torch.float16)
+    full = w.view(kv_cache_dtype, torch.float16)
     if isinstance(full, QuantView):  # values of about 1e-3
         scales = full.scale_2K if full.scales_N2K is None else full.scales_N2K.transpose(0, 1)
         scales[1] *= 1e-3
@@ -225,7 +233,7 @@ def test_half_precision(kv_dtype: str) -> None:
     q_THD = w.randn(w.B * N, w.H, w.D).half()
     want = ReferenceBackend().attend(q_THD.double(), view, plan)
     backend = TritonBackend(40)
-    plan = replace(plan, segments=tuple(moved(s) for s in plan.segments))
+    plan = moved_plan(plan)
     out_THD = backend.attend(q_THD.to(DEVICE), moved(view), backend.prepare(plan)).double().cpu()
     assert float((out_THD - want).norm() / want.norm()) < 3e-3
 
@@ -254,7 +262,7 @@ class Library(TritonBackend):
 def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan] | str, scored: bool) -> None:
     """Keeps out: its states lost or merged twice, sinks forgotten or passed on, its layout taken for ours, its junk read."""
     w = World([0, 150, 36, 3], (4, 2, 8), 4, 9, 32)
-    plan = AttentionPlan(tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
+    plan = replace(tree(w), segments=tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
     view, q_THD = w.view("auto", torch.float32), w.randn(T, w.H, w.D)
     want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)

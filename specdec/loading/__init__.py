@@ -1,0 +1,1 @@
+"""From names and options to a ready engine: resolves settings, loads both models, builds what runs them."""

@@ -1,0 +1,55 @@
+"""From folders and options to both models on their device.
+
+What the options mean on this machine and for these models is decided in resolve.py, before the weights are read; an engine is
+made of the models in build.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from specdec.config import SpecConfig
+from specdec.draft.eagle import DraftHead
+from specdec.draft.load import load_head
+from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
+from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.registry import choose_target, load_chosen
+from specdec.models.target import Target
+from specdec.options import EngineOptions
+from specdec.startup import STARTUP
+from specdec.threads import allowed_threads, threads_for, use_threads
+
+
+def load_pair(
+    target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions
+) -> tuple[Target, DraftHead | None, EngineSettings, Path]:
+    """Both models on their device, the settings they run with, and the target's folder (for its tokenizer)."""
+    if not isinstance(spec, SpecConfig):
+        raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
+    STARTUP.lap("imports")
+    folder, draft_folder = resolve_folder(target, "target"), None if draft is None else resolve_folder(draft, "draft")
+    chosen = choose_target(folder, options.backend)
+    settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
+    device, dtype = settings.device, settings.dtype
+    max_positions = settings.max_seq_len + settings.lookahead
+    model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs))
+    set_threads(model, settings)
+    STARTUP.lap("target")
+    head = None if draft_folder is None else load_head(draft_folder, model, max_positions, device, dtype)
+    if head is not None:
+        choice = choose_attention(settings, chosen.config, head.config.model)
+        settings = replace(settings, attention_backend=choice)
+    STARTUP.lap("draft")
+    return model, head, settings, folder
+
+
+def set_threads(model: Target, settings: EngineSettings) -> None:
+    """Tells torch how many CPU threads to use, for the whole process; does nothing for a decoder on a GPU."""
+    if settings.device.type != "cpu":
+        return
+    threads = settings.options.threads
+    if threads == "auto":
+        weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}  # tied ones are read once
+        threads = threads_for(sum(weights.values()), model.config.num_layers, allowed_threads())
+    use_threads(threads)
