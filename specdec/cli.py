@@ -107,7 +107,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     forced = "force acceptance, one probability a level, for capacity planning; the numbers are marked SYNTHETIC"
     add("--synthetic-acceptance", type=_floats, metavar="P,P,..", help=forced)
     add("--json", metavar="FILE", help="write raw counters, all times, settings and definitions")
-    add("--plot", metavar="FILE.png", help="write a figure (needs specdec[plots])")
+    add("--plot", metavar="FILE.png", help="write a figure (needs matplotlib)")
     _sampling_flags(parser)
     _engine_flags(parser)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec import shipped
+from specdec import __version__, shipped
 from specdec.attention.capabilities import (
     BACKENDS,
     TABLE,
@@ -31,14 +31,14 @@ from specdec.loading import resolve_device, resolve_dtype
 from specdec.models.checkpoints.loader import read_target_config
 
 PACKAGES = (
-    "specdec", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
+    "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
     "flash-attn", "flash-attn-3", "flash-attn-4",
 )  # fmt: skip
 
 
 def versions() -> dict[str, str]:
-    """Python, CUDA as torch was built for it, and the packages that matter; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    """Python, specdec itself, CUDA as torch was built for it, and the packages that matter and are installed."""
+    found = {"python": platform.python_version(), "specdec": __version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)

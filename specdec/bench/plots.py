@@ -1,8 +1,9 @@
-"""One figure of a finished measurement: speed of both sides, and acceptance by depth.  Needs the extra `plots`."""
+"""One figure of a finished measurement: speed of both sides, and acceptance by depth.  Needs matplotlib."""
 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def require(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'specdec[plots]'") from error
+        raise ValueError(f"--plot needs matplotlib, which is not installed: {sys.executable} -m pip install matplotlib") from error
     endings = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in endings:
         raise ValueError(f"--plot must end in one of .{', .'.join(sorted(endings))}; got {str(path)!r}")
