@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specdec.config import SamplingParams, SpecConfig
     from specdec.decoder import SpecDecoder
-    from specdec.generation import Generation
+    from specdec.generation import Chunk, Generation, Stats
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "SamplingParams", "SpecConfig", "SpecDecoder"]
+__all__ = ["Chunk", "Generation", "SamplingParams", "SpecConfig", "SpecDecoder", "Stats"]
 
 _HOMES = {
     "SpecDecoder": "specdec.decoder",
     "SpecConfig": "specdec.config",
     "SamplingParams": "specdec.config",
     "Generation": "specdec.generation",
+    "Chunk": "specdec.generation",
+    "Stats": "specdec.generation",
 }
 
 
