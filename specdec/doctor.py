@@ -120,7 +120,7 @@ def _backend_table() -> Table:
 
 
 def print_capabilities() -> None:
-    """What each attention backend can do on any machine, as the README has it."""
+    """What each attention backend can do on any machine, as docs/SETTINGS.md has it."""
     print(table_as_markdown())
 
 
