@@ -19,7 +19,8 @@ def require(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise ValueError(f"--plot needs matplotlib, which is not installed: {sys.executable} -m pip install matplotlib") from error
+        install = f"{sys.executable} -m pip install matplotlib"
+        raise ValueError(f"--plot needs matplotlib, which is not installed; to install it: {install}") from error
     endings = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in endings:
         raise ValueError(f"--plot must end in one of .{', .'.join(sorted(endings))}; got {str(path)!r}")
