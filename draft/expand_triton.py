@@ -76,7 +76,7 @@ def expand_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token_RC, logp_RC = merge_rows(keys, sums, b * K + k, ok_K, slices, K, PADDED_K, PADDED_M, PADDED_S, True)
+    token_RC, logp_RC, _ = merge_rows(keys, sums, b * K + k, ok_K, slices, K, PADDED_K, PADDED_M, PADDED_S, True)
     token_RC = token_RC.to(tl.int64)
     if HAS_OFFSETS:
         token_RC += tl.load(offsets + token_RC, mask=ok_RC, other=0)

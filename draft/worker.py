@@ -98,13 +98,17 @@ class DraftWorker:
             state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
         self._set_first_level(state)
 
-    def prefill(self, state: BatchState, prompts: PackedPrompts, features_TF: Tensor) -> None:
-        """Extend over whole prompts.  `state` holds the prompts' rows, in their order, bonus tokens set."""
+    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+        """Extend over parts of prompts.  first_B: int64, the first output token of each prompt that ends here.
+
+        Leaves each part's first level in its row of `state`; it counts where the prompt ends.
+        """
         attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
-        next_ids_T = prompts.next_ids(state.bonus_B)
+        next_ids_T = prompts.next_ids(first_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
-        state.level1_hidden_BH.copy_(hidden_BH)
-        self._set_first_level(state)
+        logp_BK, tokens_BK = top_tokens(self.head.logits(hidden_BH), self.topk, self.head.d2t_V)
+        for target, source in zip(state.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
+            target.index_copy_(0, prompts.rows_B, source)
 
     def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor) -> PagedAttention:
         return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T)

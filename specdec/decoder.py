@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from specdec.build import build_engine
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.draft.eagle import DraftHead
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
-from specdec.loading import EngineSettings, build_engine, load_pair
+from specdec.loading import EngineSettings, load_pair
 from specdec.models.target import Target
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.startup import STARTUP
@@ -92,7 +93,7 @@ class SpecDecoder:
             self._request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
             for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
         ]
-        self._start(requests, speculate)
+        self._submit(requests, speculate)
         try:
             while not all(request.is_done for request in requests):
                 self.engine.step()
@@ -117,30 +118,27 @@ class SpecDecoder:
 
     def _chunks(self, request: Request, speculate: bool) -> Generator[Chunk, None, Generation]:
         """Starts with the first `next`: an iterator that is made and dropped has nothing to free."""
-        self._start([request], speculate)
+        self._submit([request], speculate)
         try:
             while True:
-                chunk = request.next_chunk()  # first of all: another call's rounds may have served this request too
+                with self.engine.lock:  # other callers' steps serve this request too
+                    chunk, is_done = request.next_chunk(), request.is_done
                 if chunk.token_ids or chunk.text:
                     yield chunk
-                elif request.is_done:
-                    break
+                elif is_done:
+                    return request.result()
                 else:
                     self.engine.step()
-            return request.result()
         finally:
             self.engine.cancel(request)
 
-    def _start(self, requests: list[Request], speculate: bool) -> None:
+    def _submit(self, requests: list[Request], speculate: bool) -> None:
         if not isinstance(speculate, bool):
             raise TypeError(f"speculate must be a bool, got {speculate!r}")
-        self.engine.set_speculate(speculate and self.engine.drafter is not None)
-        for request in requests:
-            self.engine.check(request)
-        for request in requests:
-            self.engine.add(request)
+        self.engine.submit(requests, speculate)
 
     def _request(self, prompt: Any, sampling: SamplingParams, name: str, *, streaming: bool) -> Request:
+        self.engine.check_process()
         vocab_size = self.model.config.vocab_size
         ids = encode_prompt(prompt, name, self.tokenizer, vocab_size)
         check_length(ids, sampling, name, self.settings.max_seq_len)

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from toolkit.bench import StubDecoder
 from toolkit.deepseek import DeepseekZoo
+from toolkit.driver import capture_graph
 from toolkit.families import COMMON, FAMILIES
 from transformers import CONFIG_MAPPING
 
@@ -228,7 +229,7 @@ def test_it_warms_up_until_nothing_is_captured():
     decoder, speculate = StubDecoder(), StubDecoder.generate
 
     def generate(prompts, params, *, speculate_=speculate, speculate):
-        decoder.engine.num_graphs = min(3, decoder.engine.num_graphs + 1)  # the fourth pass brings none
+        capture_graph(decoder, most=3)  # the fourth pass brings none
         return speculate_(decoder, prompts, params, speculate=speculate)
 
     decoder.generate = generate

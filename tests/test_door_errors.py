@@ -13,6 +13,7 @@ import pytest
 import torch
 from toolkit import fake_flash
 from toolkit.deepseek import DeepseekZoo
+from toolkit.driver import Driver
 from toolkit.families import COMMON, FAMILIES
 from toolkit.models import Zoo
 from transformers import CONFIG_MAPPING
@@ -137,7 +138,7 @@ def test_generate(decoder: SpecDecoder, call: Callable[[SpecDecoder], Any], erro
     """And a refused call leaves nothing behind, not even its good prompts."""
     with pytest.raises(error, match=match):
         call(decoder)
-    assert decoder.engine.is_idle and decoder.engine.pool.num_free == decoder.engine.pool.capacity
+    Driver(decoder).assert_nothing_leaked()
 
 
 def test_no_prompt_is_an_error(decoder: SpecDecoder) -> None:

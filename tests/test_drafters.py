@@ -5,6 +5,7 @@ Keeps out: an acceptance rule that trusts the draft, and one that turns right dr
 
 import pytest
 from toolkit.drafters import Substitute
+from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
@@ -22,7 +23,8 @@ def test_substitutes_give_the_same_ids(zoo: Zoo, kind: str, shape: tuple[int, in
     prompts = ragged_prompts(40, len(MAX_TOKENS))
     long = [SamplingParams(max_tokens=24 + 8, temperature=temperature, seed=i) for i in range(len(prompts))]
     texts = {tuple(out.prompt_token_ids): out.token_ids for out in decoder.generate(prompts, long, speculate=False)}
-    decoder.engine.drafter = Substitute(decoder.engine, spec, kind, 40, texts)
+    driver = Driver(decoder)
+    driver.replace_drafter(Substitute(driver, spec, kind, 40, texts))
     sampling = [SamplingParams(max_tokens=n, temperature=temperature, seed=i) for i, n in enumerate(MAX_TOKENS)]
     outputs = decoder.generate(prompts, sampling)
     assert [out.token_ids for out in outputs] == [texts[tuple(p)][:n] for p, n in zip(prompts, MAX_TOKENS, strict=True)]

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import pytest
 from toolkit.drafters import Substitute
+from toolkit.driver import Driver, Request, new_request
 from toolkit.models import Zoo, save_target
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.request import Request
 
 S = 4
 PROMPT = [5, 17, 300]
@@ -40,8 +40,8 @@ def oracle(zoo: Zoo, request: pytest.FixtureRequest) -> tuple[SpecDecoder, list[
     decoder = zoo.decoder("words", "eagle3", spec)
     (plain,) = decoder.generate([PROMPT], SamplingParams(max_tokens=40, **BASE), speculate=False)
     assert len(set(plain.token_ids[: POSITIONS[-1] + 1])) == len(POSITIONS)
-    decoder.engine.set_speculate(True)
-    decoder.engine.drafter = Substitute(decoder.engine, spec, "oracle", 512, {tuple(PROMPT): plain.token_ids})
+    driver = Driver(decoder)
+    driver.replace_drafter(Substitute(driver, spec, "oracle", 512, {tuple(PROMPT): plain.token_ids}))
     return decoder, plain.token_ids
 
 
@@ -74,12 +74,11 @@ def run(decoder: SpecDecoder, ending: Ending, streaming: bool) -> tuple[Request,
     sampling = SamplingParams(
         max_tokens=ending.max_tokens, stop=list(ending.stop) or None, stop_token_ids=list(ending.stop_ids) or None, **BASE
     )
-    request = Request.new(PROMPT, sampling, sampling.seed or 0, frozenset(ending.eos), decoder.tokenizer.decode, streaming)
-    decoder.engine.check(request)
-    decoder.engine.add(request)
+    driver = Driver(decoder)
+    request = driver.add(new_request(PROMPT, sampling, eos=ending.eos, decode=decoder.tokenizer.decode, streaming=streaming))
     text, ids = "", []
     while not request.is_done:
-        decoder.engine.step()
+        driver.step()
         chunk = request.next_chunk()
         text, ids = text + chunk.text, ids + chunk.token_ids
         assert not any(stop in text for stop in ending.stop)
@@ -99,7 +98,7 @@ def test_the_output_ends_exactly_there(oracle: tuple[SpecDecoder, list[int]], at
             assert text == out.text or not streaming
             assert out.stats.rounds == -(-at // (S + 1)) and out.stats.accepted == S * out.stats.rounds
             assert out.stats.truncated == (S + 1) * out.stats.rounds - at
-    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+    Driver(decoder).assert_nothing_leaked()
 
 
 def test_ends_only_count_where_they_are(oracle: tuple[SpecDecoder, list[int]]) -> None:
@@ -110,10 +109,9 @@ def test_ends_only_count_where_they_are(oracle: tuple[SpecDecoder, list[int]]) -
         request, _, _ = run(decoder, ending, True)
         assert request.result().token_ids == ids[:30] and request.result().finish_reason == "length"
     sampling = SamplingParams(max_tokens=12, ignore_eos=True, **BASE)
-    request = Request.new(PROMPT, sampling, 3, frozenset(ids[:9]), decoder.tokenizer.decode, False)
-    decoder.engine.add(request)
-    while not request.is_done:
-        decoder.engine.step()
+    driver = Driver(decoder)
+    request = driver.add(new_request(PROMPT, sampling, eos=ids[:9], decode=decoder.tokenizer.decode))
+    driver.run_until_idle()
     assert request.result().token_ids == ids[:12]
 
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from toolkit.driver import Driver, new_request
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.request import Request
-from specdec.runner.readback import Ticket
 
 SPEC = SpecConfig(3, 4, 12)
 
@@ -25,22 +24,9 @@ class Boom(Exception):
 def decoder(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[SpecDecoder]:
     """A decoder whose pool must be whole again when the test is over.  depth: rounds in flight when the oldest is read."""
     decoder = zoo.decoder("llama", "eagle3", SPEC, page_size=4, max_batch_size=4, max_seq_len=96)
-    decoder.engine.depth = request.param
+    Driver(decoder).set_depth(request.param)
     yield decoder
-    assert_idle(decoder)
-
-
-def assert_idle(decoder: SpecDecoder) -> None:
-    engine = decoder.engine
-    assert engine.is_idle and not engine.waiting and not engine.running
-    assert engine.pool.num_free == engine.pool.capacity and not engine.in_flight
-    assert sorted(engine.pool._free) == list(range(1, engine.pool.num_pages))  # each page once, the dummy never
-    assert not engine.state.active_B.any() and not engine.state.page_table_BW.any()
-
-
-def request_of(prompt: list[int], max_tokens: int, decode: Callable[[Any], str] = lambda ids: "", **more: Any) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, **more)
-    return Request.new(prompt, sampling, sampling.seed or 0, frozenset(), decode, streaming=True)
+    Driver(decoder).assert_nothing_leaked()
 
 
 def failing_decode(at: int) -> Callable[[Any], str]:
@@ -57,25 +43,24 @@ def failing_decode(at: int) -> Callable[[Any], str]:
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Every request that is left alone writes what it writes alone; the pool ends as it began."""
     rng = random.Random(4)
-    engine = decoder.engine
+    driver = Driver(decoder)
     prompts = ragged_prompts(40, 12, seed=1)
     requests, cancelled, failing = [], set(), set()
     for index in range(200):
         fails = rng.random() < 0.15
         decode = failing_decode(rng.randrange(8)) if fails else lambda ids: ""
-        requests.append(request_of(rng.choice(prompts), rng.choice([1, 2, 5, 9, 14, 20]), decode))
+        requests.append(new_request(rng.choice(prompts), rng.choice([1, 2, 5, 9, 14, 20]), decode=decode, streaming=True))
         failing |= {index} if fails else set()
     arrivals = iter(requests)
     while not all(request.is_done for request in requests):
         for _, request in zip(range(rng.randrange(4)), arrivals, strict=False):
-            engine.add(request)
-        if rng.random() < 0.1 and not engine.is_idle:
-            victim = rng.choice([*engine.running, *engine.waiting])
-            engine.cancel(victim)
+            driver.add(request)
+        if rng.random() < 0.1 and not driver.is_idle:
+            victim = rng.choice([*driver.running, *driver.waiting])
+            driver.cancel(victim)
             cancelled.add(requests.index(victim))
-        engine.step()
-        owned = sum(len(pages) for pages in engine.pool._owned.values())
-        assert owned + engine.pool.num_free == engine.pool.capacity
+        driver.step()
+        driver.assert_books_balance()
     for index, request in enumerate(requests):
         if index in cancelled:
             assert request.cancelled and request.error is None
@@ -89,50 +74,33 @@ def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder
 
 
 def test_cancelling_twice_or_too_late_changes_nothing(decoder: SpecDecoder) -> None:
-    waiting = [request_of([index], 6) for index in range(6)]
-    for request in waiting:
-        decoder.engine.add(request)
-    decoder.engine.cancel(waiting[5])  # before it ran
-    decoder.engine.step()
-    decoder.engine.cancel(waiting[1])
-    decoder.engine.cancel(waiting[1])
-    while not decoder.engine.is_idle:
-        decoder.engine.step()
-    decoder.engine.cancel(waiting[0])
+    driver = Driver(decoder)
+    waiting = [driver.add(new_request([index], 6)) for index in range(6)]
+    driver.cancel(waiting[5])  # before it ran
+    driver.step()
+    driver.cancel(waiting[1])
+    driver.cancel(waiting[1])
+    driver.run_until_idle()
+    driver.cancel(waiting[0])
     assert [request.cancelled for request in waiting] == [False, True, False, False, False, True]
     assert waiting[0].result().finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("owner", "phase"),
-    [("verifier", "prefill"), ("drafter", "prefill"), ("drafter", "draft"), ("verifier", "verify"), ("drafter", "extend")],
-)
-def test_a_phase_that_raises_leaks_nothing(
-    zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, owner: str, phase: str
-) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "draft prefill", "draft", "verify", "extend"])
+def test_a_phase_that_raises_leaks_nothing(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
     """Those that ran are marked with the error; the engine works on, and what waited is served."""
-    engine = decoder.engine
-    victim = getattr(engine, owner)
-    original, calls = getattr(victim, phase), iter(range(10_000))
-
-    def raising(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == 1:
-            raise Boom(phase)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(victim, phase, raising)
+    driver = Driver(decoder)
     prompts = ragged_prompts(40, 6, seed=3)
-    requests = [request_of(prompt, 4 + 3 * index) for index, prompt in enumerate(prompts)]
-    for request in requests:
-        engine.add(request)
+    requests = [driver.add(new_request(prompt, 4 + 3 * index)) for index, prompt in enumerate(prompts)]
     errors = 0
-    while not engine.is_idle:
-        try:
-            engine.step()
-        except Boom:
-            errors += 1
+    with driver.fail_in(phase, Boom(phase), call=1):
+        while not driver.is_idle:
+            try:
+                driver.step()
+            except Boom:
+                errors += 1
     failed = [request for request in requests if request.error is not None]
-    assert errors == (phase != "prefill") and 0 < len(failed) <= 4  # a failed prefill is its own requests' affair
+    assert errors == ("prefill" not in phase) and 0 < len(failed) <= 4  # a failed prefill is its own requests' affair
     for request in requests:
         if request in failed:
             with pytest.raises(RuntimeError, match=phase) as info:
@@ -143,12 +111,11 @@ def test_a_phase_that_raises_leaks_nothing(
             assert request.result().token_ids == want
 
 
-def test_a_failed_prefill_leaves_running_streams_alone(zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_prefill_leaves_running_streams_alone(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Keeps out: one prompt too long for the memory that ends every open stream."""
     stream = decoder.stream([3, 4], SamplingParams(max_tokens=12))
     ids = list(next(stream).token_ids)
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder.engine.verifier, "prefill", lambda *args: (_ for _ in ()).throw(Boom("memory")))
+    with Driver(decoder).fail_in("prefill", Boom("memory")):
         with pytest.raises(RuntimeError, match="the request failed while it ran: memory"):
             decoder.generate([5, 6], SamplingParams(max_tokens=3))
     ids += [token for chunk in stream for token in chunk.token_ids]
@@ -161,20 +128,18 @@ def test_chunked_prefill_equals_whole(zoo: Zoo, decoder: SpecDecoder, size: int)
     right and acceptance falls, so accepted tokens are compared round by round."""
     prompts = [[*range(3, 20)], [7, 3] * 5, [1]]
     whole = decoder.generate(prompts, SamplingParams(max_tokens=16))
-    before, decoder.engine.max_prefill_tokens = decoder.engine.max_prefill_tokens, size
+    before = Driver(decoder).set_chunk(size)
     chunked = decoder.generate(prompts, SamplingParams(max_tokens=16))
-    decoder.engine.max_prefill_tokens = before
+    Driver(decoder).set_chunk(before)
     assert [out.token_ids for out in chunked] == [out.token_ids for out in whole]
     assert [out.stats for out in chunked] == [out.stats for out in whole]
 
 
-def test_generate_cleans_up_after_an_error(zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_cleans_up_after_an_error(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Keeps out: requests of a failed call that sit in the queue and run in the next one."""
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder.engine.verifier, "verify", lambda *args: (_ for _ in ()).throw(Boom("verify")))
-        with pytest.raises(Boom):
-            decoder.generate(ragged_prompts(40, 7), SamplingParams(max_tokens=5))
-    assert_idle(decoder)
+    with Driver(decoder).fail_in("verify", Boom("verify")), pytest.raises(Boom):
+        decoder.generate(ragged_prompts(40, 7), SamplingParams(max_tokens=5))
+    Driver(decoder).assert_nothing_leaked()
     prompts = ragged_prompts(40, 7)
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=5))
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:5] for prompt in prompts]
@@ -196,9 +161,9 @@ def test_closing_a_stream_frees_its_place(decoder: SpecDecoder) -> None:
     streams = [decoder.stream([index], SamplingParams(max_tokens=60)) for index in range(4)]
     for stream in streams:
         next(stream)
-    assert len(decoder.engine.running) == 4
+    assert len(Driver(decoder).running) == 4
     streams[1].close()
-    assert len(decoder.engine.running) == 3
+    assert len(Driver(decoder).running) == 3
     assert len(decoder.generate([[9], [8]], SamplingParams(max_tokens=4))) == 2
     for stream in streams:
         stream.close()
@@ -225,23 +190,16 @@ def test_speculation_cannot_change_while_a_stream_is_open(zoo: Zoo, decoder: Spe
 
 def test_requests_wait_for_pages_too(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Keeps out: an admission that counts rows only, and runs out of pages in the middle of a round."""
-    engine = decoder.engine
-    held = engine.pool.capacity * engine.pool.page_size - 2 * (30 + 20 + engine.lookahead)
-    engine.pool.admit("ballast", held)
     prompts = [prompt for prompt in ragged_prompts(40, 12, seed=1) if len(prompt) <= 30][:7]
-    outputs = decoder.generate(prompts, SamplingParams(max_tokens=20))
+    with Driver(decoder).leave_room_for(30 + 20, 30 + 20):
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=20))
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:20] for prompt in prompts]
-    engine.pool.release("ballast")
 
 
 def test_phases_count_batch_wide_rounds(decoder: SpecDecoder) -> None:
     """Keeps out: rounds of the batch guessed from rounds of the rows, which differ whenever rows enter and leave."""
-    engine = decoder.engine
-    clock = engine.rounds.clock
-    clock.clear()
-    clock.enabled = True
-    outputs = decoder.generate(ragged_prompts(40, 3), SamplingParams(max_tokens=9))
-    clock.enabled = False
+    with Driver(decoder).timed_phases() as clock:
+        outputs = decoder.generate(ragged_prompts(40, 3), SamplingParams(max_tokens=9))
     assert clock.calls["prefill"] == 1
     assert clock.calls["draft"] == clock.calls["verify"] == max(out.stats.rounds for out in outputs)
     assert clock.seconds.keys() >= {"prefill", "draft", "verify", "extend", "rest"}
@@ -258,18 +216,13 @@ def test_a_stream_returns_its_generation(zoo: Zoo, decoder: SpecDecoder) -> None
             break
 
 
-@pytest.mark.parametrize(("owner", "phase"), [("drafter", "extend"), ("readback", "read")])
-def test_an_interrupt_fails_what_ran(
-    zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, owner: str, phase: str
-) -> None:
+@pytest.mark.parametrize("phase", ["extend", "read"])
+def test_an_interrupt_fails_what_ran(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
     """Keeps out: Ctrl-C in one call that leaves another open stream with a lost round, and then writes wrong text."""
     stream = decoder.stream([3, 4], SamplingParams(max_tokens=30))
     next(stream)
-    with monkeypatch.context() as patch:
-        victim, name = (decoder.engine.drafter, phase) if owner == "drafter" else (Ticket, "read")
-        patch.setattr(victim, name, lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            decoder.generate([5, 6], SamplingParams(max_tokens=9))
+    with Driver(decoder).fail_in(phase, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        decoder.generate([5, 6], SamplingParams(max_tokens=9))
     with pytest.raises(RuntimeError, match="the request failed while it ran"):
         for _ in stream:
             pass

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from toolkit.driver import Driver
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.near_tie import explain_divergence
@@ -53,9 +54,11 @@ def test_float32_ids_equal_the_cpu_s(
     for _ in range(2):  # the second run replays graphs dirtied by the first
         assert ids(decoder.generate(prompts(11), GREEDY)) == expected
     assert ids(decoder.generate(prompts(11), GREEDY, speculate=False)) == expected
-    rounds = decoder.engine.rounds  # plain steps are phases in every mode
-    assert (len(rounds.phase_graphs) > 0) == bool(cuda_graphs) and (len(rounds.round_graphs) > 0) == (cuda_graphs == "round")
-    assert (len(decoder.engine.prefills.graphs) > 0) == (bool(cuda_graphs) and attention == "triton")
+    driver = Driver(decoder)  # plain steps are phases in every mode
+    assert (driver.num_graphs("phase") > 0) == bool(cuda_graphs) and (driver.num_graphs("round") > 0) == (
+        cuda_graphs == "round"
+    )
+    assert (driver.num_graphs("prefill") > 0) == (bool(cuda_graphs) and attention == "triton")
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
@@ -63,7 +66,7 @@ def test_page_sizes_change_nothing(page_size: int, expected: list[list[int]]) ->
     """Keeps out: tree slots that run over a page's end."""
     decoder = load(page_size=page_size, max_batch_size=3)
     assert ids(decoder.generate(prompts(11), GREEDY)) == expected
-    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+    Driver(decoder).assert_nothing_leaked()
 
 
 @pytest.mark.parametrize("attention", ["triton", "torch"])
@@ -71,12 +74,8 @@ def test_padded_rows_are_never_read(attention: str, expected: list[list[int]]) -
     """Keeps out: a padded row of a graph's batch that leaks into a real one.  Every page holds NaN, its state junk."""
     decoder = load(max_batch_size=8, attention=attention)
     decoder.generate(prompts(3), SamplingParams(max_tokens=8))  # captures the bucket of 4 that 3 prompts run in
-    engine = decoder.engine
-    for cache in (engine.verifier.cache, engine.drafter.cache):  # type: ignore[union-attr]
-        cache.kv.fill_(torch.nan)
-    with torch.inference_mode():
-        engine.state.bonus_B.random_(0, decoder.model.config.vocab_size)
-        engine.state.level1_hidden_BH.fill_(torch.nan)
+    Driver(decoder).poison_free_slots(torch.nan)
+    Driver(decoder).poison_free_rows()
     assert ids(decoder.generate(prompts(3), GREEDY)) == expected[:3]
 
 
@@ -96,20 +95,13 @@ def test_nothing_is_collected_during_a_capture() -> None:
 def test_no_phase_waits_for_the_device() -> None:
     """Keeps out: a host read inside a round (.item(), .tolist(), boolean indexing), which stalls it and can't be captured."""
     decoder = load(cuda_graphs=False)
-    engine = decoder.engine
     stream = decoder.stream(prompts(1)[0], SamplingParams(max_tokens=64))
     next(stream)
-    state = engine.state.narrow(1)
-    assert engine.drafter is not None
-    with torch.inference_mode():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            tree = engine.drafter.draft(state, SPECS[0])
-            result = engine.verifier.verify(state, tree, "greedy")
-            assert result.features_BEF is not None
-            engine.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        Driver(decoder).run_phases(1, SPECS[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     stream.close()  # type: ignore[attr-defined]
 
 
@@ -119,27 +111,22 @@ def test_one_wait_a_round(cuda_graphs: GraphMode, speculate: bool, monkeypatch: 
     """Keeps out: a host that waits for the round it has just launched, or waits twice.  Counts the waits of 20 rounds;
     any other synchronisation is an error."""
     decoder = load(cuda_graphs=cuda_graphs, max_seq_len=400)
-    engine = decoder.engine
-    engine.set_speculate(speculate)
-    texts = prompts(3)
-    params = SamplingParams(max_tokens=200, ignore_eos=True)
-    for request in [decoder._request(text, params, "prompt", streaming=False) for text in texts]:
-        engine.check(request)
-        engine.add(request)
+    driver = Driver(decoder)
+    for text in prompts(3):
+        driver.submit(text, SamplingParams(max_tokens=200, ignore_eos=True), speculate)
     for _ in range(4):
-        engine.step()
-    before, forbidden = engine.readback.waits, lambda *args: pytest.fail("the host waited for the device")
+        driver.step()
+    before, forbidden = driver.waits, lambda *args: pytest.fail("the host waited for the device")
     monkeypatch.setattr(torch.cuda, "synchronize", forbidden)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
-            engine.step()
-            assert len(engine.in_flight) == 1, "the next round runs while this one's tokens are handed out"
+            driver.step()
+            assert driver.rounds_in_flight == 1, "the next round runs while this one's tokens are handed out"
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert engine.readback.waits - before == 20 and len(engine.running) == 3
-    for request in list(engine.running):
-        engine.cancel(request)
+    assert driver.waits - before == 20 and len(driver.running) == 3
+    driver.cancel_all()
 
 
 @pytest.mark.parametrize("spec", [SpecConfig("auto", 4, 16), SpecConfig("auto", 1, 6)], ids=str)

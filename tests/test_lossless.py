@@ -4,6 +4,7 @@ Keeps out: whatever a draft, a tree, a page size, a batch or a queue could do to
 """
 
 import pytest
+from toolkit.driver import Driver
 from toolkit.models import COMMON, Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
@@ -53,7 +54,7 @@ def test_generate_equals_transformers(
     outputs = decoder.generate(prompts, sampling)
     assert_greedy(zoo, target, prompts, outputs)
     assert sum(out.stats.drafted for out in outputs) == (shape[2] - 1) * sum(out.stats.rounds for out in outputs) > 0
-    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+    Driver(decoder).assert_nothing_leaked()
     if (target, head) in {(case[0], case[1]) for case in CASES[::4]}:
         assert_greedy(zoo, target, prompts, decoder.generate(prompts, sampling, speculate=False))
 

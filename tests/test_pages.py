@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_pause import Script
+from toolkit.driver import Driver
 from toolkit.models import Zoo
+from toolkit.pages import ring_passes_take, shorten_rings
 
-import specdec.engine.pages.admission
 import specdec.loading
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.admission import ring_of
@@ -109,7 +109,7 @@ LENGTH = 130
 
 @pytest.fixture()
 def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specdec.engine.pages.admission, "RING_PREFILL", 8)
+    ring_passes_take(8, monkeypatch)
 
 
 def windowed(zoo: Zoo, spec: SpecConfig | None, page_size: int, **settings: object) -> SpecDecoder:
@@ -124,18 +124,16 @@ def windowed(zoo: Zoo, spec: SpecConfig | None, page_size: int, **settings: obje
 def test_text_far_beyond_the_window(zoo: Zoo, shape: tuple[int, int, int] | None, page_size: int, depth: int) -> None:
     """A pool of a few windows writes what transformers writes, drafts as far as with all pages, and is whole at the end."""
     decoder = windowed(zoo, SpecConfig(*shape) if shape else None, page_size)
-    engine = decoder.engine
-    engine.depth = depth
-    assert engine.pool.ring is not None and engine.pool.capacity * page_size < 3 * 60
-    for cache in (engine.verifier.cache, *([engine.drafter.cache] if shape else [])):  # type: ignore[union-attr]
-        cache.kv.fill_(torch.nan)
+    driver = Driver(decoder)
+    driver.set_depth(depth)
+    assert driver.ring is not None and driver.pages_total * page_size < 3 * 60
+    driver.poison_free_slots(torch.nan)
     prompts = [[5, 9, 2], [*range(1, 38), *range(30)], [7] * 9, [4, 8] * 20]  # some longer than a ring
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=LENGTH))
     assert [out.token_ids for out in outputs] == [zoo.greedy("mistral", prompt, LENGTH) for prompt in prompts]
-    assert engine.pool.num_free == engine.pool.capacity
-    assert sorted(engine.pool._free) == list(range(1, engine.pool.num_pages))
+    driver.assert_nothing_leaked()
     whole = windowed(zoo, SpecConfig(*shape) if shape else None, page_size, prefix_caching=True)
-    assert whole.engine.pool.ring is None, "kept pages are not written anew"
+    assert Driver(whole).ring is None, "kept pages are not written anew"
     for one, other in zip(outputs, whole.generate(prompts, SamplingParams(max_tokens=LENGTH)), strict=True):
         assert one.token_ids == other.token_ids
         assert one.stats.accepted_per_round == other.stats.accepted_per_round
@@ -147,19 +145,18 @@ def test_text_far_beyond_the_window(zoo: Zoo, shape: tuple[int, int, int] | None
 def test_rings_in_graphs(zoo: Zoo, shape: tuple[int, int, int]) -> None:
     """A round ahead of the host, replayed: tables that were written once serve a sequence that goes around many times."""
     decoder = windowed(zoo, SpecConfig(*shape), 4, device="cuda", attention="triton")
-    assert decoder.engine.pool.ring is not None and decoder.engine.depth == 1
+    assert Driver(decoder).ring is not None and Driver(decoder).depth == 1
     prompts = [[5, 9, 2], [*range(1, 38), *range(30)], [7] * 9, [4, 8] * 20]
     for _ in range(2):
         outputs = decoder.generate(prompts, SamplingParams(max_tokens=LENGTH))
         assert [out.token_ids for out in outputs] == [zoo.greedy("mistral", prompt, LENGTH) for prompt in prompts]
-    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+    Driver(decoder).assert_nothing_leaked()
 
 
 @pytest.mark.usefixtures("short_passes")
 def test_a_ring_too_short_shows(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a test above that would pass on any ring.  Look-ahead has some slack, so one page less may go unnoticed."""
-    whole = specdec.engine.pages.admission.ring_pages
-    monkeypatch.setattr(specdec.engine.pages.admission, "ring_pages", lambda *args: whole(*args) - 2)
+    shorten_rings(2, monkeypatch)
     (out,) = windowed(zoo, SpecConfig(3, 4, 12), 4).generate([5, 9, 2], SamplingParams(max_tokens=LENGTH))
     assert out.token_ids != zoo.greedy("mistral", [5, 9, 2], LENGTH)
 
@@ -168,7 +165,7 @@ def test_a_ring_too_short_shows(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_pause_longer_than_the_window(zoo: Zoo) -> None:
     """Keeps out: a draft that catches up on pages which went around during the pause."""
     decoder = windowed(zoo, SpecConfig("auto", 3, 12), 4)
-    decoder.engine.chooser = Script(*[2, *[0] * 30, 3, 3, 0] * 5, 3)  # type: ignore[assignment]
+    Driver(decoder).script_levels(*[2, *[0] * 30, 3, 3, 0] * 5, 3)
     outputs = decoder.generate([[5, 9, 2], [7] * 9], SamplingParams(max_tokens=LENGTH))
     assert [out.token_ids for out in outputs] == [zoo.greedy("mistral", p, LENGTH) for p in ([5, 9, 2], [7] * 9)]
 
@@ -176,7 +173,7 @@ def test_a_pause_longer_than_the_window(zoo: Zoo) -> None:
 def test_a_model_with_a_full_layer_keeps_its_pages(zoo: Zoo) -> None:
     """qwen2's first layers are full; a head without a window is a full layer too."""
     for target, kind in (("qwen2", "eagle1-window"), ("mistral", "eagle3")):
-        assert zoo.decoder(target, kind, SpecConfig(3, 4, 12), max_seq_len=240).engine.pool.ring is None
+        assert Driver(zoo.decoder(target, kind, SpecConfig(3, 4, 12), max_seq_len=240)).ring is None
 
 
 def test_what_memory_holds_is_kept(zoo: Zoo) -> None:
@@ -187,7 +184,7 @@ def test_what_memory_holds_is_kept(zoo: Zoo) -> None:
     first, second = ([out.stats.cached_tokens for out in decoder.generate(prompts, SamplingParams(max_tokens=8))] for _ in "12")
     assert first == [0] * 8 and second == [40] * 8
     plain = zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), **settings)
-    assert plain.engine.pool.num_pages == plain.settings.pages_per_sequence + 1, "nothing changes without it"
+    assert Driver(plain).pages_allocated == plain.settings.pages_per_sequence + 1, "nothing changes without it"
 
 
 def test_the_pool_of_a_prefix_cache_has_bounds(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,35 +4,19 @@ Keeps out: a drafter that after a pause reads keys it never wrote, which stays l
 """
 
 import pytest
+from toolkit.driver import Driver, new_request
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.request import Request
 from specdec.limits import MAX_PAUSE
 
 LENGTH = 60
 
 
-class Script:
-    """A chooser that plays back: levels for round 0, 1, ... and then always the last."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = list(steps)
-
-    def choose(self, rows: int) -> int:
-        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
-
-    def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
-        assert seconds > 0
-
-    def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
-        assert all(0 <= a <= steps for a in accepted)
-
-
 def make(zoo: Zoo, kind: str, topk: int, depth: int = 0) -> SpecDecoder:
     spec = SpecConfig("auto", topk, 12 if topk > 1 else 8)
     decoder = zoo.decoder("llama", kind, spec, page_size=4, max_batch_size=4, max_seq_len=160)
-    decoder.engine.depth = depth
+    Driver(decoder).set_depth(depth)
     return decoder
 
 
@@ -44,13 +28,13 @@ def test_acceptance_behind_a_pause_is_that_of_a_run_without_one(zoo: Zoo, kind: 
     """Two rounds, a pause, then rounds: from there on every round accepts what it accepts behind a fresh prefill."""
     decoder = make(zoo, kind, topk, depth)
     before = 2
-    decoder.engine.chooser = Script(*[3] * before, *[0] * pause, 3)  # type: ignore[assignment]
+    Driver(decoder).script_levels(*[3] * before, *[0] * pause, 3)
     (whole,) = decoder.generate([5, 9, 2, 7], SamplingParams(max_tokens=before * 4 + pause + 24))
     accepted = whole.stats.accepted_per_round
     emitted = sum(a + 1 for a in accepted[: before + pause])
     assert accepted[before : before + pause] == [0] * pause
     prompt = [5, 9, 2, 7, *whole.token_ids[:emitted]]  # without the bonus token, which the fresh prefill samples
-    decoder.engine.chooser = Script(3)  # type: ignore[assignment]
+    Driver(decoder).script_levels(3)
     (fresh,) = decoder.generate(prompt, SamplingParams(max_tokens=len(whole.token_ids) - emitted))
     assert fresh.token_ids == whole.token_ids[emitted:]
     assert fresh.stats.accepted_per_round == accepted[before + pause :]
@@ -63,13 +47,13 @@ def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
     prompts = ragged_prompts(40, 9, seed=5)
     params = [SamplingParams(max_tokens=length) for length in (3, 17, 9, 24, 12, 5, 21, 24, 8)]
     want = [zoo.greedy("llama", prompt, 24)[: p.max_tokens] for prompt, p in zip(prompts, params, strict=True)]
-    decoder.engine.chooser = Script(*[2, 0, 0, 0, 3, 0, 0, 1, 0, 5] * 30)  # type: ignore[assignment]
+    Driver(decoder).script_levels(*[2, 0, 0, 0, 3, 0, 0, 1, 0, 5] * 30)
     outputs = decoder.generate(prompts, params)
     assert [out.token_ids for out in outputs] == want
     alone = make(zoo, "eagle3", 3)
     for out, p in zip(outputs, params, strict=True):
         assert out.stats.emitted - out.stats.truncated + 1 == p.max_tokens
-    alone.engine.chooser = Script(0)  # type: ignore[assignment]
+    Driver(alone).script_levels(0)
     assert [out.token_ids for out in alone.generate(prompts, params)] == want
 
 
@@ -81,7 +65,7 @@ def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:
     for _ in range(2):
         outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
         assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24) for prompt in prompts]
-    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+    Driver(decoder).assert_nothing_leaked()
 
 
 def test_what_auto_means_for_a_tree() -> None:
@@ -98,23 +82,17 @@ def test_what_auto_means_for_a_tree() -> None:
 def test_a_pause_longer_than_a_text_leaves_no_hole(zoo: Zoo) -> None:
     """Keeps out: a short text that came in a pause, and whose pages are kept as if the draft had seen all of it."""
     decoder = zoo.decoder("llama", "eagle3", SpecConfig("auto", 3, 12), page_size=4, max_batch_size=2, prefix_caching=True)
-    engine = decoder.engine
-    assert engine.drafter is not None
-    engine.drafter.cache.kv.fill_(1e4)  # type: ignore[attr-defined]
-    engine.chooser = Script(3, *[0] * 200)  # type: ignore[assignment]
-    long, short = (
-        Request.new(prompt, SamplingParams(max_tokens=n), 0, frozenset(), lambda ids: "", streaming=False)
-        for prompt, n in (([5, 9, 2, 7, 1], 80), ([11, 3, 8], 17))
-    )
-    engine.add(long)
-    while engine.pause < 13:
-        engine.step()
-    engine.add(short)
+    driver = Driver(decoder)
+    driver.poison_free_slots(1e4, "draft")
+    driver.script_levels(3, *[0] * 200)
+    long, short = new_request([5, 9, 2, 7, 1], 80), new_request([11, 3, 8], 17)
+    driver.add(long)
+    while driver.pause < 13:
+        driver.step()
+    driver.add(short)
     while not short.is_done:
-        engine.step()
-    assert engine.pause > len(short.prompt_ids) + len(short.output.token_ids)
-    assert engine.admission.cache is not None
-    kept = engine.admission.cache.find(short.prompt_ids + short.output.token_ids, drafted=True)
-    rows = [engine.drafter.cache.kv[0, 4 * node.page : 4 * node.page + 4] for node in kept]  # type: ignore[attr-defined]
-    assert not any(bool((page == 1e4).any()) for page in rows)
-    engine.cancel(long)
+        driver.step()
+    assert driver.pause > len(short.prompt_ids) + len(short.output.token_ids)
+    kept = driver.kept_pages(short.prompt_ids + short.output.token_ids)
+    assert not any(bool((driver.page_kv("draft", page) == 1e4).any()) for page in kept)
+    driver.cancel(long)

@@ -6,6 +6,7 @@ a GPU (test_gpu.py); here the padded path runs eagerly, on the backend that is t
 
 import pytest
 import torch
+from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
@@ -15,24 +16,16 @@ from specdec.runner.prefill import _bucket
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
-def test_padded_prompts_equal_bare_ones(zoo: Zoo, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_prompts_equal_bare_ones(zoo: Zoo, kind: str) -> None:
     """Packs of one, two and four prompts go through buckets that earlier, longer packs have dirtied."""
     decoder = zoo.decoder("llama", kind, SpecConfig(3, 4, 12), page_size=4, max_batch_size=4, max_seq_len=96)
-    engine = decoder.engine
-    assert engine.drafter is not None
-    engine.verifier.backend = engine.drafter.backend = ReferenceBackend()  # type: ignore[attr-defined]
+    driver = Driver(decoder)
+    driver.replace_backend(ReferenceBackend())
     prompts = [[5] * 13, *ragged_prompts(40, 6, seed=4), [7]]
     params = [SamplingParams(max_tokens=length) for length in (9, 5, 14, 3, 8, 11, 6, 4)]
     want = decoder.generate(prompts, params)
-    runner, seen = engine.prefills, []
-
-    def replay(verifier, drafter, state, packed, mode):
-        seen.append(_bucket(packed))
-        return runner._replay((seen[-1], mode, drafter is not None), verifier, drafter, state, packed)
-
-    monkeypatch.setattr(runner, "run", replay)
-    for cache in (engine.verifier.cache, engine.drafter.cache):  # type: ignore[attr-defined]
-        cache.kv.fill_(torch.nan)
+    seen = driver.pad_prefills()
+    driver.poison_free_slots(torch.nan)
     for _ in range(2):
         got = decoder.generate(prompts, params)
         assert [out.token_ids for out in got] == [out.token_ids for out in want]

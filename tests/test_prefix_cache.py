@@ -6,59 +6,22 @@ is written to or evicted while somebody reads it, garbage of a failed prefill th
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from test_pause import Script
+from toolkit.driver import Driver, Model, Request, new_request
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.pages import check_books, long_prompts_wait_from
+from toolkit.prompts import SYSTEM, assert_same, prompts_after
 
-import specdec.engine.pages.admission
 import specdec.loading
-from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
+from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
-from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages, page_keys
-from specdec.engine.request import Request
+from specdec.engine.pages.prefix_cache import common_pages, page_keys
 from specdec.generation import Stats
 
 TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
-SYSTEM = [(7 * i * i + 3 * i) % 40 for i in range(37)]  # a prompt that others begin with
-
-
-def request_of(prompt: list[int], max_tokens: int, decode: Any = lambda ids: "") -> Request:
-    return Request.new(prompt, SamplingParams(max_tokens=max_tokens), 0, frozenset(), decode, streaming=False)
-
-
-def nodes_of(cache: PrefixCache) -> list[Node]:
-    found, open_nodes = [], list(cache.root.children.values())
-    while open_nodes:
-        node = open_nodes.pop()
-        found.append(node)
-        open_nodes += node.children.values()
-    return found
-
-
-def check_books(admission: Admission, requests: list[Request]) -> None:
-    """Every page has one owner; uses are counted; what is in use, or in front of it, can't be evicted."""
-    pool, cache = admission.pool, admission.cache
-    assert cache is not None
-    nodes = nodes_of(cache)
-    kept = {node.page for node in nodes}
-    assert kept == pool._owned.get(cache, set()) and len(kept) == len(nodes)
-    owned = [page for pages in pool._owned.values() for page in pages]
-    assert sorted(owned + pool._free) == list(range(1, pool.num_pages))
-    held = [admission.places[request].node for request in requests]
-    for node in nodes:
-        behind = 0
-        for at in held:
-            while at is not None and at is not node:
-                at = at.parent
-            behind += at is node
-        assert node.users == behind and (node in cache._idle) == (behind == 0)
-        assert all(child.drafted <= node.drafted for child in node.children.values())
-    order = list(cache._idle)
-    assert all(node.parent not in order[: order.index(node)] for node in order), "a page in front goes after those behind"
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -74,7 +37,7 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
         drafted = running[0].seed == 1 if running else rng.random() < 0.6  # never both at once
         if rng.random() < 0.5:
             prompt = [rng.randrange(2) for _ in range(3)] + [0] * rng.randrange(1, 6 * page_size) + [rng.randrange(2)]
-            request = request_of(prompt, rng.randrange(1, 3 * page_size))
+            request = new_request(prompt, rng.randrange(1, 3 * page_size))
             request.seed = int(drafted)
             found = admission.find(request, drafted)
             if found is None or not admission.admit(request, found):
@@ -112,7 +75,7 @@ def test_least_recently_used_goes_first() -> None:
     admission = Admission(PagePool(10, 2), lookahead=0, prefix_caching=True)
 
     def run(prompt: list[int]) -> list[int]:
-        request = request_of(prompt, 1)
+        request = new_request(prompt, 1)
         found = admission.find(request, False)
         assert found is not None and admission.admit(request, found)
         table = admission.places[request].table
@@ -145,32 +108,14 @@ def test_keys_hold_the_successor() -> None:
 @pytest.fixture(params=[0, 1], ids=lambda depth: f"depth{depth}")
 def decoder(zoo: Zoo, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpecDecoder]:
     """Small enough a pool that pages are evicted; its books must balance when the test is over."""
-    monkeypatch.setattr(specdec.engine.pages.admission, "WORTH_A_PASS", 8)
+    long_prompts_wait_from(8, monkeypatch)
     monkeypatch.setattr(specdec.loading, "KEPT_TOKENS", 0)
     decoder = zoo.decoder(
         "llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96, prefix_caching=True
     )  # fmt: skip
-    decoder.engine.depth = request.param
+    Driver(decoder).set_depth(request.param)
     yield decoder
-    assert_whole(decoder)
-
-
-def assert_whole(decoder: SpecDecoder) -> None:
-    engine = decoder.engine
-    assert engine.is_idle and not engine.in_flight and not engine.admission.places
-    assert engine.admission.free_pages == engine.pool.capacity
-    check_books(engine.admission, [])
-    assert not engine.state.active_B.any() and not engine.state.page_table_BW.any()
-
-
-def same(hit: list[Generation], cold: list[Generation]) -> None:
-    """Ids, and how far drafts were accepted round by round."""
-    assert [out.token_ids for out in hit] == [out.token_ids for out in cold]
-    assert [out.stats.accepted_per_round for out in hit] == [out.stats.accepted_per_round for out in cold]
-
-
-def prompts_behind(system: list[int]) -> list[list[int]]:
-    return [system + tail for tail in ([1, 2, 3], [1, 2, 9, 4, 4, 4, 4, 7], [5], [1, 2, 3, 4, 5, 6], [8] * 11)]
+    Driver(decoder).assert_nothing_leaked()
 
 
 SHAPES = [
@@ -185,18 +130,18 @@ def test_hits_equal_cold_runs(zoo: Zoo, kind: str | None, spec: SpecConfig | Non
     settings = dict(page_size=page_size, max_batch_size=3, max_seq_len=96)
     cold = zoo.decoder("llama", kind, spec, **settings)
     warm = zoo.decoder("llama", kind, spec, **settings, prefix_caching=True)
-    prompts, sampling = prompts_behind(SYSTEM), SamplingParams(max_tokens=16)
+    prompts, sampling = prompts_after(SYSTEM), SamplingParams(max_tokens=16)
     want = cold.generate(prompts, sampling)
     for time in range(3):
         got = warm.generate(prompts, sampling)
-        same(got, want)
+        assert_same(got, want)
         full = (len(SYSTEM) - 1) // page_size * page_size  # the page behind holds what differs, or is followed by it
         for out in got if time else got[3:]:  # three enter at once the first time
             assert out.stats.cached_tokens >= full
-        assert_whole(warm)
-    same([warm.generate(prompt, sampling)[0] for prompt in prompts], want)
-    counted = warm.engine.admission
-    assert counted.lookup_tokens == 4 * sum(map(len, prompts)) > counted.hit_tokens > 0.8 * 3 * 5 * len(SYSTEM)
+        Driver(warm).assert_nothing_leaked()
+    assert_same([warm.generate(prompt, sampling)[0] for prompt in prompts], want)
+    looked_up, found = Driver(warm).looked_up_and_found
+    assert looked_up == 4 * sum(map(len, prompts)) > found > 0.8 * 3 * 5 * len(SYSTEM)
 
 
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
@@ -206,16 +151,16 @@ def test_pages_of_8_bits(zoo: Zoo, kept: str) -> None:
     warm = zoo.decoder("llama", "eagle3", TREE, **settings, prefix_caching=True)
     cold = zoo.decoder("llama", "eagle3", TREE, **settings)
     sampling = SamplingParams(max_tokens=16)
-    want = cold.generate(prompts_behind(SYSTEM)[:3], sampling)
+    want = cold.generate(prompts_after(SYSTEM)[:3], sampling)
     for _ in range(2):
-        got = warm.generate(prompts_behind(SYSTEM)[:3], sampling)
+        got = warm.generate(prompts_after(SYSTEM)[:3], sampling)
         assert [out.token_ids for out in got] == [out.token_ids for out in want]
     assert all(out.stats.cached_tokens >= 36 for out in got)
 
 
 def test_hit_rate_is_that_of_plain_decoding(zoo: Zoo) -> None:
     """Keeps out: a last page that is computed again because the draft needs its neighbour."""
-    prompts, rates = prompts_behind(SYSTEM) + ragged_prompts(40, 6, seed=3), []
+    prompts, rates = prompts_after(SYSTEM) + ragged_prompts(40, 6, seed=3), []
     for speculate in (True, False):
         decoder = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_batch_size=8, prefix_caching=True)
         for _ in range(2):
@@ -231,7 +176,7 @@ def test_generated_tokens_are_found_too(zoo: Zoo, decoder: SpecDecoder) -> None:
     text, sampling = [3, 1, 4], SamplingParams(max_tokens=17)
     for turn in range(4):
         (out,), (want,) = decoder.generate(text, sampling), cold.generate(text, sampling)
-        same([out], [want])
+        assert_same([out], [want])
         assert out.stats.cached_tokens == ((len(text) - 2 - 1) // 4 * 4 if turn else 0)  # less the new and the last token
         text = text + out.token_ids + [turn]
 
@@ -244,20 +189,17 @@ def test_two_texts_that_go_on_differently_share_no_page_at_the_fork(zoo: Zoo, de
     (again,) = decoder.generate([*stem, 5, 7], sampling)
     assert other.stats.cached_tokens == 4 and again.stats.cached_tokens == 8
     (want,) = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate([*stem, 9, 6], sampling)
-    same([other], [want])
+    assert_same([other], [want])
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])
-def test_what_is_found_is_what_is_read(zoo: Zoo, decoder: SpecDecoder, which: str) -> None:
+def test_what_is_found_is_what_is_read(zoo: Zoo, decoder: SpecDecoder, which: Model) -> None:
     """Poison in a cached page shows: in the text if it is the target's, in the acceptance if it is the draft's."""
     sampling = SamplingParams(max_tokens=24)
     (clean,) = decoder.generate(SYSTEM, sampling)
-    engine = decoder.engine
-    assert engine.admission.cache is not None and engine.drafter is not None
-    pages = [node.page for node in engine.admission.cache.find(SYSTEM, True)][:6]
-    cache = engine.verifier.cache if which == "target" else engine.drafter.cache  # type: ignore[attr-defined]
-    for page in pages:
-        cache.kv[:, page * 4 : page * 4 + 4].normal_(generator=torch.Generator().manual_seed(page), std=4.0)
+    driver = Driver(decoder)
+    for page in driver.kept_pages(SYSTEM)[:6]:
+        driver.page_kv(which, page).normal_(generator=torch.Generator().manual_seed(page), std=4.0)
     (dirty,) = decoder.generate(SYSTEM, sampling)
     assert dirty.stats.cached_tokens == 36
     if which == "target":
@@ -269,8 +211,7 @@ def test_what_is_found_is_what_is_read(zoo: Zoo, decoder: SpecDecoder, which: st
 
 def test_pages_without_draft_rows_are_for_plain_decoding_only(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Keeps out: speculation behind a plain run that reads draft rows nobody wrote.  The other way round, all are found."""
-    assert decoder.engine.drafter is not None
-    decoder.engine.drafter.cache.kv.fill_(1e4)  # type: ignore[attr-defined]
+    Driver(decoder).poison_free_slots(1e4, "draft")
     sampling = SamplingParams(max_tokens=16)
     want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(SYSTEM, sampling)
     seen = []
@@ -278,7 +219,7 @@ def test_pages_without_draft_rows_are_for_plain_decoding_only(zoo: Zoo, decoder:
         got = decoder.generate(SYSTEM, sampling, speculate=speculate)
         assert got[0].token_ids == want[0].token_ids
         if speculate:
-            same(got, want)
+            assert_same(got, want)
         seen.append(got[0].stats.cached_tokens)
     assert seen == [0, 36, 0, 36, 36]
     longer = [*SYSTEM, *want[0].token_ids, 3]
@@ -290,23 +231,23 @@ def test_a_pause_leaves_no_hole(zoo: Zoo) -> None:
     spec, sampling = SpecConfig("auto", 3, 12), SamplingParams(max_tokens=30)
     decoder = zoo.decoder("llama", "eagle3", spec, page_size=4, max_seq_len=160, prefix_caching=True)
     fresh = zoo.decoder("llama", "eagle3", spec, page_size=4, max_seq_len=160)
-    assert decoder.engine.drafter is not None
-    decoder.engine.drafter.cache.kv.fill_(1e4)  # type: ignore[attr-defined]
-    decoder.engine.chooser = Script(3, 3, *[0] * 40)  # type: ignore[assignment]
+    Driver(decoder).poison_free_slots(1e4, "draft")
+    Driver(decoder).script_levels(3, 3, *[0] * 40)
     (first,) = decoder.generate(SYSTEM, sampling)
     paused = len(first.stats.accepted_per_round) - 2
     assert paused > 10
     follow = [*SYSTEM, *first.token_ids, 3]
-    decoder.engine.chooser = fresh.engine.chooser = Script(3)  # type: ignore[assignment]
+    for one in (decoder, fresh):
+        Driver(one).script_levels(3)
     got, want = decoder.generate(follow, sampling), fresh.generate(follow, sampling)
-    same(got, want)
+    assert_same(got, want)
     assert (len(follow) - 2 - paused) // 4 * 4 - 4 <= got[0].stats.cached_tokens <= len(follow) - 2 - paused
     assert decoder.generate(follow, sampling)[0].stats.cached_tokens == (len(follow) - 1) // 4 * 4
 
 
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
     """In a pool that is always full: every request that is left alone writes what it writes alone."""
-    rng, engine = random.Random(5), decoder.engine
+    rng, driver = random.Random(5), Driver(decoder)
     bases = [SYSTEM[:20], SYSTEM[:20], [9] * 9, []]
     tails = ragged_prompts(40, 8, seed=1)
     requests, left_alone = [], []
@@ -316,36 +257,33 @@ def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder
         decode = (lambda ids, c=calls: 1 // (next(c) < 3) and "") if fails else (lambda ids: "")
         prompt = (rng.choice(bases) + rng.choice(tails))[:40]
         sampling = SamplingParams(max_tokens=rng.choice([1, 2, 5, 9, 14]))
-        requests.append(Request.new(prompt, sampling, 0, frozenset(), decode, streaming=True))
+        requests.append(new_request(prompt, sampling, decode=decode, streaming=True))
     arrivals = iter(requests)
     while not all(request.is_done for request in requests):
         for _, request in zip(range(rng.randrange(4)), arrivals, strict=False):
-            engine.add(request)
-        if rng.random() < 0.1 and not engine.is_idle:
-            engine.cancel(rng.choice([*engine.running, *engine.waiting]))
-        engine.step()
-        check_books(engine.admission, engine.running)
+            driver.add(request)
+        if rng.random() < 0.1 and not driver.is_idle:
+            driver.cancel(rng.choice([*driver.running, *driver.waiting]))
+        driver.step()
+        driver.assert_books_balance()
     left_alone = [request for request in requests if not request.cancelled and request.error is None]
     for request in left_alone:
         assert request.output.token_ids == zoo.greedy("llama", request.prompt_ids, 24)[: request.sampling.max_tokens]
     assert len(left_alone) > 120 and Stats.total([r.stats for r in left_alone]).cached_tokens > 1000
 
 
-@pytest.mark.parametrize(("owner", "phase"), [("verifier", "prefill"), ("drafter", "prefill"), ("verifier", "verify")])
-def test_a_failure_leaves_no_garbage_behind(
-    zoo: Zoo, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, owner: str, phase: str
-) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "draft prefill", "verify"])
+def test_a_failure_leaves_no_garbage_behind(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
     """Keeps out: pages of a prefill that never ran, which the next request finds."""
     sampling = SamplingParams(max_tokens=12)
-    with monkeypatch.context() as patch:
-        patch.setattr(getattr(decoder.engine, owner), phase, lambda *args, **kw: (_ for _ in ()).throw(ValueError("boom")))
+    with Driver(decoder).fail_in(phase, ValueError("boom")):
         with pytest.raises((RuntimeError, ValueError), match="boom"):
-            decoder.generate(prompts_behind(SYSTEM), sampling)
-    assert_whole(decoder)
-    outputs = decoder.generate(prompts_behind(SYSTEM), sampling)
+            decoder.generate(prompts_after(SYSTEM), sampling)
+    Driver(decoder).assert_nothing_leaked()
+    outputs = decoder.generate(prompts_after(SYSTEM), sampling)
     assert (outputs[0].stats.cached_tokens > 0) == (phase == "verify")
-    want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(prompts_behind(SYSTEM), sampling)
-    same(outputs, want)
+    want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(prompts_after(SYSTEM), sampling)
+    assert_same(outputs, want)
 
 
 def test_streams_find_what_others_left(zoo: Zoo, decoder: SpecDecoder) -> None:
@@ -355,7 +293,7 @@ def test_streams_find_what_others_left(zoo: Zoo, decoder: SpecDecoder) -> None:
     ids = list(next(stream).token_ids) + list(next(stream).token_ids)
     second = decoder.stream([*SYSTEM, 6], SamplingParams(max_tokens=24))
     other = list(next(second).token_ids)
-    assert decoder.engine.running[1].stats.cached_tokens == 36
+    assert Driver(decoder).running[1].stats.cached_tokens == 36
     stream.close()
     (third,) = decoder.generate([*SYSTEM, 6, *ids], SamplingParams(max_tokens=6))
     assert third.stats.cached_tokens >= 36 and third.token_ids == want[len(ids) : len(ids) + 6]
@@ -363,13 +301,9 @@ def test_streams_find_what_others_left(zoo: Zoo, decoder: SpecDecoder) -> None:
     assert other == want and ids == want[: len(ids)]
 
 
-def test_the_second_call_computes_the_tails_alone(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_call_computes_the_tails_alone(decoder: SpecDecoder) -> None:
     """What makes the second call faster: tokens that no prefill sees.  In the first, those behind wait for one prefill."""
-    sizes: list[int] = []
-    run = decoder.engine.prefills.run
-    monkeypatch.setattr(
-        decoder.engine.prefills, "run", lambda *args: sizes.append(args[3].ids_T.shape[0]) or run(*args)
-    )  # fmt: skip
+    sizes = Driver(decoder).watch_prefills()
     prompts = [[*SYSTEM[:33], *tail] for tail in ([1, 2], [3], [4, 5, 6])]
     for expected in ([35, 2 + 4], [3 + 2 + 4]):  # the last page holds one token of the system prompt
         sizes.clear()
@@ -383,9 +317,9 @@ def test_a_hit_in_chunks(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
     prompts, sampling = [[*SYSTEM, *range(30)], [*SYSTEM, *range(9)]], SamplingParams(max_tokens=12)
     want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(prompts, sampling)
     decoder.generate(SYSTEM, sampling)
-    decoder.engine.max_prefill_tokens = size
+    Driver(decoder).set_chunk(size)
     got = decoder.generate(prompts, sampling)
-    same(got, want)
+    assert_same(got, want)
     assert all(out.stats.cached_tokens >= 36 for out in got)
 
 

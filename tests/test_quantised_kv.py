@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.driver import Driver
 from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
@@ -36,7 +37,7 @@ CASES = [
 @torch.inference_mode()
 def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
     """Asserts that every token is the best, or near it, behind those before; whether none other was near at any place."""
-    model, cache = decoder.model, decoder.engine.verifier.cache
+    model, cache = decoder.model, Driver(decoder).cache("target")
     assert isinstance(cache, QuantCache)
     ids_T = torch.tensor([*out.prompt_token_ids, *out.token_ids[:-1]])
     attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored)
@@ -67,7 +68,7 @@ def test_generate_equals_the_oracle(
         is_clearly_the_oracle_s_text(decoder, other)
     assert sum(clear) >= 2, "too many near-ties: choose other prompts"
     assert sum(out.stats.drafted for out in outputs) > 0
-    for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
+    for cache in Driver(decoder).caches:
         assert cache.kv.dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
 
 
@@ -94,9 +95,9 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
     """Keeps out: a pool sized for 16 bit, which would hold half as many requests as it could."""
     decoder = zoo.decoder("llama", "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype=kind)
     taken = 0
-    for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
+    for cache in Driver(decoder).caches:
         taken += cache.kv.nbytes + (cache.scales.nbytes if kind == "int8" else 0)
-    assert taken == decoder.engine.pool.num_pages * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
+    assert taken == Driver(decoder).pages_allocated * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
 
 
 def test_a_wrong_setting_is_refused(zoo: Zoo) -> None:
@@ -133,8 +134,8 @@ def test_a_checkpoint_s_scales_are_used(tmp_path: Path, names: str) -> None:
     decoder = SpecDecoder.from_pretrained(target, head, kv_cache_dtype="fp8", **settings)
     (out,) = decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=12))
     for layer in layers:
-        assert torch.equal(decoder.engine.verifier.cache.view(layer).scale_2K, scales[layer])
-    assert decoder.engine.drafter.cache.view(0).scale_2K.tolist() == [[pytest.approx(0.7)] * 2, [pytest.approx(0.9)] * 2]
+        assert torch.equal(Driver(decoder).cache("target").view(layer).scale_2K, scales[layer])
+    assert Driver(decoder).cache("draft").view(0).scale_2K.tolist() == [[pytest.approx(0.7)] * 2, [pytest.approx(0.9)] * 2]
     is_clearly_the_oracle_s_text(decoder, out)
     for kind in ("auto", "int8"):  # which need none
         SpecDecoder.from_pretrained(target, head, kv_cache_dtype=kind, **settings).generate(
@@ -203,7 +204,7 @@ def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> No
     decoder = zoo.decoder("llama", kv_cache_dtype="int8")
     ids = ragged_prompts(40, 5)[4]
     got_V = near_tie._last_logits(decoder, ids)
-    kinds, cache = decoder.model.config.layer_kinds, decoder.engine.verifier.cache
+    kinds, cache = decoder.model.config.layer_kinds, Driver(decoder).cache("target")
     assert isinstance(cache, QuantCache)
     with torch.inference_mode():
         rounded_V, exact_V = (

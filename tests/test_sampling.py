@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 from toolkit.drafters import Substitute
+from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.statistics import filtered, p_value, pair_counts, token_distributions
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -40,7 +41,8 @@ def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, to
     if kind != "head":
         texts = {tuple(PROMPT): [0, 1, 2] * 6}
         as_kind = "oracle" if kind == "fixed" else "random"
-        decoder.engine.drafter = Substitute(decoder.engine, spec, as_kind, V, texts)
+        driver = Driver(decoder)
+        driver.replace_drafter(Substitute(driver, spec, as_kind, V, texts))
     seeds = range(list(DRAFTERS).index(drafter) * SAMPLES, (list(DRAFTERS).index(drafter) + 1) * SAMPLES)
     shared = dict(max_tokens=3, temperature=temperature, top_k=top_k, top_p=top_p)
     outputs = decoder.generate([PROMPT] * SAMPLES, [SamplingParams(seed=seed, **shared) for seed in seeds])

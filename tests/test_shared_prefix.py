@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_prefix_cache import SYSTEM, assert_whole, same
 from toolkit.deepseek import DeepseekZoo
+from toolkit.driver import Driver
 from toolkit.families import Families
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.prompts import SYSTEM, assert_same
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -177,24 +178,8 @@ def pair(zoo: Zoo, target: str, kind: str | None, spec: SpecConfig | None, **mor
     """A decoder that shares whenever there is anything to share, and one that keeps nothing."""
     settings = {"page_size": 4, "max_batch_size": 4, "max_seq_len": 96, **more}
     sharing = zoo.decoder(target, kind, spec, **settings, prefix_caching=True)
-    sharing.engine.sharing.least_saved = 1  # type: ignore[union-attr]
+    Driver(sharing).set_least_shared(1)
     return sharing, zoo.decoder(target, kind, spec, **settings)
-
-
-def watch(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(members, tokens) of every round that shares."""
-    seen: list[tuple[int, int]] = []
-    assert decoder.engine.sharing is not None
-    original = decoder.engine.sharing.apply
-
-    def spy(*args: Any) -> BatchState:
-        state = original(*args)
-        if state.shared is not None:
-            seen.append((int((state.shared.shared_B > 0).sum()), int(state.shared.length_1)))
-        return state
-
-    monkeypatch.setattr(decoder.engine.sharing, "apply", spy)
-    return seen
 
 
 CASES = [
@@ -209,21 +194,20 @@ CASES = [
 @pytest.mark.parametrize(("target", "kind", "spec", "page_size"), CASES, ids=str)
 def test_text_and_drafts_stay_the_same(
     zoo: Zoo, target: str, kind: str | None, spec: SpecConfig | None, page_size: int, depth: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Requests of different lengths come and go, some strangers among them: groups grow, shrink, change and vanish."""
     sharing, alone = pair(zoo, target, kind, spec, page_size=page_size, max_seq_len=200)
-    sharing.engine.depth = depth
-    seen = watch(sharing, monkeypatch)
+    Driver(sharing).set_depth(depth)
+    seen = Driver(sharing).watch_sharing()
     x, y, z = ragged_prompts(40, 3, seed=2)
     prompts = [[*SYSTEM, 1], [*SYSTEM, 2, 3], x, [*SYSTEM, *[4] * 6], [*SYSTEM, *[4] * 8], y, [*SYSTEM, 5], z]
     params = [SamplingParams(max_tokens=length) for length in (9, 24, 3, 17, 30, 12, 5, 21)]
-    same(sharing.generate(prompts, params), alone.generate(prompts, params))
+    assert_same(sharing.generate(prompts, params), alone.generate(prompts, params))
     first = set(seen)
-    same(sharing.generate(prompts, params), alone.generate(prompts, params))
+    assert_same(sharing.generate(prompts, params), alone.generate(prompts, params))
     assert {tokens for _, tokens in seen} and len(set(seen)) >= 3 and max(seen)[0] >= 3, (first, seen)
     assert max(tokens for _, tokens in seen) >= (len(SYSTEM) - 1) // page_size * page_size
-    assert_whole(sharing)
+    Driver(sharing).assert_nothing_leaked()
 
 
 class FamilyZoo(Zoo):
@@ -234,26 +218,26 @@ class FamilyZoo(Zoo):
 
 
 @pytest.mark.parametrize("name", ["v3", "gemma3", "gpt-oss", "llama4"])
-def test_other_targets_share_too(tmp_path_factory: pytest.TempPathFactory, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_targets_share_too(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     """Latents, windows and chunks among full layers, sinks: found and shared, they write what they write alone."""
     zoo = (DeepseekZoo if name == "v3" else FamilyZoo)(tmp_path_factory.mktemp("others"))
     sharing, alone = pair(zoo, name, "eagle3", SpecConfig(3, 2, 7))
-    seen = watch(sharing, monkeypatch)
+    seen = Driver(sharing).watch_sharing()
     prompts, sampling = [[*SYSTEM, 1], [*SYSTEM, 2, 3], [*SYSTEM, 4, 5, 6]], SamplingParams(max_tokens=14)
     want = alone.generate(prompts, sampling)
     for _ in range(2):
         got = sharing.generate(prompts, sampling)
-        same(got, want)
+        assert_same(got, want)
     assert (3, 36) in seen and all(out.stats.cached_tokens == 36 for out in got)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["round", "step"])
 @pytest.mark.parametrize("spec", [SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)], ids=str)
-def test_graphs_stay_right_when_membership_changes(zoo: Zoo, spec: SpecConfig, graphs: str, monkeypatch: Any) -> None:
+def test_graphs_stay_right_when_membership_changes(zoo: Zoo, spec: SpecConfig, graphs: str) -> None:
     """Keeps out: a captured round that remembers who shared when it was captured, prompts' graphs that start at 0."""
     sharing, _ = pair(zoo, "llama", "eagle3", spec, max_seq_len=200, device="cuda", cuda_graphs=graphs, attention="triton")
-    seen = watch(sharing, monkeypatch)
+    seen = Driver(sharing).watch_sharing()
     prompts = [[*SYSTEM, i, *tail] for i, tail in enumerate(ragged_prompts(40, 9, seed=1))]
     prompts[4:4] = ragged_prompts(40, 4, seed=2)
     params = [SamplingParams(max_tokens=length) for length in (9, 24, 3, 17, 30, 12, 5, 21, 8, 28, 14, 6, 19)]
@@ -262,32 +246,30 @@ def test_graphs_stay_right_when_membership_changes(zoo: Zoo, spec: SpecConfig, g
         got = sharing.generate(prompts, params)
         assert [out.token_ids for out in got] == want
         assert sharing.generate(prompts, params, speculate=False)[3].token_ids == want[3]
-    assert len(set(seen)) >= 3 and len(sharing.engine.prefills.graphs) > 0
-    assert_whole(sharing)
+    assert len(set(seen)) >= 3 and Driver(sharing).num_graphs("prefill") > 0
+    Driver(sharing).assert_nothing_leaked()
 
 
-def test_auto_with_pauses(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_with_pauses(zoo: Zoo) -> None:
     """Paused rounds and catching up share as well."""
-    from test_pause import Script
-
     sharing, alone = pair(zoo, "llama", "eagle3", SpecConfig("auto", 3, 12), max_seq_len=128)
-    seen = watch(sharing, monkeypatch)
+    seen = Driver(sharing).watch_sharing()
     prompts, sampling = [[*SYSTEM, 1], [*SYSTEM, 2], [*SYSTEM, 3]], SamplingParams(max_tokens=40)
     for decoder in (sharing, alone):
-        decoder.engine.chooser = Script(3, 0, 0, 0, 2, 0, *[3] * 4, *[0] * 9, 3)  # type: ignore[assignment]
+        Driver(decoder).script_levels(3, 0, 0, 0, 2, 0, *[3] * 4, *[0] * 9, 3)
     alone.generate(prompts, sampling)  # both have prefilled their pages before they are compared
     sharing.generate(prompts, sampling)
     for decoder in (sharing, alone):
-        decoder.engine.chooser = Script(3, 0, 0, 0, 2, 0, *[3] * 4, *[0] * 9, 3)  # type: ignore[assignment]
-    same(sharing.generate(prompts, sampling), alone.generate(prompts, sampling))
+        Driver(decoder).script_levels(3, 0, 0, 0, 2, 0, *[3] * 4, *[0] * 9, 3)
+    assert_same(sharing.generate(prompts, sampling), alone.generate(prompts, sampling))
     assert (3, 36) in seen
 
 
-def test_sharing_starts_where_it_pays(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_starts_where_it_pays(zoo: Zoo) -> None:
     """Keeps out: graphs with one more state to merge for a page that two rows have in common."""
     sharing, _ = pair(zoo, "llama", "eagle3", SpecConfig(3, 4, 12))
-    sharing.engine.sharing.least_saved = 2 * 36  # type: ignore[union-attr]
-    seen = watch(sharing, monkeypatch)
+    Driver(sharing).set_least_shared(2 * 36)
+    seen = Driver(sharing).watch_sharing()
     prompts = [[*SYSTEM, 1], [*SYSTEM, 2], [*SYSTEM, 3]]
     sharing.generate(prompts[:2], SamplingParams(max_tokens=9))
     sharing.generate(prompts[:2], SamplingParams(max_tokens=9))
@@ -296,34 +278,23 @@ def test_sharing_starts_where_it_pays(zoo: Zoo, monkeypatch: pytest.MonkeyPatch)
     assert seen and set(seen) == {(3, 36)}
 
 
-def test_the_shared_read_is_used(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_read_is_used(zoo: Zoo) -> None:
     """Members whose own tables say nothing of the shared pages still write the right text: they read them through the one."""
     sharing, alone = pair(zoo, "llama", "eagle3", SpecConfig(3, 4, 12))
     prompts, sampling = [[*SYSTEM, 1], [*SYSTEM, 2], [*SYSTEM, 3]], SamplingParams(max_tokens=20)
     want = alone.generate(prompts, sampling)
     sharing.generate(prompts, SamplingParams(max_tokens=1))
-    launch, engine = sharing.engine._launch, sharing.engine
+    driver = Driver(sharing)
 
-    def blinded() -> None:
-        if len(engine.running) == 3:
-            engine.state.page_table_BW[:3, : 36 // 4] = 0
-            for cache in (engine.verifier.cache, engine.drafter.cache):  # type: ignore[union-attr]
-                cache.kv[:, :4] = 1e4  # the dummy page
-            launch()
+    def blind() -> None:
+        if len(driver.running) == 3:
+            driver.blind_tables(rows=3, pages=36 // 4)
         else:
-            for request in list(engine.running):
-                engine.cancel(request)
+            driver.cancel_all()
 
-    monkeypatch.setattr(engine, "_launch", blinded)
-    got = [engine_output.token_ids for engine_output in run_all(sharing, prompts, sampling)]
+    driver.before_each_round(blind)
+    requests = [driver.submit(prompt, sampling) for prompt in prompts]
+    driver.run_until_idle()
+    got = [request.output.token_ids for request in requests]
     shortest = min(map(len, got))
     assert shortest > 9 and [ids[:shortest] for ids in got] == [out.token_ids[:shortest] for out in want]
-
-
-def run_all(decoder: SpecDecoder, prompts: list[list[int]], sampling: SamplingParams) -> list[Any]:
-    """The outputs of requests that may be cancelled."""
-    requests = [decoder._request(prompt, sampling, "prompt", streaming=False) for prompt in prompts]
-    decoder._start(requests, True)
-    while not decoder.engine.is_idle:
-        decoder.engine.step()
-    return [request.output for request in requests]

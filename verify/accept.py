@@ -21,14 +21,22 @@ from specdec.ops.index import use_index_kernels
 
 
 class Accepted(NamedTuple):
-    """path_BE: int64 nodes from the root on; behind accepted_B it repeats its own column number (a harmless node).
+    """path_BE: int64 nodes from the root on; after accepted_B it repeats its own column number (a harmless node).
 
     accepted_B: int64 draft tokens accepted (a).  tokens_BE: emitted tokens, a accepted ones, then the bonus; rest padding.
+    emitted_BX: what the host reads, X = E + 1: a, then the same tokens.  A target token of -1 says that there is none, since
+    the logits were not finite: emitted_BX keeps it, and tokens_BE has the token 0 instead, so that the device can go on.
     """
 
     path_BE: Tensor
     accepted_B: Tensor
     tokens_BE: Tensor
+    emitted_BX: Tensor
+
+    @classmethod
+    def of(cls, path_BE: Tensor, accepted_B: Tensor, tokens_BE: Tensor) -> Accepted:
+        """tokens_BE: with -1 where there is none."""
+        return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), torch.cat((accepted_B[:, None], tokens_BE), dim=1))
 
 
 def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
@@ -40,7 +48,7 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
     E = tree.max_depth + 1
     if N == 1:  # plain decoding: the root's token is the bonus
         nothing_B = target_tokens_BN.new_zeros(target_tokens_BN.shape[0])
-        return Accepted(nothing_B[:, None], nothing_B, target_tokens_BN)
+        return Accepted.of(nothing_B[:, None], nothing_B, target_tokens_BN)
     hit_BN = tree.tokens_BN == target_tokens_BN.gather(1, tree.parents_BN)
     hit_BN[:, 0] = True
     taken_BN = hit_BN
@@ -50,7 +58,7 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
     nodes_E = torch.arange(E, device=taken_BN.device)
     first_BE = torch.sort(taken_BN.byte(), dim=-1, descending=True, stable=True).indices[:, :E]
     path_BE = torch.where(nodes_E <= accepted_B[:, None], first_BE, nodes_E)
-    return Accepted(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE))
+    return Accepted.of(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE))
 
 
 def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tuple[Accepted, Tensor]:

@@ -28,7 +28,8 @@ def accept_kernel(
     active,  # [B] int32
     path,  # [B, E] int64
     accepted,  # [B] int64
-    emitted,  # [B, E] int64
+    valid,  # [B, E] int64: the tokens, 0 for -1
+    emitted,  # [B, 1 + E] int64: the count, then the tokens
     base_lens,  # [B] int32
     num_nodes,  # N
     places,  # E
@@ -64,29 +65,36 @@ def accept_kernel(
     # The nodes taken are one path, so each has its place, its depth; the places behind repeat their own number.
     rest_N = (n > count) & (n < places)
     to_N = b * places + tl.where(taken_N, depth_N, n)
+    valid_N = tl.maximum(target_N, 0)
     tl.store(path + to_N, n.to(tl.int64), mask=taken_N)
-    tl.store(emitted + to_N, target_N, mask=taken_N)
+    tl.store(valid + to_N, valid_N, mask=taken_N)
+    tl.store(emitted + to_N + b + 1, target_N, mask=taken_N)
     tl.store(path + b * places + n, n.to(tl.int64), mask=rest_N)
-    tl.store(emitted + b * places + n, target_N, mask=rest_N)
+    tl.store(valid + b * places + n, valid_N, mask=rest_N)
+    tl.store(emitted + b * (places + 1) + 1 + n, target_N, mask=rest_N)
+    tl.store(emitted + b * (places + 1), count.to(tl.int64))
     tl.store(accepted + b, count.to(tl.int64))
-    tl.store(bonus + b, tl.sum(tl.where(taken_N & (depth_N == count), target_N, 0), 0))
+    tl.store(bonus + b, tl.sum(tl.where(taken_N & (depth_N == count), valid_N, 0), 0))
     tl.store(base_lens + b, length)
     tl.store(lens + b, length + (count + 1) * tl.load(active + b))
 
 
-def launch_accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(path_BE, accepted_B, tokens_BE, base_lens_B)."""
+def launch_accept(
+    tree: DraftTree, target_tokens_BN: Tensor, state: BatchState
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(path_BE, accepted_B, tokens_BE, emitted_BX, base_lens_B)."""
     B, N = target_tokens_BN.shape
     E, device = tree.max_depth + 1, target_tokens_BN.device
     assert tree.parents_BN.stride(1) == 1 and target_tokens_BN.stride(1) == 1
     assert tree.tokens_BN.shape == tree.parents_BN.shape == (B, N) and E <= N
-    path, emitted = (torch.empty(B, E, dtype=torch.int64, device=device) for _ in range(2))
+    path, valid = (torch.empty(B, E, dtype=torch.int64, device=device) for _ in range(2))
+    emitted = torch.empty(B, E + 1, dtype=torch.int64, device=device)
     accepted, base_lens = torch.empty(B, dtype=torch.int64, device=device), torch.empty_like(state.lens_B)
     block = max(32, triton.next_power_of_2(N))
     accept_kernel[(B,)](
         tree.tokens_BN, tree.parents_BN, target_tokens_BN, state.lens_B, state.bonus_B, state.active_B,
-        path, accepted, emitted, base_lens, N, E,
+        path, accepted, valid, emitted, base_lens, N, E,
         *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0),
         BLOCK=block, num_warps=max(1, min(8, block // 64)), **chained(device),
     )  # fmt: skip
-    return path, accepted, emitted, base_lens
+    return path, accepted, valid, emitted, base_lens

@@ -8,7 +8,7 @@ F features.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,23 +22,23 @@ from specdec.batch.tree import DraftTree
 from specdec.models.target import Target, TargetOutput
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens
+from specdec.steps import SamplingMode
 from specdec.verify.accept import accept
 from specdec.verify.synthetic import SyntheticAcceptance
 from specdec.verify.tables import tree_tables
-
-# How the rows of a batch choose tokens: all greedy; some sampled; some sampled with top-k or top-p (which need a sort).
-SamplingMode = Literal["greedy", "sampled", "filtered"]
 
 
 class VerifyResult(NamedTuple):
     """tokens_BE: emitted tokens (a accepted, the bonus, padding).  accepted_B: a.  base_lens_B: L before the round.
 
+    emitted_BX: int64, what the host reads, a and then the tokens; -1 where the target's logits were not finite.
     features_BEF: the target's features along the path, for the draft's extend; None if nobody asked.
     """
 
     tokens_BE: Tensor
     accepted_B: Tensor
     base_lens_B: Tensor
+    emitted_BX: Tensor
     features_BEF: Tensor | None
 
 
@@ -55,7 +55,10 @@ class TargetVerifier:
     def prefill(
         self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode, with_features: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """(first tokens [B], features [T, F]).  sampling: of each prompt.  Without features, what comes is not for a draft."""
+        """(first tokens [B], features [T, F]).  sampling: of each prompt.  A token is -1 where its logits are not finite.
+
+        Without features, nothing of what comes back is for a drafter.
+        """
         attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
         aux_layers = self.aux_layers if with_features else ()
         if with_features and not aux_layers:  # the draft reads every final hidden state
@@ -86,7 +89,7 @@ class TargetVerifier:
         if not tree.is_chain:  # whose path lies where it belongs
             self.cache.move(tables.slots_BN, accepted.path_BE)
         features_BEF = self._path_features(out, tree, accepted.path_BE) if with_features else None
-        return VerifyResult(accepted.tokens_BE, accepted.accepted_B, base_lens_B, features_BEF)
+        return VerifyResult(accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF)
 
     def _features(self, out: TargetOutput) -> Tensor:
         return out.hidden_TH if out.aux_TA is None else out.aux_TA
@@ -97,11 +100,12 @@ class TargetVerifier:
 
 
 def choose_tokens(logits_RV: Tensor, sampling: RowSampling, positions_R: Tensor, mode: SamplingMode) -> Tensor:
-    """[R] int64: the target's token behind the one at each row's absolute position.
+    """[R] int64: the target's token after the one at each row's absolute position; -1 where the logits are not finite.
 
     sampling: of each sequence; its rows lie together, as many for each.
     """
     if mode == "greedy":
-        return greedy_tokens(logits_RV)
+        return greedy_tokens(logits_RV, finite=True)
     rows = sampling.expand_rows(logits_RV.shape[0] // sampling.seed_R.shape[0])
-    return sample_rows(logits_RV, rows, positions_R + 1, filtered=mode == "filtered")
+    tokens_R = sample_rows(logits_RV, rows, positions_R + 1, filtered=mode == "filtered")
+    return tokens_R.where(logits_RV.amax(-1).isfinite(), -1)

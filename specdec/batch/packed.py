@@ -1,107 +1,135 @@
-"""Whole prompts packed one behind the other: what a prefill reads.  Knows no model and no request.
+"""Parts of prompts, packed one after the other: what one pass over a chunk of prompts reads.
 
-Shapes: T tokens of all prompts, B prompts, W pages per prompt.
+The host writes all numbers of a chunk into one flat tensor (`flat_chunk`), which travels to the device in one copy; everything
+else is computed there (`PackedPrompts.unpack`), from a fresh tensor or from the static input of a CUDA graph alike.
+
+Knows no model and no request.  Shapes: T tokens of all parts, B parts, W pages per row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.plan import causal_segment, ragged_causal_segment
+from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.limits import DUMMY_PAGE
+from specdec.steps import PromptPart
+
+
+class ChunkShape(NamedTuple):
+    """What a pass over a chunk depends on besides its values; all of it is known to the host.
+
+    tokens, parts: padding included.  most: the most tokens of one part.  uniform: every part has that many.
+    cached: the most tokens that any part finds in the cache; None: not told, because the shape serves other chunks too.
+    """
+
+    tokens: int
+    parts: int
+    most: int
+    uniform: bool
+    cached: int | None
+
+    @classmethod
+    def of(cls, parts: Sequence[PromptPart]) -> ChunkShape:
+        """The exact shape of these parts, without padding."""
+        counts = [len(part.token_ids) for part in parts]
+        cached = max(part.start for part in parts)
+        return cls(sum(counts), len(parts), max(counts), min(counts) == max(counts), cached)
+
+    @property
+    def size(self) -> int:
+        """Numbers in the flat tensor."""
+        return 4 * self.tokens + 4 * self.parts + self.parts + 1
+
+
+def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *, pinned: bool = False) -> Tensor:
+    """[shape.size] int64 on the host: all numbers of these parts, then padding, which belongs to the row `spare_row`.
+
+    Of each token: its id, its position, its part (-1 of padding), and the token after it (-1 after the last token of a prompt).
+    Of each part: its row, the place of its last token, the tokens of its prompt up to there, and whether the prompt ends.
+    Then the cumulative token counts of the parts, which begin with 0.
+    """
+    T, B = shape.tokens, shape.parts
+    counts = [len(part.token_ids) for part in parts]
+    used, rows = sum(counts), len(parts)
+    assert used <= T and rows <= B and min(counts) > 0 and max(counts) <= shape.most
+    flat = torch.zeros(shape.size, dtype=torch.int64, pin_memory=pinned)
+    numbers = flat.numpy()
+    ids_T, positions_T, part_T, next_T = numbers[: 4 * T].reshape(4, T)
+    rows_B, last_B, lens_B, final_B = numbers[4 * T : 4 * T + 4 * B].reshape(4, B)
+    cu = numbers[4 * T + 4 * B :]
+    part_T[used:] = -1
+    rows_B[rows:] = spare_row
+    cu[1:] = used
+    at = 0
+    for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        end = at + count
+        ids_T[at:end] = part.token_ids
+        positions_T[at:end] = np.arange(part.start, part.end)
+        part_T[at:end] = index
+        next_T[at : end - 1] = ids_T[at + 1 : end]
+        next_T[end - 1] = part.follower
+        rows_B[index], last_B[index], lens_B[index], final_B[index] = part.row, end - 1, part.end, part.is_last
+        cu[index + 1] = at = end
+    return flat
 
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """Prompts, or parts of prompts whose earlier tokens are in the cache already.
+    """A chunk of prompts on the device.
 
-    ids_T, positions_T, slots_T: int64, of each token.  last_B: int64 row of each prompt's last token here.  plan: who reads
-    what; last_plan: what the last tokens alone read.  follower_B: int64, the prompt's own token behind the last one here;
-    -1 where the prompt ends.
+    ids_T, positions_T, slots_T: int64, of each token.  rows_B: int64, the row of the batch that each part belongs to.
+    last_B: int64, the place of each part's last token.  lens_B, final_B: int32, the tokens of its prompt up to there, and
+    whether the prompt ends there (1 or 0).  part_T, next_T: int64, the part of each token (-1 of padding), and the
+    token after it (-1 after the last token of a prompt).  plan: who reads what; last_plan: what the last tokens alone read.
     """
 
     ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
+    rows_B: Tensor
     last_B: Tensor
-    follower_B: Tensor
+    lens_B: Tensor
+    final_B: Tensor
+    part_T: Tensor
+    next_T: Tensor
     plan: AttentionPlan
     last_plan: AttentionPlan
 
     @classmethod
-    def pack(
-        cls,
-        prompts: list[list[int]],
-        page_table_BW: Tensor,
-        page_size: int,
-        starts: list[int] | None = None,
-        size: int | None = None,
-    ) -> PackedPrompts:
-        """`size` tokens (None: all the rest) of each prompt from its start (None: 0) on, on the page table's device.
+    def unpack(cls, flat: Tensor, shape: ChunkShape, prompt_table_BW: Tensor, page_size: int) -> PackedPrompts:
+        """flat: of `flat_chunk`, on the device.  prompt_table_BW: int32, the pages of every row of the batch.
 
-        Prompt b lives on the pages of row b.  Something of each must be left.
+        Pure tensor code without a host read, so that it runs inside CUDA graphs.
         """
-        device, W = page_table_BW.device, page_table_BW.shape[1]
-        starts = [0] * len(prompts) if starts is None else starts
-        ends = [len(prompt) if size is None else min(start + size, len(prompt)) for start, prompt in zip(starts, prompts)]
-        assert all(start < end for start, end in zip(starts, ends, strict=True))
-        parts = [prompt[start:end] for prompt, start, end in zip(prompts, starts, ends)]
-        lens_B = torch.tensor([len(part) for part in parts])
-        owner_T = torch.repeat_interleave(torch.arange(len(parts)), lens_B)
-        positions_T = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends)])
-        places_T = (owner_T * W + positions_T // page_size).to(device)  # one page a token, not one table row a token
-        positions_T = positions_T.to(device)
+        T, B = shape.tokens, shape.parts
+        ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
+        rows_B, last_B, lens_B, final_B = flat[4 * T : 4 * T + 4 * B].view(4, B)
+        table_BW = prompt_table_BW.index_select(0, rows_B)
+        pages_T = table_BW.flatten()[part_T.clamp(min=0) * table_BW.shape[1] + positions_T // page_size]
+        pages_T = torch.where(part_T < 0, DUMMY_PAGE, pages_T)
+        lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B :].int()
+        whole = Segment(table_BW, lens_B, cu, shape.most, True, page_size, ragged=not shape.uniform, max_cached=shape.cached)
         return cls(
-            ids_T=torch.tensor([token for part in parts for token in part], device=device),
-            positions_T=positions_T,
-            slots_T=page_table_BW.flatten()[places_T].long() * page_size + positions_T % page_size,
-            last_B=(lens_B.cumsum(0) - 1).to(device),
-            follower_B=torch.tensor([[*p, -1][end] for p, end in zip(prompts, ends)], device=device),
-            plan=AttentionPlan((ragged_causal_segment(page_table_BW, lens_B.tolist(), ends, page_size),), positions_T),
-            last_plan=AttentionPlan((ragged_causal_segment(page_table_BW, [1] * len(parts), ends, page_size),)),
+            ids_T,
+            positions_T,
+            pages_T.long() * page_size + positions_T % page_size,
+            rows_B,
+            last_B,
+            lens_B,
+            final_B,
+            part_T,
+            next_T,
+            plan=AttentionPlan((whole,), positions_T),
+            last_plan=AttentionPlan((causal_segment(table_BW, lens_B, 1, page_size),)),
         )
 
-    @classmethod
-    def padding(cls, tokens: int, page_table_BW: Tensor, page_size: int) -> PackedPrompts:
-        """Buffers for so many tokens of the page table's rows: no row has a token, and all tokens go to the dummy page."""
-        rows, device = page_table_BW.shape[0], page_table_BW.device
-
-        def zeros(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        lens_B = zeros(rows, torch.int32)
-        whole = Segment(page_table_BW, lens_B, zeros(rows + 1, torch.int32), tokens, True, page_size, ragged=True)
-        last = causal_segment(page_table_BW, lens_B, 1, page_size)
-        ids_T, positions_T, slots_T = (zeros(tokens) for _ in range(3))
-        plan, last_plan = AttentionPlan((whole,), positions_T), AttentionPlan((last,))
-        return cls(ids_T, positions_T, slots_T, zeros(rows), zeros(rows), plan, last_plan)
-
-    @property
-    def page_size(self) -> int:
-        return self.plan.segments[0].page_size
-
-    def fill(self, prompts: PackedPrompts) -> None:
-        """Takes the prompts' values; fewer tokens than there is room for, and at most as many rows."""
-        T, B, spare = prompts.ids_T.shape[0], prompts.last_B.shape[0], self.ids_T.shape[0] - 1
-        assert T <= spare and B <= self.last_B.shape[0]
-        mine, other = self.plan.segments[0], prompts.plan.segments[0]
-        for target, source, rest in (
-            (self.ids_T, prompts.ids_T, 0),
-            (self.positions_T, prompts.positions_T, 0),
-            (self.slots_T, prompts.slots_T, DUMMY_PAGE),
-            (self.last_B, prompts.last_B, spare),
-            (self.follower_B, prompts.follower_B, 0),
-            (mine.cache_seqlens, other.cache_seqlens, 0),
-            (mine.cu_seqlens_q, other.cu_seqlens_q, T),
-        ):
-            target[: source.shape[0]].copy_(source)
-            target[source.shape[0] :].fill_(rest)
-
-    def next_ids(self, bonus_B: Tensor) -> Tensor:
-        """[T]: each token's successor; behind a prompt's very last stands its bonus token."""
-        next_B = torch.where(self.follower_B < 0, bonus_B, self.follower_B)
-        return self.ids_T.roll(-1).index_copy(0, self.last_B, next_B)
+    def next_ids(self, first_B: Tensor) -> Tensor:
+        """[T]: each token's successor; after a prompt's very last token stands the first token of its output."""
+        return torch.where(self.next_T < 0, first_B.index_select(0, self.part_T.clamp(min=0)), self.next_T)

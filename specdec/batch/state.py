@@ -1,4 +1,11 @@
-"""The running batch as tensors: everything a round computes from.  Knows no request; rows are dense, padding is ordinary data.
+"""The running batch as tensors: everything a round computes from.  Knows no request.
+
+A row of the batch is one of three things, and `active_B` and `page_table_BW` say which:
+- running: active, with its own pages; rounds read and write it;
+- entering: its prompt is not complete; `prompt_table_BW` has its pages already, but for rounds it is padding;
+- padding: inactive, of length 0, on the dummy page.  Rounds compute padding like any row, and nobody reads the result.
+
+The last row of a whole state is always padding: the padding of a prompt chunk is written there.
 
 Shapes: B rows, W pages per row, K topk, H draft hidden, P tokens of a pause, F features.
 """
@@ -17,13 +24,14 @@ from specdec.limits import DUMMY_PAGE
 
 @dataclass(frozen=True)
 class BatchState:
-    """Row b is one running sequence; rows behind the running ones are padding: inactive, of length 0, on the dummy page.
+    """The rows of a batch; views of the first rows are states too.
 
     lens_B: int32, committed tokens (L).  bonus_B: int64, the last emitted token, whose KV is not written yet.
-    active_B: int32, 1 for a running row; lengths of inactive rows don't grow.  page_table_BW: int32.
+    active_B: int32, 1 for a running row; lengths of inactive rows don't grow.
+    page_table_BW: int32, what rounds go by.  prompt_table_BW: int32, the row's own pages, from the moment it enters.
     temperature_B .. seed_B: see RowSampling.
     level1_tokens_BK (target ids), level1_logp_BK, level1_hidden_BH: the draft's first level, made by the last extend.
-    pending_B: int64, tokens that the draft has not seen yet, because their rounds did not speculate; pending_tokens_BP and
+    pending_B: int64, tokens that the drafter has not seen yet, because their rounds did not speculate; pending_tokens_BP and
     pending_features_BPF hold them, each with the target's features of the token before it.
     shared: what rows share, for rounds that make use of it; None: each row reads all of its own.
     """
@@ -32,6 +40,7 @@ class BatchState:
     bonus_B: Tensor
     active_B: Tensor
     page_table_BW: Tensor
+    prompt_table_BW: Tensor
     temperature_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
@@ -57,16 +66,24 @@ class BatchState:
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> BatchState:
-        """A batch of padding.  topk and draft_hidden are 0 without a draft, max_pause and features if it never pauses."""
+        """Room for `rows` requests, and the row of padding after them.
+
+        topk and draft_hidden are 0 without a drafter, max_pause and features if it never pauses.
+        """
+        rows += 1
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
+
+        def tables() -> Tensor:
+            return torch.full((rows, pages), DUMMY_PAGE, dtype=torch.int32, device=device)
 
         return cls(
             lens_B=zeros(rows, dtype=torch.int32),
             bonus_B=zeros(rows, dtype=torch.int64),
             active_B=zeros(rows, dtype=torch.int32),
-            page_table_BW=torch.full((rows, pages), DUMMY_PAGE, dtype=torch.int32, device=device),
+            page_table_BW=tables(),
+            prompt_table_BW=tables(),
             temperature_B=zeros(rows, dtype=torch.float32),
             top_k_B=zeros(rows, dtype=torch.int64),
             top_p_B=torch.ones(rows, device=device),
@@ -88,6 +105,11 @@ class BatchState:
         return RowSampling(self.temperature_B, self.top_k_B, self.top_p_B, self.seed_B)
 
     @property
+    def first_level(self) -> list[Tensor]:
+        """What an extend leaves for the next draft."""
+        return [self.level1_tokens_BK, self.level1_logp_BK, self.level1_hidden_BH]
+
+    @property
     def shape(self) -> tuple[int, bool]:
         """What a graph captured over this state depends on besides its values."""
         return self.rows, self.shared is not None
@@ -104,20 +126,30 @@ class BatchState:
         """The same rows, with what they share."""
         return replace(self, shared=shared.narrow(self.rows))
 
-    def pick(self, rows_R: Tensor) -> BatchState:
-        """Copies of the given rows."""
-        return BatchState(*(tensor.index_select(0, rows_R) for tensor in self.tensors()))
-
-    def padding(self, rows: int) -> BatchState:
-        """So many rows of padding, of the same shapes."""
-        return BatchState(*(tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in self.tensors()))
-
     def keep_pending(self, tokens_B: Tensor, features_BF: Tensor) -> None:
-        """Adds a round's one token and its features to what the draft has yet to see."""
+        """Adds a round's one token and its features to what the drafter has yet to see."""
         rows_B = torch.arange(self.rows, device=tokens_B.device)
         self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
         self.pending_features_BPF[rows_B, self.pending_B] = features_BF
         self.pending_B.add_(self.active_B)
+
+    def enter_row(self, row: int, pages: Tensor, sampling: tuple[float, int, float, int]) -> None:
+        """Gives the row its pages ([w] int32, on the device) and its sampling: temperature, top_k, top_p, seed."""
+        self.prompt_table_BW[row, : pages.shape[0]] = pages
+        for tensor, value in zip(self.sampling, sampling, strict=True):
+            tensor[row] = value
+
+    def start_rows(self, rows_R: Tensor, lens_R: Tensor, last_R: Tensor, bonus_R: Tensor) -> None:
+        """Prompts have run up to lens_R; where last_R is 1 they are complete, and the row runs from now on.
+
+        rows_R: int64.  lens_R, last_R: int32.  bonus_R: int64, the first token of complete prompts.  Other rows stay padding.
+        """
+        self.lens_B.index_copy_(0, rows_R, lens_R * last_R)
+        self.active_B.index_copy_(0, rows_R, last_R)
+        self.bonus_B.index_copy_(0, rows_R, bonus_R)
+        self.pending_B.index_fill_(0, rows_R, 0)
+        own_RW = self.prompt_table_BW.index_select(0, rows_R)
+        self.page_table_BW.index_copy_(0, rows_R, torch.where(last_R[:, None] > 0, own_RW, DUMMY_PAGE))
 
     def move_row(self, source: int, target: int) -> None:
         """Row `target` becomes what row `source` is."""

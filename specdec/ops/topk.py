@@ -54,13 +54,19 @@ def top_tokens(
     return out[0].copy_(logp), out[1].copy_(ids)
 
 
-def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None) -> Tensor:
-    """[...] int64: the likeliest token of each row of [..., V]; of equals the lowest id, NaN first, as torch's argmax."""
+def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False) -> Tensor:
+    """[...] int64: the likeliest token of each row of [..., V]; of equals the lowest id, NaN first, as torch's argmax.
+
+    finite: a row gives -1 instead where its largest logit is not a finite number: where it holds a NaN or +inf, or -inf alone.
+    """
     if use_kernels(logits):
         from specdec.ops.topk_triton import launch_greedy_tokens
 
-        return launch_greedy_tokens(logits, offsets_V)
-    return with_offsets(logits.argmax(-1), offsets_V)
+        return launch_greedy_tokens(logits, offsets_V, finite)
+    ids = logits.argmax(-1)
+    if finite:
+        return torch.where(logits.gather(-1, ids[..., None])[..., 0].isfinite(), with_offsets(ids, offsets_V), -1)
+    return with_offsets(ids, offsets_V)
 
 
 def with_offsets(ids: Tensor, offsets_V: Tensor | None) -> Tensor:

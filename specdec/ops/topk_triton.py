@@ -114,7 +114,10 @@ def merge_rows(
     keys, sums, row_R, ok_R, slices,
     K: tl.constexpr, PADDED_K: tl.constexpr, PADDED_M: tl.constexpr, PADDED_S: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """(ids int32, log-probabilities float32), [R, C] each, of rows that were scanned; without SOFTMAX 0 for the latter."""
+    """(ids int32, log-probabilities float32, keys int64), [R, C] each, of rows that were scanned.
+
+    Without SOFTMAX the log-probabilities are 0.
+    """
     m_M = tl.arange(0, PADDED_M)
     c_C = tl.arange(0, PADDED_K)
     lowest = tl.full([], LOWEST_64, tl.int64)
@@ -138,7 +141,7 @@ def merge_rows(
         total_R = tl.where(ok_R, total_R, 1.0)
         logp_RC = (key_value(top_RC) - peak_R[:, None]) - tl.log(total_R)[:, None]
         logp_RC = tl.where(logp_RC > 0.0, 0.0, logp_RC)
-    return key_index(top_RC), logp_RC
+    return key_index(top_RC), logp_RC, top_RC
 
 
 @triton.jit(do_not_specialize=["slices"])
@@ -155,6 +158,7 @@ def merge_kernel(
     PADDED_S: tl.constexpr,
     SOFTMAX: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
+    FINITE: tl.constexpr,  # rows whose best logit is not finite give -1
     PDL: tl.constexpr,
 ):
     row_R = tl.program_id(0) + tl.arange(0, 1)
@@ -164,10 +168,12 @@ def merge_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    id_RC, logp_RC = merge_rows(keys, sums, row_R, row_R >= 0, slices, K, PADDED_K, PADDED_M, PADDED_S, SOFTMAX)
+    id_RC, logp_RC, top_RC = merge_rows(keys, sums, row_R, row_R >= 0, slices, K, PADDED_K, PADDED_M, PADDED_S, SOFTMAX)
     id_RC = id_RC.to(tl.int64)
     if HAS_OFFSETS:
         id_RC += tl.load(offsets + id_RC, mask=ok_RC, other=0)
+    if FINITE:
+        id_RC = tl.where(tl.abs(key_value(top_RC)) < float("inf"), id_RC, -1)
     tl.store(ids + at_RC, id_RC, mask=ok_RC)
     if SOFTMAX:
         tl.store(logp + at_RC, logp_RC, mask=ok_RC)
@@ -220,18 +226,20 @@ def launch_top_tokens(
     return logp, ids
 
 
-def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None) -> Tensor:
+def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None, finite: bool = False) -> Tensor:
     ids = logits.new_empty(logits.shape[:-1], dtype=torch.int64)
-    _merge(logits, 1, offsets_V, None, ids, softmax=False)
+    _merge(logits, 1, offsets_V, None, ids, softmax=False, finite=finite)
     return ids
 
 
-def _merge(logits: Tensor, k: int, offsets_V: Tensor | None, logp: Tensor | None, ids: Tensor, softmax: bool) -> None:
+def _merge(
+    logits: Tensor, k: int, offsets_V: Tensor | None, logp: Tensor | None, ids: Tensor, softmax: bool, finite: bool = False
+) -> None:
     keys, sums = launch_scan(logits.reshape(-1, logits.shape[-1]), k, softmax)
     rows, slices, _ = keys.shape
     if rows:
         merge_kernel[(rows,)](
             keys, sums, ids if offsets_V is None else offsets_V, sums if logp is None else logp, ids, slices,
-            **merge_sizes(slices, k), SOFTMAX=softmax, HAS_OFFSETS=offsets_V is not None,
+            **merge_sizes(slices, k), SOFTMAX=softmax, HAS_OFFSETS=offsets_V is not None, FINITE=finite,
             num_warps=1 if slices * k <= 256 else 4, **chained(logits.device),
         )  # fmt: skip

@@ -8,7 +8,6 @@ Shapes: B sequences, N tree nodes, K topk, S draft steps, T queries, H heads, D 
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,9 +32,7 @@ from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
+DEVICE = "cuda" if HAS_GPU else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="bfloat16 needs a GPU")
@@ -56,11 +53,10 @@ class Setup(NamedTuple):
         return TritonBackend(programs=128)  # enough for the longest rows to be split
 
 
-TRITON_DEVICE = "cuda" if HAS_GPU else "cpu"
 SETUPS = [
     pytest.param(Setup("torch", torch.float64, "cpu"), id="torch-float64"),
-    pytest.param(Setup("triton", torch.float32, TRITON_DEVICE), id="triton-float32", marks=needs_triton),
-    pytest.param(Setup("triton", torch.float16, TRITON_DEVICE), id="triton-float16", marks=needs_triton),
+    pytest.param(Setup("triton", torch.float32, DEVICE), id="triton-float32", marks=needs_triton),
+    pytest.param(Setup("triton", torch.float16, DEVICE), id="triton-float16", marks=needs_triton),
     pytest.param(
         Setup("triton", torch.bfloat16, "cuda"), id="triton-bfloat16", marks=[needs_triton, needs_gpu, pytest.mark.gpu]
     ),

@@ -3,32 +3,26 @@
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
-import os
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from toolkit import fake_flash
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from toolkit import fake_flash  # noqa: E402
-
-from specdec.attention.caches.kv_cache import MHAView  # noqa: E402
-from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed  # noqa: E402
-from specdec.attention.eager.reference import ReferenceBackend  # noqa: E402
-from specdec.attention.flash.doors import DOORS, hold_to_its_word  # noqa: E402
-from specdec.attention.kinds import PLAIN, LayerKind, Scoring  # noqa: E402
-from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
-from specdec.attention.segment import Segment  # noqa: E402
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.flash.doors import DOORS, hold_to_its_word
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment
+from specdec.attention.segment import Segment
 
 H, K, D, P = 4, 2, 16, 256
 LENS = [300, 0, 3, 511]
-REAL_FA4 = HAS_GPU and installed("flash-attn-4") is not None
+REAL_FA4 = torch.cuda.is_available() and installed("flash-attn-4") is not None
 DEVICE = "cuda" if REAL_FA4 else "cpu"
 NAMES = ["fa4"] if REAL_FA4 else list(DOORS)
 

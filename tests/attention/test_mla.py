@@ -5,15 +5,11 @@ Keeps out: absorbed and expanded paths that differ, tiles that lose a query or a
 Shapes: T queries, H heads, C rank, R rotated, N not rotated, V values, L = C + R.
 """
 
-import os
 import weakref
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before they are imported
-
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
@@ -31,7 +27,6 @@ from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import Rotation, rotary_table
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
 C, R, N, V, H = 16, 8, 12, 10, 4
 SCALE = Scoring(scale=0.3)

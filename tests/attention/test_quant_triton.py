@@ -6,28 +6,21 @@ fp8 gets only numbers that need no rounding (places, scales and saturation are t
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K, D head dim.
 """
 
-import os
-
 import pytest
 import torch
+from toolkit.driver import Driver
+from toolkit.kernels import DEVICE, HAS_GPU
+from toolkit.models import Zoo
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from specdec import SamplingParams, SpecConfig
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.move_triton import launch_move
+from specdec.attention.caches.quant_cache import QuantCache, QuantView, fp8_scale
+from specdec.attention.kernels.rope_store_triton import launch_rope_store
+from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
-from toolkit.models import Zoo  # noqa: E402
-
-from specdec import SamplingParams, SpecConfig  # noqa: E402
-from specdec.attention.caches.kv_cache import MHAView  # noqa: E402
-from specdec.attention.caches.move_triton import launch_move  # noqa: E402
-from specdec.attention.caches.quant_cache import QuantCache, QuantView, fp8_scale  # noqa: E402
-from specdec.attention.kernels.rope_store_triton import launch_rope_store  # noqa: E402
-from specdec.attention.kernels.triton_backend import TritonBackend  # noqa: E402
-from specdec.ops.rope import HeadPrep, Rotation, rotary_table  # noqa: E402
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
 KINDS = ["fp8", "int8"]
 SLOTS = 90
@@ -173,7 +166,7 @@ def test_rounds_through_the_kernels_write_the_torch_backend_s_text(zoo: Zoo, sha
     for backend in (None, TritonBackend(programs=2)):
         decoder = zoo.decoder("tiny-vocab", "eagle3", SpecConfig(*shape), page_size=4, kv_cache_dtype="int8")
         if backend is not None:
-            decoder.engine.verifier.backend = decoder.engine.drafter.backend = backend
+            Driver(decoder).replace_backend(backend)
         prompts = [[3, 1, 4, 1, 5]]
         texts.append([out.token_ids for out in decoder.generate(prompts, SamplingParams(max_tokens=4))])
     assert texts[0] == texts[1]

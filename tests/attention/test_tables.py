@@ -3,24 +3,15 @@
 Shapes: B sequences, P next tokens, W table width, N slots of a sequence, E places on a path.
 """
 
-import os
-
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
-from specdec.attention.caches.kv_cache import MHACache  # noqa: E402
-from specdec.attention.caches.move_triton import launch_move  # noqa: E402
-from specdec.attention.kernels.tables_triton import launch_next_tokens  # noqa: E402
-from specdec.attention.plan import NextTokens, next_tokens, slots_at  # noqa: E402
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
-
+from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.caches.move_triton import launch_move
+from specdec.attention.kernels.tables_triton import launch_next_tokens
+from specdec.attention.plan import NextTokens, next_tokens, slots_at
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 

@@ -6,29 +6,23 @@ under Triton's interpreter.
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.eager.reference import ReferenceBackend
+from specdec.attention.kernels.tiles_triton import padded, splits_for, tiles_for
+from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.attention.kernels.triton_plan import is_suffix
+from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState
+from specdec.ops.rope import HeadPrep, Rotation
 
-from specdec.attention.caches.kv_cache import MHAView  # noqa: E402
-from specdec.attention.eager.reference import ReferenceBackend  # noqa: E402
-from specdec.attention.kernels.tiles_triton import padded, splits_for, tiles_for  # noqa: E402
-from specdec.attention.kernels.triton_backend import TritonBackend  # noqa: E402
-from specdec.attention.kernels.triton_plan import is_suffix  # noqa: E402
-from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment  # noqa: E402
-from specdec.attention.segment import AttentionPlan, Segment  # noqa: E402
-from specdec.attention.state import AttentionState  # noqa: E402
-from specdec.ops.rope import HeadPrep, Rotation  # noqa: E402
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
 NAN = float("nan")
 K, G, D, P = 2, 3, 24, 4
 H = K * G

@@ -5,13 +5,12 @@ Whatever no query may read is poisoned: its slot holds NaN, and a page of which 
 Shapes: B sequences, N tree nodes, T queries, H heads, K kv heads, D head dim, P page size.
 """
 
-import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
 from specdec.attention.backend import Backend
@@ -19,21 +18,13 @@ from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions
+from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment, first_keys, last_positions, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
-
-from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions  # noqa: E402
-from specdec.attention.kernels.triton_backend import TritonBackend  # noqa: E402
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
 NAN = float("nan")
 N = 5  # nodes of a tree, queries of a chain
 View = MHAView | QuantView

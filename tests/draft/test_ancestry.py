@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from toolkit.dense import DenseHead, PathDrafter
+from toolkit.driver import Driver, Request, new_request
 from toolkit.models import Zoo, ragged_prompts
 from torch import Tensor
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec import SpecConfig, SpecDecoder
 from specdec.draft import branches, worker
 from specdec.draft.expand import Candidates
-from specdec.engine.request import Request
 
 TOLERANCE = 1e-4  # scores are float32; wrong ancestors are off by 0.1
 
@@ -39,14 +39,12 @@ def running_decoder(
 ) -> tuple[SpecDecoder, list[Request]]:
     """A decoder in the middle of ragged requests, some rounds in."""
     decoder = zoo.decoder(target, kind, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
-    requests = [
-        Request.new(prompt, SamplingParams(max_tokens=60), 0, frozenset(), decoder.tokenizer.decode, False)
-        for prompt in ragged_prompts(40, batch + 2, seed=3)[2:]
-    ]
+    requests = [new_request(prompt, 60) for prompt in ragged_prompts(40, batch + 2, seed=3)[2:]]
+    driver = Driver(decoder)
     for request in requests:
-        decoder.engine.add(request)
+        driver.add(request)
     for _ in range(4):
-        decoder.engine.step()
+        driver.step()
     return decoder, requests
 
 
@@ -54,8 +52,9 @@ def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest
     """One draft of the running batch, watched."""
     grown: list[Candidates] = []
     beams, hiddens = [torch.arange(spec.topk).expand(batch, -1)], []
-    drafter = decoder.engine.drafter
-    expand, logits = worker.expand, drafter.head.logits
+    head = decoder.head
+    assert head is not None
+    expand, logits = worker.expand, head.logits
 
     def watched_expand(candidates: Candidates, level: int, *rest: Any) -> Any:
         beam = expand(candidates, level, *rest)
@@ -68,9 +67,8 @@ def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest
         return logits(hidden)
 
     monkeypatch.setattr(worker, "expand", watched_expand)
-    monkeypatch.setattr(drafter.head, "logits", watched_logits)
-    with torch.inference_mode():
-        tree = drafter.draft(decoder.engine.state.narrow(batch), spec)
+    monkeypatch.setattr(head, "logits", watched_logits)
+    tree = Driver(decoder).draft(batch, spec)
     if spec.topk > 1:
         paths = [paths_of(grown[-1], row) for row in range(batch)]
         return Drawn(paths, grown[-1].scores_BC, list(zip(beams[:-1], hiddens, strict=True)))

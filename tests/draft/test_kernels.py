@@ -3,29 +3,21 @@
 Shapes: B sequences, K topk, S levels, C candidates, N nodes, R = B * K branches, P parents of a sequence, W steps.
 """
 
-import os
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
-from specdec.draft.branches import Branches, fork  # noqa: E402
-from specdec.draft.branches_triton import launch_fork  # noqa: E402
-from specdec.draft.build_tree import best_nodes  # noqa: E402
-from specdec.draft.build_tree_triton import launch_best_nodes  # noqa: E402
-from specdec.draft.expand import Beam, Candidates, expand, first_level  # noqa: E402
-from specdec.draft.expand_triton import launch_expand, launch_first_level  # noqa: E402
-from specdec.ops.topk import stable_topk  # noqa: E402
-
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-
+from specdec.draft.branches import Branches, fork
+from specdec.draft.branches_triton import launch_fork
+from specdec.draft.build_tree import best_nodes
+from specdec.draft.build_tree_triton import launch_best_nodes
+from specdec.draft.expand import Beam, Candidates, expand, first_level
+from specdec.draft.expand_triton import launch_expand, launch_first_level
+from specdec.ops.topk import stable_topk
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
+from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from torch import Tensor
 
@@ -137,14 +138,14 @@ def test_text_is_that_of_transformers(
     monkeypatch.setattr(mla, "EXPAND_ABOVE", 6)
     monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
-    assert isinstance(decoder.engine.verifier.cache, MLACache)
-    decoder.engine.max_prefill_tokens = 10
+    assert isinstance(Driver(decoder).cache("target"), MLACache)
+    Driver(decoder).set_chunk(10)
     prompts, lengths = ragged_prompts(40, 6, seed=7), [20, 7, 24, 1, 13, 18]
     for speculate in (True, False):
         outputs = decoder.generate(prompts, [SamplingParams(max_tokens=n) for n in lengths], speculate=speculate)
         for prompt, n, out in zip(prompts, lengths, outputs, strict=True):
             assert out.token_ids == zoo.greedy(name, prompt, 24)[:n], (speculate, prompt)
-    assert decoder.engine.pool.num_free == decoder.engine.pool.capacity
+    Driver(decoder).assert_nothing_leaked()
 
 
 @pytest.mark.gpu

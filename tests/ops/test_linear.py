@@ -3,24 +3,17 @@
 Shapes: T rows, I in, O out, F of a gated pair.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
+from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from specdec.ops.products import linear_triton
+from specdec.ops.products.linear import Tiles, gated_linear, linear, silu_mul, tiles_for
+from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul
+from specdec.ops.products.linear_wide_triton import launch_wide_linear
 
-from specdec.ops.products import linear_triton  # noqa: E402
-from specdec.ops.products.linear import Tiles, gated_linear, linear, silu_mul, tiles_for  # noqa: E402
-from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul  # noqa: E402
-from specdec.ops.products.linear_wide_triton import launch_wide_linear  # noqa: E402
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 NAN = float("nan")

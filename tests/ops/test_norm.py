@@ -3,21 +3,14 @@
 Shapes: T tokens, H hidden, V vocabulary.
 """
 
-import os
-
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm
+from specdec.ops.norm_triton import launch_add_rms_norm, launch_pair_rms_norm
 
-from specdec.ops.norm import add_rms_norm, pair_rms_norm, rms_norm  # noqa: E402
-from specdec.ops.norm_triton import launch_add_rms_norm, launch_pair_rms_norm  # noqa: E402
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 EPS = 1e-5

@@ -3,22 +3,14 @@
 Shapes: B sequences, N rows of a sequence, E picked rows, F columns.
 """
 
-import os
-
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
-from specdec.attention.segment import uniform_cu_seqlens  # noqa: E402
-from specdec.ops.index import arange, kept, predecessors  # noqa: E402
-from specdec.ops.rows import take_rows  # noqa: E402
-from specdec.ops.rows_triton import launch_take_rows  # noqa: E402
-
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+from specdec.attention.segment import uniform_cu_seqlens
+from specdec.ops.index import arange, kept, predecessors
+from specdec.ops.rows import take_rows
+from specdec.ops.rows_triton import launch_take_rows
 
 
 @pytest.mark.parametrize(("B", "N", "E", "F"), [(1, 6, 1, 40), (3, 16, 6, 2100), (2, 1, 4, 7)])

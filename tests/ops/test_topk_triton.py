@@ -5,23 +5,17 @@ Under Triton's interpreter where there is no GPU.
 Shapes: R rows, V vocabulary.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from specdec.ops import topk_triton
+from specdec.ops.topk import greedy_tokens, top_tokens
+from specdec.ops.topk_triton import launch_greedy_tokens, launch_top_tokens, slice_size
 
-from specdec.ops import topk_triton  # noqa: E402
-from specdec.ops.topk import greedy_tokens, top_tokens  # noqa: E402
-from specdec.ops.topk_triton import launch_greedy_tokens, launch_top_tokens, slice_size  # noqa: E402
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -10,6 +10,7 @@ from specdec.attention.kinds import FULL
 from specdec.config import SpecConfig
 from specdec.generation import Generation, Stats
 from specdec.runner.phase_clock import PhaseClock
+from toolkit.driver import stub_engine
 
 
 class StubModel(torch.nn.Module):
@@ -43,12 +44,7 @@ class StubDecoder:
             cuda_graphs=False, kv_cache_dtype="auto",
         )  # fmt: skip
         self.clock = PhaseClock(torch.device("cpu"))
-        self.engine = SimpleNamespace(
-            rounds=SimpleNamespace(clock=self.clock),
-            num_graphs=0,
-            pool=SimpleNamespace(num_pages=3),
-            verifier=SimpleNamespace(synthetic="forced" if synthetic else None, cache=None),
-        )
+        stub_engine(self, self.clock, synthetic)
         self.right, self.wrong = [5, 6, 7, 8, 5, 6], wrong
         self.calls: list[tuple[bool, bool]] = []
 

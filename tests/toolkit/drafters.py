@@ -1,6 +1,6 @@
 """Drafters that need no head: one that knows the text, one that is always wrong, one that guesses.  Chains and trees.
 
-They stand at the engine's `Drafter` protocol: `engine.drafter = ...`.
+They take the place of a decoder's own drafter: `driver.replace_drafter(...)`.
 """
 
 import random
@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec import SpecConfig
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.engine.loop import Drafter, Engine
+from toolkit.driver import Driver
 
 
 class Substitute:
@@ -24,10 +24,10 @@ class Substitute:
     """
 
     def __init__(
-        self, engine: Engine, spec: SpecConfig, kind: str, vocab_size: int,
-        texts: dict[tuple[int, ...], list[int]] | None = None, inner: Drafter | None = None,
+        self, driver: Driver, spec: SpecConfig, kind: str, vocab_size: int,
+        texts: dict[tuple[int, ...], list[int]] | None = None, inner: Any = None,
     ) -> None:  # fmt: skip
-        self.engine, self.spec, self.kind, self.vocab_size = engine, spec, kind, vocab_size
+        self.driver, self.spec, self.kind, self.vocab_size = driver, spec, kind, vocab_size
         self.texts, self.inner = texts or {}, inner
         self.random = random.Random(0)
 
@@ -65,9 +65,9 @@ class Substitute:
 
     def _known(self, row: int, length: int) -> Sequence[int]:
         """What follows the bonus token, which stands at position `length`."""
-        if self.kind == "random" or row >= len(self.engine.running):  # a padded row
+        if self.kind == "random" or row >= len(self.driver.running):  # a padded row
             return [0] * self.spec.num_steps
-        prompt = self.engine.running[row].prompt_ids
+        prompt = self.driver.running[row].prompt_ids
         text = prompt + self.texts[tuple(prompt)]
         known = text[length + 1 : length + 1 + self.spec.num_steps]
         assert len(known) == self.spec.num_steps, "the known text is too short"

@@ -3,27 +3,21 @@
 Shapes: B sequences, N nodes, E places on a path.
 """
 
-import os
 import random
 
 import pytest
 import torch
 from toolkit.drafters import random_shape
+from toolkit.kernels import DEVICE
 from torch import Tensor
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:  # before the kernels are decorated, or they could never be interpreted
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.verify.accept import Accepted, accept
+from specdec.verify.accept_triton import launch_accept
+from specdec.verify.tables import path_tables
+from specdec.verify.tables_triton import launch_path_tables
 
-from specdec.batch.state import BatchState  # noqa: E402
-from specdec.batch.tree import DraftTree  # noqa: E402
-from specdec.verify.accept import Accepted, accept  # noqa: E402
-from specdec.verify.accept_triton import launch_accept  # noqa: E402
-from specdec.verify.tables import path_tables  # noqa: E402
-from specdec.verify.tables_triton import launch_path_tables  # noqa: E402
-
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 SHAPES = [(3, 2, 1), (4, 16, 5), (2, 60, 7), (2, 33, 32), (3, 7, 2)]
 LARGE = [(1, 6, 5), (1, 32, 5), (64, 60, 7), (2, 1024, 64), (32, 1000, 6)]
 

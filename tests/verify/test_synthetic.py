@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from toolkit.drafters import chain_shape, random_shape
+from toolkit.driver import Driver
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig
@@ -130,7 +131,7 @@ def test_the_engine_accepts_what_is_forced(zoo: Zoo, spec: SpecConfig) -> None:
     sampling = SamplingParams(max_tokens=40, seed=0, ignore_eos=True)
     plain = [output.token_ids for output in decoder.generate(prompts, sampling, speculate=False)]
     for p, tau in ((0.0, 1), (1.0, spec.num_steps + 1)):
-        decoder.engine.verifier.synthetic = SyntheticAcceptance.of([p] * spec.num_steps, VOCAB, "cpu")
+        Driver(decoder).force_acceptance([p] * spec.num_steps)
         outputs = decoder.generate(prompts, sampling)
         stats = Stats.total([output.stats for output in outputs])
         if spec.topk == 1 or p == 0:

@@ -5,7 +5,6 @@ A request borrows the pages that its prompt begins with, where the prefix cache 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,9 +63,9 @@ class Admission:
         self.lookup_tokens = self.hit_tokens = 0
 
     @property
-    def max_prefill_tokens(self) -> int:
-        """The most tokens of one prompt in one pass."""
-        return sys.maxsize if self.pool.ring is None else RING_PREFILL
+    def max_chunk_tokens(self) -> int | None:
+        """The most tokens of one prompt in one pass; None: no bound."""
+        return None if self.pool.ring is None else RING_PREFILL
 
     @property
     def free_pages(self) -> int:

@@ -1,0 +1,180 @@
+"""From loaded models and resolved settings to a ready engine: sizes the KV pool, makes caches and workers, sets budgets.
+
+The numbers that depend on the device stand here, so that neither the scheduler nor the runner has to know which one it is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import nn
+
+from specdec.attention.attend import make_backend
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.latent.mla import EXPAND_ABOVE
+from specdec.batch.state import BatchState
+from specdec.draft.eagle import DraftHead
+from specdec.draft.worker import DraftWorker
+from specdec.engine.chunks import ChunkBudget
+from specdec.engine.loop import Engine
+from specdec.engine.pages.admission import Admission, ring_of
+from specdec.engine.pages.pool import PagePool
+from specdec.engine.pages.sharing import RowSharing
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.speculation import Speculation
+from specdec.limits import MAX_PAUSE
+from specdec.loading import EngineSettings
+from specdec.models.config import ModelConfig
+from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
+from specdec.models.target import Target
+from specdec.runner.runner import DeviceRunner, shared_room
+from specdec.runner.workers import Drafter, Workers
+from specdec.startup import STARTUP
+from specdec.verify.verifier import TargetVerifier
+
+POOL_SHARE = 0.85  # of the GPU memory that is free after the weights: the rest is for activations and graphs
+HOST_POOL_SHARE = 0.4  # of the host's memory: weights and everything else live there too
+# With prefix caching: the most tokens that are kept (page lists stay quick, slots far below 2**31), and on a CPU the most
+# batches of longest sequences, whose memory is only taken as it fills.
+KEPT_TOKENS, HOST_KEPT_BATCHES = 2**24, 16
+DEPTH = {"cuda": 1, "cpu": 0}  # launches that are unread while the next one is made; a CPU has nobody to run ahead of
+CAPTURE_SECONDS = 0.2  # of a round's graph, its warm-up included, on a slow host
+# Rows read together what they share from this many keys on that a round need not read again, (rows - 1) * tokens: reading
+# together costs a launch or two more a layer.  Measured: benchmarks/README.md, shared prefixes.  On a CPU nothing is gained:
+# there one dense product over all rows' keys answers all of them.
+LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
+MOST_PACKED = 64  # queries x heads of a row that read each key, beyond which reading keys less often gains nothing
+# The cost of a chunk of prompts, in tokens of an empty context (engine/chunks.py): between rounds of running rows, and alone.
+# On a CPU the second bounds a chunk's mask.  Measured on an H200 at the 8B shape: benchmarks/README.md, prompts in chunks.
+CHUNK_COST = {"cuda": (1536, 8192), "cpu": (256, 1024)}
+# What decides whether a chunk is captured: seconds in which a slow host launches a layer, and products a second of a GPU.
+LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
+ATTENTION_EFFICIENCY = 0.55  # of attention over long contexts against the matrix products of a layer, in operations a second
+
+
+def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine:
+    """KV pool, caches and workers around loaded models, and a scheduler for them."""
+    kinds = model.config.layer_kinds + (head.config.model.layer_kinds if head else ())
+    ring = ring_of((kind.span for kind in kinds), settings.lookahead, settings.page_size, settings.pages_per_sequence)
+    ring = None if settings.prefix_caching else ring  # what a ring overwrites can't be kept for others
+    pool = PagePool(_pool_pages(model, head, settings, ring), settings.page_size, ring)
+    workers = _workers(model, head, settings, pool)
+    STARTUP.lap("KV pool")
+    spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
+    heads = heads_a_key(model.config)
+    shared = shared_room(workers.state, MOST_PACKED, heads) if settings.prefix_caching else None
+    runner = DeviceRunner(workers, graphs, most_captured_tokens(model, head), shared)
+    admission = Admission(pool, settings.lookahead, settings.prefix_caching)
+    scheduler = Scheduler(
+        admission,
+        chunk_budget(model.config, settings, admission.max_chunk_tokens),
+        Speculation(spec, CAPTURE_SECONDS if graphs else 0.0),
+        settings.max_batch_size,
+        pads_rows=bool(graphs),
+        sharing=None if shared is None else RowSharing(settings.page_size, LEAST_SAVED[device]),
+    )
+    return Engine(scheduler, runner, DEPTH[device])
+
+
+def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pool: PagePool) -> Workers:
+    backend = make_backend(settings.attention)
+    aux_layers = head.config.aux_layers if head else ()
+    verifier = TargetVerifier(model, _cache(model, model.config, pool, settings), backend, settings.page_size, aux_layers)
+    drafter: Drafter | None = None
+    spec = settings.spec if head else None
+    if head is not None:
+        assert spec is not None
+        most = head.config.draft_vocab_size
+        if spec.topk > most:
+            raise ValueError(
+                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
+            )
+        drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk, settings.page_size)
+    state = BatchState.empty(
+        settings.max_batch_size,
+        settings.pages_per_sequence,
+        spec.topk if spec else 0,
+        head.config.model.hidden_size if head else 0,
+        max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
+        features=head.config.feature_size if head else 0,
+        device=settings.device,
+        dtype=settings.dtype,
+    )
+    return Workers(verifier, drafter, state)
+
+
+# ---- chunks of prompts ----
+
+
+def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None) -> ChunkBudget:
+    """config: the target's.  most: the most tokens of one prompt in one chunk."""
+    beside, alone = CHUNK_COST[settings.device.type]
+    return ChunkBudget(beside, alone, doubling_context(config), most)
+
+
+def doubling_context(config: ModelConfig) -> float:
+    """The context at which attention doubles a token's cost: where its operations equal those of the products.
+
+    A token's products take two operations for each weight that it meets; attention takes four for each key, head and dimension,
+    in layers that read all keys.  Layers with a window cost the same at every position.
+    """
+    H, heads_D = config.hidden_size, config.num_heads * config.head_dim
+    kv_D = config.num_kv_heads * config.head_dim
+    products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
+    full = sum(kind.span is None for kind in config.layer_kinds)
+    return math.inf if not full else ATTENTION_EFFICIENCY * products / (4.0 * heads_D * full)
+
+
+def most_captured_tokens(model: Target, head: DraftHead | None) -> int:
+    """Tokens of a chunk up to which a GPU computes for a shorter time than a slow host launches: those chunks are captured.
+
+    A layer's launches take the same time whatever its width, and its kernels the longer the more weights it has.
+    """
+    layers = model.config.num_layers + (head.config.model.num_layers if head else 0)
+    weights = sum(p.numel() for p in {*model.parameters(), *(head.parameters() if head else ())} if p.dim() > 1)
+    most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
+    most = min(most, CHUNK_COST["cuda"][1])
+    # A longer chunk of a model that keeps latents runs other kernels, depending on how much of the prompt is in the cache.
+    return min(most, EXPAND_ABOVE) if keeps_latents(model.config) else most
+
+
+# ---- memory ----
+
+
+def kv_bytes_per_page(model: Target, head: DraftHead | None, settings: EngineSettings) -> int:
+    """Bytes of one page of KV over both models."""
+    configs = [model.config] + ([head.config.model] if head else [])
+    return settings.page_size * sum(kv_token_bytes(config, settings.kv_cache_dtype, settings.dtype) for config in configs)
+
+
+def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings, ring: int | None) -> int:
+    """Pages for a full batch of longest sequences, or what memory holds; requests then wait for pages.
+
+    With prefix caching more, where memory holds them, so that pages outlive their requests: on a GPU up to KEPT_TOKENS, on a
+    CPU up to HOST_KEPT_BATCHES such batches too.
+    """
+    wanted = settings.max_batch_size * (ring or settings.pages_per_sequence) + 1
+    if settings.prefix_caching:
+        most = KEPT_TOKENS // settings.page_size
+        kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * (wanted - 1) + 1)
+        wanted = max(wanted, kept)
+    fits = int(_pool_bytes(settings.device) // kv_bytes_per_page(model, head, settings))
+    if fits < 2:
+        raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
+    return min(wanted, fits)
+
+
+def _pool_bytes(device: torch.device) -> float:
+    """Memory that KV may take: a share of what the GPU has free, or of all the host has."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of an engine that is gone counts as taken
+        return torch.cuda.mem_get_info(device)[0] * POOL_SHARE
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE
+
+
+def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: EngineSettings) -> KVCache:
+    """config: the model's."""
+    slots = pool.num_pages * settings.page_size
+    return make_cache(model, config, slots, settings.kv_cache_dtype, settings.dtype, settings.device)

@@ -1,0 +1,77 @@
+"""How many tokens of which prompts the next chunk holds, under a budget.  Knows counts only.
+
+A token costs 1, plus what its attention costs: it reads every token before it, so a token at position p costs
+1 + p / `doubling`, where `doubling` is the context at which attention has doubled a token's cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chunk, so that short prompts can't starve a long one
+GRANULE = 128  # a chunk that leaves tokens for later is cut to a multiple of this: products compute whole tiles of rows
+
+
+class Left(NamedTuple):
+    """What is left of a prompt: `count` tokens from position `start` on."""
+
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ChunkBudget:
+    """beside_rounds: the cost of a chunk between two rounds of running rows.  alone: of a chunk while no row runs.
+
+    most: the most tokens of one prompt in one chunk.  doubling: see the top of this file.
+    """
+
+    beside_rounds: int
+    alone: int
+    doubling: float = math.inf
+    most: int | None = None
+
+    def cost(self, start: int, count: int) -> float:
+        """Of `count` tokens from position `start` on."""
+        return count * (1 + (start + count / 2) / self.doubling)
+
+    def affordable(self, left: Left, budget: float) -> int:
+        """How many of a prompt's next tokens the budget pays for."""
+        low, high = 0, left.count if self.most is None else min(left.count, self.most)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.cost(left.start, middle) <= budget else (low, middle - 1)
+        return low
+
+    def share(self, prompts: Sequence[Left], rows_run: bool) -> list[int]:
+        """Tokens of each prompt (in order of arrival) in the next chunk; 0 of those that wait.  At least one in all.
+
+        The prompts that have least left come first, so that the first token of a short prompt does not wait for a long one.
+        The prompt that arrived first gets its fair share before that.
+        """
+        budget: float = self.beside_rounds if rows_run else self.alone
+        shares = [0] * len(prompts)
+        by_cost = sorted(range(len(prompts)), key=lambda i: self.cost(*prompts[i]))
+        reserved = {0: budget / FAIR_SHARE} if by_cost[0] != 0 else {}
+        for index in (*reserved, *by_cost):
+            left = Left(prompts[index].start + shares[index], prompts[index].count - shares[index])
+            count = self.affordable(left, reserved.pop(index, budget))
+            if self.most is not None:
+                count = min(count, self.most - shares[index])
+            shares[index] += count
+            budget -= self.cost(left.start, count)
+        if not any(shares):
+            shares[by_cost[0]] = 1
+        return self._trimmed(prompts, shares)
+
+    def _trimmed(self, prompts: Sequence[Left], shares: list[int]) -> list[int]:
+        """Cuts the longest part that does not end its prompt, so that the chunk's size is a multiple of the granule."""
+        cut = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.count]
+        excess = sum(shares) % GRANULE
+        if cut and sum(shares) > GRANULE:
+            longest = max(cut, key=lambda i: shares[i])
+            shares[longest] -= min(excess, shares[longest] - 1)
+        return shares

@@ -1,0 +1,241 @@
+"""Decides what runs next: turns requests into plain steps for a runner, and hands what comes back to the requests.
+
+Continuous batching: requests enter free rows in the order of arrival, their prompts run in chunks between the rounds of rows
+that run already, and a row that ends gives its place and its pages to the next.  Knows requests, rows, pages and counts: no
+tensor, no device, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from specdec.engine.chunks import ChunkBudget, Left
+from specdec.engine.pages.admission import Admission
+from specdec.engine.pages.sharing import RowSharing
+from specdec.engine.request import Request
+from specdec.engine.speculation import Speculation
+from specdec.steps import ClearRow, EnterRow, MoveRow, PromptPart, RunChunk, RunRound, SamplingMode, Step
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request in its row.  done: prompt tokens whose pass was planned.  unread: launches whose token is still to come."""
+
+    request: Request
+    done: int
+    runs: bool = False
+    unread: int = 0
+
+    @property
+    def left(self) -> Left:
+        return Left(self.done, len(self.request.prompt_ids) - self.done)
+
+    @property
+    def tokens_left(self) -> int:
+        """The most tokens the request can still take; each launch that is not read yet emits at least one."""
+        return self.request.sampling.max_tokens - len(self.request.output.token_ids) - self.unread
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One chunk or round, the steps that come before it, and who held its parts or rows then (None: nobody it matters to)."""
+
+    before: list[Step]
+    step: RunChunk | RunRound
+    seats: list[Seat | None]
+
+
+class Scheduler:
+    """rows: the most requests that run at once.  pads_rows: whether rounds come in sizes of powers of two, for CUDA graphs."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        budget: ChunkBudget,
+        speculation: Speculation,
+        rows: int,
+        pads_rows: bool,
+        sharing: RowSharing | None = None,
+    ) -> None:
+        self.admission, self.budget, self.speculation, self.sharing = admission, budget, speculation, sharing
+        self.rows, self.pads_rows = rows, pads_rows
+        self.waiting: deque[Request] = deque()
+        self.seats: list[Seat] = []  # its index is its row
+        self._departures: list[Step] = []  # what the runner has yet to be told of rows that ended
+        self._chunk_is_next = True
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.seats)
+
+    # ---- requests come and go ----
+
+    def add(self, request: Request) -> None:
+        """Queues a request that passed `admission.check`."""
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
+        if request.is_done:
+            return
+        request.cancelled = True
+        if seat := next((seat for seat in self.seats if seat.request is request), None):
+            self._leave(seat)
+        else:
+            self.waiting.remove(request)
+
+    def fail(self, seats: list[Seat | None], error: BaseException) -> None:
+        """These requests, as far as they are not over, end with that error."""
+        for seat in seats:
+            if seat is not None and not seat.request.is_done:
+                seat.request.error = error
+                self._leave(seat)
+
+    def fail_all(self, error: BaseException) -> None:
+        """All requests that hold rows end with that error, and all rows become padding, whatever the runner was told so far."""
+        self.fail(list(self.seats), error)
+        self._departures = [ClearRow(row) for row in range(self.rows)]
+
+    def take_departures(self) -> list[Step]:
+        """Steps that clear the rows of requests that have ended, to be run before anything else is launched."""
+        steps, self._departures = self._departures, []
+        return steps
+
+    # ---- what runs next ----
+
+    def admit(self) -> list[Step]:
+        """Gives free rows and pages to waiting requests, in the order of arrival."""
+        steps: list[Step] = []
+        while self.waiting and len(self.seats) < self.rows:
+            request = self.waiting[0]
+            found = self.admission.find(request, self.speculation.enabled)
+            entering = [seat.request for seat in self.seats if not seat.runs]
+            if found is None or (entering and self.admission.should_wait(request, found, entering)):
+                break
+            if not self.admission.admit(request, found):
+                break
+            self.waiting.popleft()
+            place, sampling = self.admission.places[request], request.sampling
+            options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
+            steps.append(EnterRow(len(self.seats), place.table, *options))
+            self.seats.append(Seat(request, place.start))
+            self._rows_changed()
+        return steps
+
+    def next(self) -> Launch | None:
+        """The next chunk or round.  Chunks and rounds take turns while there are both; None: there is nothing to launch."""
+        entering = any(not seat.runs for seat in self.seats)
+        can_round = any(seat.runs and seat.tokens_left > 0 for seat in self.seats)
+        if entering and (self._chunk_is_next or not can_round):
+            self._chunk_is_next = False
+            return self._next_chunk(can_round)
+        self._chunk_is_next = True
+        return self._next_round() if can_round else None
+
+    def launched(self, launch: Launch) -> None:
+        """The launch is on its way: prompts that ended in it can be shared from now on."""
+        if isinstance(launch.step, RunChunk):
+            for part, seat in zip(launch.step.parts, launch.seats, strict=True):
+                if seat is not None and part.is_last:
+                    self.admission.keep(seat.request, seat.request.prompt_ids, self.speculation.enabled)
+
+    def take(self, launch: Launch, emitted: list[list[int]], drafted: int, depths: int, seconds: float | None) -> None:
+        """Hands a launch's tokens to its requests; those that ended meanwhile take none.  seconds: of a timed round."""
+        step = launch.step
+        if isinstance(step, RunRound) and seconds is not None:
+            ran = [tokens for tokens, seat in zip(emitted, launch.seats, strict=False) if seat is not None]
+            self.speculation.observe(step, depths, seconds, [len(tokens) - 1 for tokens in ran])
+        for seat, tokens in zip(launch.seats, emitted, strict=False):
+            if seat is None or not tokens:
+                continue
+            seat.unread -= 1
+            if not seat.request.is_done:
+                self._hand_out(seat, tokens, None if isinstance(step, RunChunk) else (drafted, depths))
+
+    def _next_chunk(self, rows_run: bool) -> Launch:
+        entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
+        shares = self.budget.share([seat.left for _, seat in entering], rows_run)
+        parts: list[PromptPart] = []
+        seats: list[Seat | None] = []
+        for (row, seat), count in zip(entering, shares, strict=True):
+            if not count:
+                continue
+            prompt, end = seat.request.prompt_ids, seat.done + count
+            follower = prompt[end] if end < len(prompt) else -1
+            parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower))
+            seats.append(seat)
+            seat.done = end
+            if follower < 0:
+                seat.runs, seat.unread = True, 1
+                self._rows_changed()
+        ending = [seat.request for seat in seats if seat is not None and seat.runs]
+        return Launch([], RunChunk(tuple(parts), sampling_mode(ending), self.speculation.enabled), seats)
+
+    def _next_round(self) -> Launch:
+        seats = [seat if seat.runs else None for seat in self.seats]
+        while seats[-1] is None:  # rows after the last one that runs need not be computed
+            seats.pop()
+        rows = min(self.rows, 1 << (len(seats) - 1).bit_length()) if self.pads_rows else len(seats)
+        before: list[Step] = []
+        if self.sharing is not None:
+            pages = [self.admission.fixed_pages(seat.request) if seat else [] for seat in seats]
+            if share := self.sharing.choose(pages):
+                before.append(share)
+        mode = sampling_mode([seat.request for seat in seats if seat is not None])
+        catch_up, step = self.speculation.next_round(rows, mode, bool(self.sharing and self.sharing.shares))
+        if catch_up is not None:
+            before.append(catch_up)
+        for seat in seats:
+            if seat is not None:
+                seat.unread += 1
+        return Launch(before, step, seats)
+
+    # ---- endings ----
+
+    def _hand_out(self, seat: Seat, tokens: list[int], tree: tuple[int, int] | None) -> None:
+        """Gives a request its tokens.  If that fails (its tokenizer, say), only this request does."""
+        request = seat.request
+        try:
+            if tokens[-1] < 0:  # the last of a round, or the only one of a prompt: nothing is accepted after it
+                position = len(request.prompt_ids) + len(request.output.token_ids) + len(tokens) - 1
+                raise FloatingPointError(
+                    f"the target's logits are not finite (NaN or inf) at position {position}"
+                    f"{', the first after the prompt' if tree is None else ''}: neither its weights nor its dtype may overflow"
+                )
+            if tree is None:
+                request.take_first(tokens[0])
+            else:
+                request.take_round(tokens, *tree)
+        except Exception as error:  # of any kind: it is handed to whoever asks for the result
+            request.error = error
+        if request.is_done:
+            self._leave(seat)
+
+    def _leave(self, seat: Seat) -> None:
+        """Frees the request's pages and row; the last row moves into the gap, so that rows stay dense."""
+        row, last, request = self.seats.index(seat), len(self.seats) - 1, seat.request
+        self.seats[row] = self.seats[last]
+        self.seats.pop()
+        if row != last:
+            self._departures.append(MoveRow(last, row))
+        self._departures.append(ClearRow(last))
+        if request.error is None:  # else nobody knows what was written
+            written = request.prompt_ids + request.output.token_ids if seat.runs else request.prompt_ids[: seat.done + 1]
+            self.admission.keep(request, written[: max(0, len(written) - self.speculation.lag)], self.speculation.enabled)
+        self.admission.leave(request)
+        self._rows_changed()
+        if not self.seats:
+            self.speculation.pause, self._chunk_is_next = 0, True
+
+    def _rows_changed(self) -> None:
+        if self.sharing is not None:
+            self.sharing.forget()
+
+
+def sampling_mode(requests: list[Request]) -> SamplingMode:
+    """How a batch of these chooses its tokens."""
+    sampled = [r.sampling for r in requests if r.sampling.temperature > 0]
+    if not sampled:
+        return "greedy"
+    return "filtered" if any(s.top_k > 0 or s.top_p < 1 for s in sampled) else "sampled"

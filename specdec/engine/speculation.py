@@ -1,0 +1,59 @@
+"""Which kind of round comes next: plain, speculative with so many levels, or paused.  Knows numbers and shapes of trees.
+
+With num_steps="auto" a round of no levels is "paused": it keeps what the drafter has not seen, at most MAX_PAUSE tokens
+of a row, until the drafter catches up.
+"""
+
+from __future__ import annotations
+
+from specdec.config import SpecConfig
+from specdec.engine.auto_steps import StepChooser
+from specdec.limits import MAX_PAUSE
+from specdec.steps import CatchUp, RunRound, SamplingMode
+
+
+class Speculation:
+    """spec: the tree's shape; None: there is no drafter.  new_shape_seconds: see StepChooser.
+
+    enabled: whether rounds may speculate at all.  pause: the most tokens that the drafter of any row has yet to see.
+    """
+
+    def __init__(self, spec: SpecConfig | None, new_shape_seconds: float) -> None:
+        self.spec, self.enabled = spec, spec is not None
+        self.chooser = StepChooser(spec.max_steps, new_shape_seconds) if spec and spec.is_auto else None
+        self.pause = 0
+
+    @property
+    def lag(self) -> int:
+        """Tokens at the end of a row whose draft keys and values may be missing."""
+        return self.pause if self.enabled else 0
+
+    def next_round(self, rows: int, mode: SamplingMode, shared: bool) -> tuple[CatchUp | None, RunRound]:
+        """The next round of so many rows (padding included), and what must come before it."""
+        spec = self._shape(rows)
+        catch_up = None
+        if self.pause and (spec is not None or self.pause == MAX_PAUSE):
+            catch_up, self.pause = CatchUp(rows, shared), 0
+        timed = self.chooser is not None and self.enabled
+        if spec is not None:
+            return catch_up, RunRound(rows, "speculative", spec, mode, shared, timed)
+        if not self.enabled:
+            return catch_up, RunRound(rows, "plain", None, mode, shared)
+        self.pause += 1
+        return catch_up, RunRound(rows, "paused", None, mode, shared, timed)
+
+    def observe(self, step: RunRound, depths: int, seconds: float, accepted: list[int]) -> None:
+        """What a timed round cost, and how many draft tokens each row that ran took."""
+        if self.chooser is not None:
+            self.chooser.observe_cost(step.rows, depths, seconds)
+            self.chooser.observe_acceptance(depths, accepted)
+
+    def _shape(self, rows: int) -> SpecConfig | None:
+        """The next round's tree; None: no tree."""
+        if not self.enabled:
+            return None
+        assert self.spec is not None
+        if self.chooser is None:
+            return self.spec
+        steps = self.chooser.choose(rows)
+        return self.spec.at(steps) if steps else None

@@ -1,0 +1,151 @@
+"""Executes the scheduler's steps on one rank's device, and hands back what they emit.
+
+Decides nothing by wall time, free memory or an error of its own, so that several ranks that get the same steps stay alike.
+Knows tensors and both models' workers; no request, no prompt as a whole, no page that is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from specdec.attention.shared import SharedPrefix
+from specdec.batch.state import BatchState
+from specdec.config import GraphMode
+from specdec.ops.cuda_graph import on_device
+from specdec.runner.phase_clock import PhaseClock
+from specdec.runner.prompts import PromptRunner
+from specdec.runner.readback import Readback, Ticket
+from specdec.runner.rounds import RoundRunner
+from specdec.runner.workers import Workers
+from specdec.steps import CatchUp, ClearRow, EnterRow, MoveRow, Pending, RunChunk, RunRound, ShareRows, Step
+
+
+class DeviceRunner:
+    """workers: both models and the batch.  most_captured: tokens of the largest chunk of prompts that is captured.
+
+    shared: room for what rows share; None where they never read together.
+    """
+
+    def __init__(self, workers: Workers, graphs: GraphMode, most_captured: int = 0, shared: SharedPrefix | None = None) -> None:
+        self.workers, self.shared = workers, shared
+        self.device = workers.state.lens_B.device
+        self.clock = PhaseClock(self.device)
+        self.rounds = RoundRunner(workers, graphs, self.clock)
+        self.prompts = PromptRunner(workers, bool(graphs), most_captured)
+        self.readback = Readback(self.device)
+        self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
+            EnterRow: self._enter,
+            RunChunk: self._chunk,
+            RunRound: self._round,
+            CatchUp: self._catch_up,
+            ShareRows: self._share,
+            MoveRow: self._move,
+            ClearRow: self._clear,
+        }
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured so far."""
+        return len(self.rounds.round_graphs) + len(self.rounds.phase_graphs) + len(self.prompts.graphs)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Pending | None:
+        with on_device(self.device):
+            return self._actions[type(step)](step)
+
+    # ---- what emits tokens ----
+
+    def _chunk(self, step: RunChunk) -> Pending | None:
+        with self.clock.phase("prefill"):
+            first_B = self.prompts.run(step)
+        if not any(part.is_last for part in step.parts):
+            return None
+        return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
+
+    def _round(self, step: RunRound) -> Pending:
+        state = self._rows(step.rows, step.shared)
+        begun = self.readback.mark() if step.timed else None
+        if step.kind == "speculative":
+            assert step.spec is not None
+            launched = self.rounds.speculative(state, step.spec, step.mode)
+        elif step.kind == "paused":
+            launched = self.rounds.paused(state, step.mode)
+        else:
+            launched = self.rounds.plain(state, step.mode)
+        return RoundPending(self.readback.start(launched.emitted_BX, begun), launched.drafted, launched.depths)
+
+    # ---- what changes rows ----
+
+    def _enter(self, step: EnterRow) -> None:
+        pages = torch.tensor(step.pages, dtype=torch.int32)
+        if self.device.type == "cuda":  # from pinned memory nobody waits for the copy
+            pages = pages.pin_memory().to(self.device, non_blocking=True)
+        self.workers.state.enter_row(step.row, pages, (step.temperature, step.top_k, step.top_p, step.seed))
+
+    def _catch_up(self, step: CatchUp) -> None:
+        self.rounds.catch_up(self._rows(step.rows, step.shared))
+
+    def _share(self, step: ShareRows) -> None:
+        assert self.shared is not None
+        self.shared.set(list(step.rows), list(step.pages), step.tokens)
+
+    def _move(self, step: MoveRow) -> None:
+        self.workers.state.move_row(step.source, step.target)
+
+    def _clear(self, step: ClearRow) -> None:
+        self.workers.state.clear_row(step.row)
+
+    def _rows(self, rows: int, shared: bool) -> BatchState:
+        state = self.workers.state.narrow(rows)
+        if not shared:
+            return state
+        assert self.shared is not None
+        return state.sharing(self.shared)
+
+
+class ChunkPending:
+    """The first tokens of a chunk's prompts.  last: of each part, whether its prompt ends in it."""
+
+    drafted = depths = 0
+
+    def __init__(self, ticket: Ticket, last: list[bool]) -> None:
+        self._ticket, self._last = ticket, last
+
+    def read(self) -> list[list[int]]:
+        return [[token] if last else [] for token, last in zip(self._ticket.read(), self._last, strict=True)]
+
+    def drop(self) -> None:
+        self._ticket.drop()
+
+    def seconds(self) -> float:
+        raise AssertionError("only rounds are timed")
+
+
+class RoundPending:
+    """The tokens of a round: its rows hold the count of accepted draft tokens and then the tokens."""
+
+    def __init__(self, ticket: Ticket, drafted: int, depths: int) -> None:
+        self._ticket, self.drafted, self.depths = ticket, drafted, depths
+
+    def read(self) -> list[list[int]]:
+        return [row[1 : row[0] + 2] for row in self._ticket.read()]
+
+    def drop(self) -> None:
+        self._ticket.drop()
+
+    def seconds(self) -> float:
+        return self._ticket.seconds()
+
+
+def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> SharedPrefix | None:
+    """Room for what rows share, or None where reading together can't gain.
+
+    most_packed: queries x heads of a row that read each key, beyond which a row alone does so much arithmetic on each key
+    that nothing is gained by reading it less often.  heads_a_key: of the target, query heads that read one key.
+    """
+    if heads_a_key > most_packed:
+        return None
+    return SharedPrefix.empty(state.page_table_BW, most_packed // heads_a_key)

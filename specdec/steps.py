@@ -1,0 +1,153 @@
+"""The contract between the scheduler and a runner: plain steps one way, emitted tokens the other.
+
+The scheduler turns requests into steps, and a runner executes the steps in order on one rank's device.  Steps hold numbers
+only, so that several ranks can be given the same ones.  Knows no request, no tensor and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from specdec.config import SpecConfig
+
+# How a batch chooses tokens: all rows greedily; some rows sampled; some rows sampled with top-k or top-p, which need a sort.
+SamplingMode = Literal["greedy", "sampled", "filtered"]
+RoundKind = Literal["plain", "paused", "speculative"]
+
+
+@dataclass(frozen=True)
+class EnterRow:
+    """A request takes a row of the batch.  The row takes no part in rounds until its whole prompt has run.
+
+    pages: of the KV pool, by position.  temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
+    """
+
+    row: int
+    pages: Sequence[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Consecutive tokens of one prompt.
+
+    start: the position of the first token; the keys and values of all tokens before it are in the cache.  follower: the
+    prompt's token after the last one here, or -1 if the prompt ends here.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    start: int
+    follower: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.follower < 0
+
+    @property
+    def end(self) -> int:
+        """Tokens of the prompt up to and with this part."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class RunChunk:
+    """One pass over parts of prompts.  A row whose prompt ends in it gets its first token, and runs from now on.
+
+    drafted: whether the drafter reads the prompts too.  mode: of the rows whose prompts end here.
+    """
+
+    parts: tuple[PromptPart, ...]
+    mode: SamplingMode
+    drafted: bool
+
+
+@dataclass(frozen=True)
+class RunRound:
+    """One round over the first `rows` rows.
+
+    kind: "plain" decodes one token a row; "paused" does the same and keeps what the drafter will need to catch up;
+    "speculative" drafts a tree of shape `spec`.  shared: read the pages of the last ShareRows once for all its rows.
+    timed: measure how long the device takes.
+    """
+
+    rows: int
+    kind: RoundKind
+    spec: SpecConfig | None
+    mode: SamplingMode
+    shared: bool = False
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """The drafter reads all tokens that "paused" rounds emitted, in the first `rows` rows."""
+
+    rows: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class ShareRows:
+    """These rows begin with the same pages, which hold `tokens` tokens; rounds with `shared` set read them once."""
+
+    rows: tuple[int, ...]
+    pages: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class MoveRow:
+    """Row `target` becomes what row `source` is."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class ClearRow:
+    """The row becomes padding."""
+
+    row: int
+
+
+Step = EnterRow | RunChunk | RunRound | CatchUp | ShareRows | MoveRow | ClearRow
+
+
+class Pending(Protocol):
+    """What a chunk or a round emitted, on its way from the device.
+
+    drafted, depths: draft tokens and levels of the tree that a round verified; 0 of a chunk.
+    """
+
+    drafted: int
+    depths: int
+
+    def read(self) -> list[list[int]]:
+        """Waits for the device; to be called once.  One list for each part of a chunk, or each row of a round.
+
+        Of a round: the accepted draft tokens, then the target's own token.  Of a chunk: the first token of a prompt that
+        ended, else nothing.  A token of -1 says that the target's logits were not finite there.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Gives up the result unread."""
+        ...
+
+    def seconds(self) -> float:
+        """Device seconds of a timed round.  Only after `read`."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes steps on one rank's device, in the order given; decides nothing by itself."""
+
+    def run(self, step: Step) -> Pending | None:
+        """Launches the step.  What it emits can be read later; None of steps that emit nothing."""
+        ...

@@ -1,0 +1,400 @@
+"""The test driver: the only place in tests/ that knows what a decoder and its engine are made of.
+
+A test says what it wants ("fail in verify", "poison the caches", "nothing leaked").  Where the engine changes how it does that,
+this file changes and the tests do not.  A `Driver` holds no state of its own, so any number of them may drive one decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.attention.plan import slots_at
+from specdec.batch.tree import DraftTree
+from specdec.bench.profile import timed_phases
+from specdec.engine.request import Request
+from specdec.runner import prefill as prefill_module
+from specdec.runner.phase_clock import PhaseClock
+from specdec.runner.readback import Ticket
+from specdec.verify.synthetic import SyntheticAcceptance
+from toolkit.pages import check_books
+
+Model = Literal["target", "draft"]
+Decode = Callable[[Sequence[int]], str]
+
+# What can be made to fail: the object of the engine that does it, and the name of its method.
+PHASES = {
+    "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
+    "verify": ("verifier", "verify"), "extend": ("drafter", "extend"), "read": ("", "read"),
+}  # fmt: skip
+
+
+def new_request(
+    prompt: list[int],
+    sampling: SamplingParams | int,
+    *,
+    eos: Iterable[int] = (),
+    decode: Decode = lambda ids: "",
+    streaming: bool = False,
+) -> Request:
+    """A request that did not come through the decoder's door: its end tokens and its decoding are the test's.
+
+    sampling: an int stands for that many tokens, greedily.
+    """
+    params = SamplingParams(max_tokens=sampling) if isinstance(sampling, int) else sampling
+    return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming)
+
+
+def stub_engine(decoder: Any, clock: PhaseClock, is_synthetic: bool) -> None:
+    """Gives a decoder that is none what the benchmark reads of an engine."""
+    decoder.engine = SimpleNamespace(
+        rounds=SimpleNamespace(clock=clock),
+        num_graphs=0,
+        pool=SimpleNamespace(num_pages=3),
+        verifier=SimpleNamespace(synthetic="forced" if is_synthetic else None, cache=None),
+    )
+
+
+def capture_graph(decoder: Any, most: int) -> None:
+    """The stub's engine has captured one more graph, up to `most`."""
+    decoder.engine.num_graphs = min(most, decoder.engine.num_graphs + 1)
+
+
+class _Script:
+    """A chooser of levels that plays back: levels for round 0, 1, ... and then always the last."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = list(steps)
+
+    def choose(self, rows: int) -> int:
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
+        assert seconds > 0
+
+    def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
+        assert all(0 <= a <= steps for a in accepted)
+
+
+class Driver:
+    """Drives a decoder a step at a time, looks inside it, and breaks it on purpose."""
+
+    def __init__(self, decoder: SpecDecoder) -> None:
+        self.decoder = decoder
+        self._engine: Any = decoder.engine
+
+    # ---- requests ----
+
+    def submit(self, prompt: Any, sampling: SamplingParams, speculate: bool = True, streaming: bool = False) -> Request:
+        """A prompt through the decoder's door, into the queue."""
+        request = self.decoder._request(prompt, sampling, "prompt", streaming=streaming)
+        self.decoder._start([request], speculate)
+        return request
+
+    def add(self, request: Request, speculate: bool = True) -> Request:
+        """A request of `new_request`, into the queue."""
+        self.decoder._start([request], speculate)
+        return request
+
+    def step(self) -> None:
+        """Enters what fits, or runs one round."""
+        self._engine.step()
+
+    def run_until_idle(self) -> None:
+        while not self.is_idle:
+            self.step()
+
+    def cancel(self, request: Request) -> None:
+        self._engine.cancel(request)
+
+    def cancel_all(self) -> None:
+        for request in [*self.running, *self.waiting]:
+            self.cancel(request)
+
+    @property
+    def running(self) -> list[Request]:
+        """The running requests; a request's index is its row."""
+        return list(self._engine.running)
+
+    @property
+    def waiting(self) -> list[Request]:
+        return list(self._engine.waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._engine.is_idle
+
+    @property
+    def rounds_in_flight(self) -> int:
+        """Rounds that were launched and whose tokens were not read yet."""
+        return len(self._engine.in_flight)
+
+    @property
+    def waits(self) -> int:
+        """How often the host has waited for the device."""
+        return self._engine.readback.waits
+
+    @property
+    def pause(self) -> int:
+        """The most tokens that the draft of any row has yet to see."""
+        return self._engine.pause
+
+    # ---- pages ----
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that belong to no request, whether or not the prefix cache keeps something in them."""
+        return self._engine.admission.free_pages
+
+    @property
+    def pages_total(self) -> int:
+        """Pages that requests can own at all."""
+        return self._engine.pool.capacity
+
+    @property
+    def pages_allocated(self) -> int:
+        """Pages that the caches hold, the dummy page included."""
+        return self._engine.pool.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self._engine.pool.page_size
+
+    @property
+    def ring(self) -> int | None:
+        """Pages that a sequence goes around; None: it has a page for all its tokens."""
+        return self._engine.pool.ring
+
+    @property
+    def looked_up_and_found(self) -> tuple[int, int]:
+        """Prompt tokens that were looked for in the prefix cache, and those found."""
+        return self._engine.admission.lookup_tokens, self._engine.admission.hit_tokens
+
+    def kept_pages(self, tokens: list[int]) -> list[int]:
+        """The pages that the prefix cache keeps of a text, draft rows included."""
+        return [node.page for node in self._engine.admission.cache.find(tokens, True)]
+
+    def assert_books_balance(self) -> None:
+        """At any time: each page is free or has one owner; what the prefix cache keeps is counted."""
+        pool, admission = self._engine.pool, self._engine.admission
+        owned = [page for pages in pool._owned.values() for page in pages]
+        assert sorted(owned + pool._free) == list(range(1, pool.num_pages))  # each page once, the dummy never
+        if admission.cache is not None:
+            check_books(admission, self.running)
+
+    def assert_nothing_leaked(self) -> None:
+        """With nothing to do: no request, no round in flight, every page free, every row padding."""
+        engine = self._engine
+        assert self.is_idle and not self.waiting and not self.running and not engine.in_flight
+        assert not engine.admission.places and self.pages_free == self.pages_total
+        self.assert_books_balance()
+        assert not engine.state.active_B.any() and not engine.state.page_table_BW.any()
+
+    @contextmanager
+    def leave_room_for(self, *tokens: int) -> Iterator[None]:
+        """Inside, pages are held back until only requests of so many tokens (prompt and output) fit beside each other."""
+        pool = self._engine.pool
+        pool.admit("ballast", pool.capacity * pool.page_size - sum(n + self._engine.lookahead for n in tokens))
+        yield
+        pool.release("ballast")
+
+    # ---- what rows and caches hold ----
+
+    def lens(self, row: int) -> int:
+        """Committed tokens of a row."""
+        return int(self._engine.state.lens_B[row])
+
+    def bonus(self, row: int) -> int:
+        """The last emitted token of a row."""
+        return int(self._engine.state.bonus_B[row])
+
+    @property
+    def drafter(self) -> Any:
+        return self._engine.drafter
+
+    @property
+    def caches(self) -> tuple[Any, ...]:
+        """The target's cache, and the draft's if there is a draft."""
+        return tuple(self.cache(model) for model in ("target", "draft") if model == "target" or self.decoder.head is not None)
+
+    def cache(self, model: Model) -> Any:
+        if model == "target":
+            return self._engine.verifier.cache
+        return getattr(self.drafter, "inner", self.drafter).cache
+
+    def committed_kv(self, model: Model, row: int) -> Tensor:
+        """[layers, L, 2, K, D] of a row's committed tokens."""
+        table = self._engine.state.page_table_BW[row : row + 1]
+        slots = slots_at(table, torch.arange(self.lens(row))[None], self.page_size)
+        return self.cache(model).kv[:, slots[0]]
+
+    def fresh_kv(self, model: Model, text: list[int]) -> Tensor:
+        """The same of a text that was prefilled whole, in an engine of its own."""
+        decoder = self.decoder
+        other = Driver(SpecDecoder(decoder.model, decoder.head, decoder.settings, decoder.tokenizer))
+        other.add(new_request(text, 20))
+        while not other.running or not other.running[0].output.token_ids:
+            other.step()
+        return other.committed_kv(model, 0)
+
+    def page_kv(self, model: Model, page: int) -> Tensor:
+        """[layers, page_size, 2, K, D] of one page, as a view."""
+        return self.cache(model).kv[:, page * self.page_size : (page + 1) * self.page_size]
+
+    def poison_free_slots(self, value: float, *models: Model) -> None:
+        """Every slot of the caches (of all models, if none is named) holds this value.  Only while nothing runs."""
+        assert self.is_idle
+        for cache in [self.cache(model) for model in models] or self.caches:
+            cache.kv.fill_(value)
+
+    def poison_free_rows(self) -> None:
+        """Every row's bonus token and draft features are junk.  Only while nothing runs."""
+        assert self.is_idle
+        with torch.inference_mode():
+            self._engine.state.bonus_B.random_(0, self.decoder.model.config.vocab_size)
+            self._engine.state.level1_hidden_BH.fill_(torch.nan)
+
+    def blind_tables(self, rows: int, pages: int) -> None:
+        """The page tables of the first rows say the dummy page for their first pages, and that one holds nonsense."""
+        self._engine.state.page_table_BW[:rows, :pages] = 0
+        for cache in self.caches:
+            cache.kv[:, : self.page_size] = 1e4
+
+    # ---- settings that only tests change ----
+
+    def set_depth(self, rounds: int) -> None:
+        """Rounds that are launched before the oldest is read."""
+        self._engine.depth = rounds
+
+    @property
+    def depth(self) -> int:
+        return self._engine.depth
+
+    def set_chunk(self, tokens: int) -> int:
+        """Prompt tokens that one pass takes at most.  Returns what it was."""
+        before, self._engine.max_prefill_tokens = self._engine.max_prefill_tokens, tokens
+        return before
+
+    def set_least_shared(self, tokens: int) -> None:
+        """(rows - 1) * tokens from which rows read together what they share."""
+        self._engine.sharing.least_saved = tokens
+
+    def script_levels(self, *steps: int) -> None:
+        """num_steps="auto" chooses these levels for the next rounds, and then always the last."""
+        self._engine.chooser = _Script(*steps)
+
+    def replace_drafter(self, drafter: Any) -> None:
+        self._engine.drafter = drafter
+
+    def replace_backend(self, backend: Any) -> None:
+        """Both models' attention runs on this backend."""
+        self._engine.verifier.backend = self.drafter.backend = backend
+
+    def force_acceptance(self, probs: list[float]) -> None:
+        """Drafts are accepted with these probabilities, level by level, whatever the target says."""
+        vocab_size, device = self.decoder.model.config.vocab_size, self.decoder.settings.device
+        self._engine.verifier.synthetic = SyntheticAcceptance.of(probs, vocab_size, device)
+
+    # ---- faults and hooks ----
+
+    @contextmanager
+    def fail_in(self, phase: str, error: BaseException, call: int | None = None) -> Iterator[None]:
+        """Inside, a phase raises: every time, or at its call number `call` (from 0) alone.  phase: a key of PHASES."""
+        owner, name = PHASES[phase]
+        victim = getattr(self._engine, owner) if owner else Ticket
+        original, calls = getattr(victim, name), iter(range(10**9))
+
+        def raising(*args: Any, **kwargs: Any) -> Any:
+            if call is None or next(calls) == call:
+                raise error
+            return original(*args, **kwargs)
+
+        with patch.object(victim, name, raising):
+            yield
+
+    def before_each_round(self, hook: Callable[[], None]) -> None:
+        """From now on `hook` runs before each round is launched; none is launched if it leaves no request running."""
+        launch = self._engine._launch
+
+        def hooked() -> None:
+            hook()
+            if self.running:
+                launch()
+
+        self._engine._launch = hooked
+
+    def watch_sharing(self) -> list[tuple[int, int]]:
+        """A list that grows: (members, tokens) of every round whose rows share."""
+        seen: list[tuple[int, int]] = []
+        apply = self._engine.sharing.apply
+
+        def spy(*args: Any) -> Any:
+            state = apply(*args)
+            if state.shared is not None:
+                seen.append((int((state.shared.shared_B > 0).sum()), int(state.shared.length_1)))
+            return state
+
+        self._engine.sharing.apply = spy
+        return seen
+
+    def watch_prefills(self) -> list[int]:
+        """A list that grows: the tokens of every pass over prompts."""
+        sizes: list[int] = []
+        run = self._engine.prefills.run
+
+        def spy(*args: Any) -> Any:
+            sizes.append(args[3].ids_T.shape[0])
+            return run(*args)
+
+        self._engine.prefills.run = spy
+        return sizes
+
+    def pad_prefills(self) -> list[tuple[int, int]]:
+        """From now on prompts run padded to buckets, as captured graphs would run them.  A list that grows: the buckets."""
+        seen: list[tuple[int, int]] = []
+        runner = self._engine.prefills
+
+        def replay(verifier: Any, drafter: Any, state: Any, packed: Any, mode: Any) -> Tensor:
+            seen.append(prefill_module._bucket(packed))
+            return runner._replay((seen[-1], mode, drafter is not None), verifier, drafter, state, packed)
+
+        runner.run = replay
+        return seen
+
+    # ---- rounds ----
+
+    def draft(self, rows: int, spec: SpecConfig) -> DraftTree:
+        """The next tree of the first rows; nothing of the batch changes but slots beyond its lengths."""
+        with torch.inference_mode():
+            return self.drafter.draft(self._engine.state.narrow(rows), spec)
+
+    def run_phases(self, rows: int, spec: SpecConfig) -> None:
+        """Draft, verify and extend of one round, called one after the other without the engine."""
+        state = self._engine.state.narrow(rows)
+        with torch.inference_mode():
+            tree = self.drafter.draft(state, spec)
+            result = self._engine.verifier.verify(state, tree, "greedy")
+            self.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
+
+    def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
+        """CUDA graphs of whole rounds, of single phases, or of passes over prompts."""
+        rounds = self._engine.rounds
+        graphs = {"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": self._engine.prefills.graphs}
+        return len(graphs[kind])
+
+    @contextmanager
+    def timed_phases(self) -> Iterator[PhaseClock]:
+        """Inside, every phase is waited for and timed, from zero."""
+        with timed_phases(self._engine) as clock:
+            yield clock
+
+    @property
+    def times_phases(self) -> bool:
+        return self._engine.rounds.clock.enabled

@@ -1,0 +1,58 @@
+"""For tests of Triton kernels: where they run, and a switch that makes every dispatch take its kernel.
+
+Importing this module skips the whole test file where Triton is not installed.  Without a GPU the kernels run in Triton's
+interpreter, which conftest.py chooses before anything imports Triton.
+"""
+
+import importlib
+import re
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+ROOT = Path(__file__).resolve().parents[2]
+SWITCHES = ("use_kernels", "use_index_kernels")  # what a dispatch asks
+
+
+def modules_that_say(pattern: str) -> list[ModuleType]:
+    """Modules of specdec whose source holds a match at the beginning of a line."""
+    found = []
+    for room in ("specdec", "attention", "draft", "verify"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            if re.search(pattern, path.read_text(), re.M):
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                found.append(importlib.import_module(".".join(parts if room == "specdec" else ("specdec", *parts))))
+    return found
+
+
+def use_kernels_everywhere(monkeypatch: pytest.MonkeyPatch, *without: ModuleType) -> Counter[str]:
+    """Every dispatch, but those in `without`, takes its kernel.  Returns a counter of launches by function name.
+
+    The dispatches are found, not listed: all modules that import one of SWITCHES; and all functions named launch_*.
+    """
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, launch: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return launch(*args, **kwargs)
+
+        return run
+
+    for module in modules_that_say(r"^from specdec\.ops\.\w+ import .*\buse_(index_)?kernels\b"):
+        for name in SWITCHES:
+            if module not in without and hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda x: True)
+    for module in modules_that_say(r"^def launch_\w+"):
+        for name, launch in list(vars(module).items()):
+            if name.startswith("launch_") and getattr(launch, "__module__", None) == module.__name__:
+                monkeypatch.setattr(module, name, counted(name, launch))
+    return counts
