@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv and installs specdec there, editable, with the versions of constraints.txt; quick when nothing changed.
+# Makes .venv and installs specdec there, editable, with the versions of constraints.txt.  It ends at once if nothing changed.
 #
 #   scripts/setup.sh [extras]      extras of pyproject.toml, comma-separated: test, dev, plots
 #   PYTHON=/path/to/python         the interpreter to use; otherwise the first suitable one on the PATH
 #
-# Never forces a CPU-only torch: on PyPI the pinned torch is the CUDA build for Linux x86-64. Only a machine whose pip is
-# configured with a source of 2.13.0+cpu gets that one.
+# This script never forces a CPU-only torch.  On PyPI the pinned torch is the CUDA build for Linux x86-64; a machine gets a
+# CPU-only one only if its pip is configured with another source that offers one.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -47,12 +47,12 @@ pip_install() {
     die "pip could not install it; the whole log is in $log"
 }
 
-# A stamp holds what an install depends on. Every install is also a good one for no extras.
+# A stamp file holds a checksum of what an install depends on.  An install with extras also counts as one without.
 wanted="$({ printf '%s\n' "$root"; cat pyproject.toml constraints.txt; } | cksum)"
 stamp="$venv/.specdec-$extras"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then exit 0; fi
 
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, half made, or its interpreter is gone
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # .venv does not exist, is half made, or lost its interpreter
     find_python
     say "making .venv with $python ($("$python" -V 2>&1))"
     "$python" -m venv --clear "$venv" || die "$python could not make a virtual environment in $venv"

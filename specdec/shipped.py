@@ -1,4 +1,4 @@
-"""Where the pair that ships inside the package lies.  Knows paths only; what the files hold is the loader's business."""
+"""The paths of the target, the draft head and the prompts that ship inside the package.  This file does not read them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ FOLDER = Path(__file__).resolve().parent / "pair"
 
 
 def target_folder() -> Path:
-    """The small target model."""
+    """The folder of the small target model.  ValueError if this installation lacks it, as of the functions below."""
     return _present(FOLDER / "target", "config.json", "--target DIR")
 
 
 def draft_folder() -> Path:
-    """Its EAGLE head."""
+    """The folder of the EAGLE head of the small target."""
     return _present(FOLDER / "draft", "config.json", "--draft DIR")
 
 
 def prompts_file() -> Path:
-    """Held-out prompts for it, one JSON object a line."""
+    """The file of held-out prompts for the small target, one JSON object {"prompt": text} a line."""
     return _present(FOLDER / "prompts.jsonl", "", "--prompts FILE")
 
 
 def is_complete() -> bool:
-    """Whether all three are here."""
+    """Whether this installation holds the target, the head and the prompts."""
     return all((FOLDER / name).is_file() for name in ("target/config.json", "draft/config.json", "prompts.jsonl"))
 
 

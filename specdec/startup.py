@@ -1,4 +1,4 @@
-"""Where the seconds go between the start of the process and its first speculated tokens.  Knows names and a clock only."""
+"""Measures the stages between the start of the process and its first speculated tokens.  It knows stage names and a clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 def process_age() -> float:
-    """Seconds since this process began; 0 where the system does not say."""
+    """Seconds since this process began; 0 on systems without Linux' /proc, where nothing says it."""
     try:
         with open("/proc/self/stat") as file:
             began_ticks = float(file.read().rpartition(")")[2].split()[19])
@@ -18,21 +18,25 @@ def process_age() -> float:
 
 
 class Startup:
-    """Seconds of each stage, in order.  A stage counts once, the first time: what comes later is not the start."""
+    """The seconds that each stage of the start took, in the order in which the stages ended.
+
+    Only the first run of a stage counts, because a later one is no part of the start.
+    """
 
     def __init__(self) -> None:
         self.stages: dict[str, float] = {}
         self._last = time.perf_counter() - process_age()
 
     def lap(self, stage: str) -> None:
-        """What was done since the last lap was this stage."""
+        """Ends a stage: the time since the last stage's end, or since the process began, belongs to it."""
         if stage not in self.stages:
             now = time.perf_counter()
             self.stages[stage], self._last = now - self._last, now
 
     def report(self) -> str:
+        """One line: the sum, then the seconds of each stage."""
         parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.stages.items())
         return f"{sum(self.stages.values()):.1f} s from the start of the process: {parts}"
 
 
-STARTUP = Startup()  # of this process
+STARTUP = Startup()  # the stages of this process; every module adds to this one object

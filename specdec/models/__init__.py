@@ -1,1 +1,1 @@
-"""Target architectures of the Llama family, the layers both models share, and the strict checkpoint reader."""
+"""Target models: their configs, their layers (which draft heads use too), and the strict checkpoint readers that fill them."""

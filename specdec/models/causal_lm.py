@@ -1,9 +1,10 @@
-"""Targets of the Llama family: Llama 2/3/3.1+, Mistral, Qwen2, Qwen3, by the switches of their config.
+"""Targets of the Llama family: Llama 2, 3 and later, Mistral, Qwen2 and Qwen3, told apart by switches of their config.
 
-One signature: ids, positions and this pass's attention in; final hidden states and captured aux states out.  Logits are a
-second call, for the rows that are read.  Knows no phase, page or tree.
+A forward pass takes token ids, positions and this pass's attention, and returns final hidden states and captured layer outputs.
+The caller asks for logits in a second call, so only the rows that somebody reads are multiplied with the vocabulary.  This file
+knows no phase of a round, no page and no tree.
 
-Shapes: T tokens, H hidden, V vocabulary, A captured states side by side.
+Shapes: T tokens, H hidden size, V vocabulary, R rows asked for.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm transformer block."""
+class PreNormLayer(nn.Module):
+    """A pre-norm transformer block: attention, then an MLP, each added to the residual stream.
 
-    def __init__(self, config: ModelConfig) -> None:
+    self_attn, mlp: the two modules of the block, called as SelfAttention and MLP are.  Latent attention and mixtures of experts
+    take the same arguments, so every family's layers share this forward pass.
+    """
+
+    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, config.hidden_size)
+        self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp
 
     def forward(
         self,
@@ -41,9 +46,11 @@ class DecoderLayer(nn.Module):
         layer: int,
         rows_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(residual stream, what is still to be added to it), from the stream and its norm; of rows_R only, if given.
+        """The pair (residual stream, MLP output that the caller still has to add to the stream), each [T, H] or [R, H].
 
-        The sum is left to the next norm, which does it in the same launch.
+        The next layer's norm adds the two in its own kernel launch, which saves a launch a layer.
+        x_TH: the residual stream.  normed_TH: the stream after this layer's input norm.  rows_R: if given, the pair is computed
+        for these tokens only; the keys and values of all tokens are kept all the same.
         """
         attended = self.self_attn(normed_TH, rotation, attn, layer, rows_R)
         x = x_TH if rows_R is None else select_rows(x_TH, rows_R)
@@ -51,8 +58,21 @@ class DecoderLayer(nn.Module):
         return x, self.mlp(normed)
 
 
+class DecoderLayer(PreNormLayer):
+    """A decoder layer of the Llama family; EAGLE-1 heads are made of such layers too."""
+
+    self_attn: SelfAttention
+    mlp: MLP
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, SelfAttention(config, config.hidden_size), MLP(config))
+
+
 class CausalLM(Target):
-    """A decoder-only language model.  max_positions: the rotary table's length, look-ahead included."""
+    """A decoder-only language model of the Llama family.
+
+    max_positions: length of the rotary table; the table must also cover the look-ahead positions of draft tokens.
+    """
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
@@ -65,8 +85,8 @@ class CausalLM(Target):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)
 
-    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        """What other families override."""
+    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
+        """The decoder layer number `index`, counted from 0.  Families with another attention or MLP override this method."""
         return DecoderLayer(config)
 
     def forward(
@@ -77,13 +97,12 @@ class CausalLM(Target):
         aux_layers: Sequence[int] = (),
         rows_R: Tensor | None = None,
     ) -> TargetOutput:
-        """aux_layers: ascending 0-based layers whose output (the residual stream, not normed) is captured, of all tokens.
-
-        rows_R: the tokens whose final hidden state is wanted, None for all: the last layer does no more than it must.
+        """See Target.forward.  With rows_R the last layer computes queries and MLP for those rows only, unless its own output
+        is captured: a captured layer computes every token.
         """
         x = F.embedding(ids_T, self.embed_tokens.weight)
         rotation = self.rotary.at(positions_T)
-        layers = [cast(DecoderLayer, layer) for layer in self.layers]
+        layers = [cast(PreNormLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         normed, captured = layers[0].input_layernorm(x), []
         last = len(layers) - 1
@@ -97,5 +116,5 @@ class CausalLM(Target):
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] for the rows given."""
+        """The logits [..., V] of final hidden states [..., H]."""
         return self.lm_head(hidden)

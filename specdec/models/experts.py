@@ -1,8 +1,9 @@
-"""Mixture-of-experts layers: a router that weighs experts, and the chosen experts' MLPs.  Knows no attention.
+"""Mixture-of-experts layers: a router that chooses and weighs experts, and the chosen experts' MLPs.
 
-Nothing here has a shape that depends on data, so everything runs inside CUDA graphs.
+No shape in this file depends on the values of a tensor, so all of it can run inside CUDA graphs.  This file knows no attention.
 
-Shapes: T tokens, H hidden, E experts, K chosen of them, G groups, F intermediate of an expert, P = T * K pairs.
+Shapes: T tokens, H hidden size, E experts, K experts chosen for a token, G groups of experts, F intermediate size of an expert,
+P = T * K pairs of a token and an expert.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from specdec.models.layers import MLP
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.linear import silu_mul
 
-MOST_COPIED = 1 << 30  # bytes of experts' weights at a time
+MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture-of-experts layers: `chosen` of `count` experts a token, out of `top_groups` of `groups` groups.
+    """The mixture of experts of DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
 
-    gate: softmax over all experts (V2; groups None: any experts), or sigmoid with a learnt bias that only chooses (V3).
-    normed: the chosen weights are made to sum to 1.  scaling: what they are multiplied by then.  shared: experts that every
-    token passes, side by side in one MLP.
+    count: experts that the router chooses from.  chosen: experts that it chooses for each token.
+    intermediate_size: of one expert's MLP.
+    shared: number of experts that every token passes besides the chosen ones; they are computed as one wide MLP.
+    gate: how the router scores experts.  "softmax" (V2) takes a softmax over all experts.  "sigmoid" (V3) takes a sigmoid of
+    each expert's logit; a learnt bias is added to the scores for choosing experts, but not to the weights of the chosen ones.
+    groups, top_groups: experts stand in `groups` equal groups, and the router chooses from the `top_groups` best groups only.
+    Both are None where the router may choose any experts.
+    normed: whether the weights of the chosen experts are divided by their sum.  scaling: factor on the weights after that.
     """
 
     count: int
@@ -43,7 +49,10 @@ class ExpertsConfig:
 
 
 class Router(nn.Module):
-    """Weighs experts, in float32 as transformers does.  correction_E: what the sigmoid gate adds where it chooses."""
+    """Chooses each token's experts and their weights.  The router computes in float32, as in transformers.
+
+    correction_E: the bias that the sigmoid gate adds to the scores for choosing experts.
+    """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -53,7 +62,7 @@ class Router(nn.Module):
             self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights [T, K] float32, experts [T, K] int64)."""
+        """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
         logits_TE = F.linear(x_TH.float(), self.weight.float())
         if self.config.gate == "softmax":
             scores_TE = logits_TE.softmax(-1)
@@ -68,7 +77,10 @@ class Router(nn.Module):
         return weights_TK * self.config.scaling, chosen_TK
 
     def _of_best_groups(self, scores_TE: Tensor, ranks_TE: Tensor, best: int, other: float) -> Tensor:
-        """The scores; `other` outside of the groups whose best experts' ranks sum to most."""
+        """The scores [T, E], with `other` in place of the scores of all but the token's best groups.
+
+        A group's rank is the sum of the `best` highest values of ranks_TE among its experts.
+        """
         G, top = self.config.groups, self.config.top_groups
         if G is None:
             return scores_TE
@@ -79,7 +91,7 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The chosen experts' weighted sum, and the shared experts' output, of which every token has all."""
+    """A layer's mixture: the weighted sum of the chosen experts' outputs, plus the output of the shared experts."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig | None) -> None:
         super().__init__()
@@ -96,11 +108,14 @@ class MixtureOfExperts(nn.Module):
 
 
 def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
-    """[T, H]: each token's chosen experts, weighted and summed in float32 at least; gate_up's first F rows are the gate's.
+    """[T, H]: the weighted sum of each token's chosen experts, added up in float32 or wider.
 
-    Where torch has a grouped product, which reads each chosen expert once, by that.  Else, few pairs gather their experts'
-    weights: three times the bytes (read, written, read), but only of what is chosen.  Else every expert computes
-    every token, and the router's weight, mostly 0, decides: E / K times the arithmetic, with no shape that depends on data.
+    gate_up_EGH: gate and up projections of each expert, G = 2F rows; the first F rows are the gate's.
+
+    There are three ways to compute the sum.  Where torch has a grouped product for these weights, the function takes that: it
+    reads each chosen expert once.  Otherwise, with few pairs, it copies each pair's weights: three times the bytes (read,
+    written, read again), but of chosen experts only.  Otherwise every expert computes every token and the weights, most of them
+    0, decide what counts: E / K times the arithmetic.
     """
     if has_grouped_product((gate_up_EGH, down_EHF)):
         return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
@@ -112,7 +127,10 @@ def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH
 
 
 def grouped_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
-    """Pairs sorted by expert: each expert's are one block of rows, whose borders only the device knows."""
+    """The sum by torch's grouped product.  Pairs are sorted by expert, so the rows of each expert are one block.
+
+    The borders of the blocks stay on the device: the host never reads them.
+    """
     (T, K), E = chosen_TK.shape, gate_up_EGH.shape[0]
     order_P = chosen_TK.flatten().argsort(stable=True)
     counts_E = torch.zeros(E, dtype=torch.int32, device=x_TH.device)
@@ -126,14 +144,17 @@ def grouped_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up
 
 
 def gathered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
-    """Each pair multiplies with a copy of its expert's weights."""
+    """The sum by batched products, in which each pair has its own copy of its expert's weights."""
     gate_up_TKGH, down_TKHF = (w[chosen_TK] for w in (gate_up_EGH, down_EHF))
     mid_TKF = silu_mul((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0])
     return _weighted((down_TKHF @ mid_TKF[..., None])[..., 0], weights_TK, x_TH.dtype)
 
 
 def masked_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
-    """All experts, one after the other, over all tokens.  What one makes of a token that did not choose it may be infinite."""
+    """The sum by a loop in which each expert computes all tokens.
+
+    An expert may yield inf or NaN for a token that did not choose it, so such outputs are replaced by 0, not multiplied by 0.
+    """
     dtype = torch.promote_types(x_TH.dtype, weights_TK.dtype)
     weight_TE = weights_TK.new_zeros(x_TH.shape[0], gate_up_EGH.shape[0]).scatter_(1, chosen_TK, weights_TK)
     total_TH = torch.zeros_like(x_TH, dtype=dtype)

@@ -1,6 +1,10 @@
-"""What a model's layers keep of a token: which cache holds it, how many bytes that is, and how many heads read it.
+"""What a model's layers store for each token: in which cache, in how many bytes, and for how many query heads.
 
-Knows configs and caches, neither pages nor requests.
+This file knows model configs and caches; it knows neither pages nor requests.
+
+`kept`, in all functions, is the setting kv_cache_dtype: "auto" stores keys and values in the model's own dtype, while "fp8" and
+"int8" quantise them.  A config's head_dim is the dimension of every key and value head; only with latent attention (MLA) it is
+the rotated part of a key, which is stored beside the latent.
 """
 
 from __future__ import annotations
@@ -17,26 +21,29 @@ from specdec.models.deepseek.config import DeepseekConfig
 
 
 def keeps_latents(config: ModelConfig) -> bool:
-    """Whether a token's keys and values are one latent vector that all heads share (MLA)."""
+    """Whether the model stores one latent vector a token that all heads share (multi-head latent attention, MLA)."""
     return isinstance(config, DeepseekConfig)
 
 
 def kv_token_bytes(config: ModelConfig, kept: str, dtype: torch.dtype) -> int:
-    """Bytes of one token in all layers.  kept: as kv_cache_dtype.  dtype: the model's, which "auto" keeps."""
+    """Bytes that one token takes in the caches of all layers.  dtype: the model's; latents are always stored in it."""
     if isinstance(config, DeepseekConfig):
         return config.num_layers * (config.rank + config.head_dim) * dtype.itemsize
     return kv_bytes_per_token(kept, dtype, config.num_layers, config.num_kv_heads, config.head_dim)
 
 
 def heads_a_key(config: ModelConfig) -> int:
-    """Query heads that read the same key."""
+    """How many query heads read the same key: all of them with latent attention, else the size of a GQA group."""
     return config.num_heads if keeps_latents(config) else config.num_heads // config.num_kv_heads
 
 
 def make_cache(
     model: nn.Module, config: ModelConfig, num_slots: int, kept: str, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """The cache of a model with that config.  kept: as kv_cache_dtype.  model: only fp8 reads its scales."""
+    """An empty cache of num_slots tokens for all layers of a model.
+
+    model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
+    """
     layers, heads, dim, kinds = config.num_layers, config.num_kv_heads, config.head_dim, config.layer_kinds
     if isinstance(config, DeepseekConfig):
         return MLACache(layers, num_slots, config.rank, dim, dtype=dtype, device=device, kinds=kinds)

@@ -1,6 +1,8 @@
-"""The layers that targets and draft heads share.  Attention itself comes in as a callable; nothing here knows of caches.
+"""The layers that targets and draft heads share.
 
-Shapes: T tokens, H hidden, Q query heads, K kv heads, X = Q + 2K, D head dim, I intermediate.
+Each forward pass hands its attention in as a callable, so no layer knows how keys and values are cached.
+
+Shapes: T tokens, R rows asked for, H hidden size, Q query heads, K key/value heads, X = Q + 2K, D head dimension.
 """
 
 from __future__ import annotations
@@ -20,10 +22,19 @@ from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 
 class AttentionFn(Protocol):
-    """Attention of one forward pass: paged when serving, dense when training.  It owns the rest of a head's way in: `prep`
-    says how queries and keys are normed and rotated (X = Q + 2K rows of heads: queries, keys, values).  With rows_R only
-    those tokens' queries are answered, [R, Q, D]; the others' keys and values are kept all the same.  scoring: how the
-    layer's products become weights.  Layers of latent attention ask for more: HasLatent in attention/latent/latent.py.
+    """The attention of one forward pass: over paged caches in the runtime, over dense tensors in training.
+
+    A call norms and rotates one layer's queries and keys, stores the keys and values, and returns the attention outputs of all
+    query heads: [T, Q, D], or [R, Q, D] with rows_R.
+
+    layer: number of the calling layer, which selects the layer's cache.
+    qkv_TXD: the raw projections of each token, in the order query heads, key heads, value heads.
+    prep: the norm and the rotation that the callable has to apply to queries and keys.
+    rows_R: indices of the tokens whose queries are to be answered; None stands for all.  The keys and values of all T tokens
+    are stored either way.
+    scoring: how the layer turns products of queries and keys into attention weights.
+
+    A layer of multi-head latent attention needs an object with a second method; see HasLatent in attention/latent/latent.py.
     """
 
     def __call__(
@@ -32,7 +43,10 @@ class AttentionFn(Protocol):
 
 
 class Linear(nn.Linear):
-    """nn.Linear born empty: its weights come from a checkpoint, and initialising them would be the slowest part of a start."""
+    """nn.Linear whose weights stay uninitialised until a loader fills them from a checkpoint.
+
+    Random initial values would never be read, and computing them would be the slowest part of a start.
+    """
 
     def reset_parameters(self) -> None:
         pass
@@ -42,14 +56,14 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding born empty."""
+    """nn.Embedding whose table stays uninitialised until a loader fills it from a checkpoint."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight."""
+    """Root-mean-square norm (arXiv 1910.07467) over the last dimension: x / sqrt(mean(x^2) + eps) * weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -60,12 +74,16 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm)."""
+        """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch."""
         return add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
 
 
 class HeadsRMSNorm(nn.Module):
-    """Qwen3's q/k norm over head_dim: one weight for all query heads and one for all key heads, spread over the heads."""
+    """Weights of Qwen3's query and key norm, an RMS norm over the D values of each head.
+
+    A checkpoint brings one weight vector for all query heads and one for all key heads.  Here each head has a row of its own,
+    [Q + K, D], because one kernel norms all heads.  The norm itself runs inside of attention.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,7 +92,11 @@ class HeadsRMSNorm(nn.Module):
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[D/2] float32 angles per position.  llama3: Meta's piecewise scaling by wavelength, as in transformers."""
+    """Rotary angles per position in radians, [head_dim / 2] float32 (RoPE, arXiv 2104.09864).
+
+    The kind "llama3" is Meta's piecewise scaling by wavelength, computed as in transformers: angles with short wavelengths
+    stay, angles with long wavelengths are divided by the factor, and the angles between are blended.
+    """
     if isinstance(rope, YarnRope):
         return yarn_frequencies(rope, head_dim)
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
@@ -92,7 +114,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding from a table that covers every position of the run."""
+    """Rotary position embedding, read from a table with one row for each of max_positions positions.
+
+    head_dim: how many values of a head are rotated: all of them, but for latent attention only the rotated part.
+    """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
         super().__init__()
@@ -103,12 +128,15 @@ class Rotary(nn.Module):
         self.table: Tensor
 
     def at(self, positions_T: Tensor) -> Rotation:
-        """Of one pass's tokens."""
+        """The rotation of a pass whose tokens stand at these positions."""
         return Rotation(self.table, positions_T)
 
 
 class SelfAttention(nn.Module):
-    """Fused q, k, v projection, attention (with optional q/k norm, and rotary positions), output projection."""
+    """Self-attention: one projection to queries, keys and values, then attention, then the output projection.
+
+    in_features: width of the input; EAGLE-3 heads read two hidden states side by side.
+    """
 
     def __init__(self, config: ModelConfig, in_features: int) -> None:
         super().__init__()
@@ -116,7 +144,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj = Linear(in_features, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.qk_norm = HeadsRMSNorm(config) if config.qk_norm else None
-        self.kv_scale_2K: Tensor | None = None  # of fp8 keys and values, where the checkpoint brings it; the cache's business
+        self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         norm = self.qk_norm
@@ -126,7 +154,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU with gate and up fused into one projection."""
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), with gate and up fused into one projection, gate first."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
-"""What a target model is: one signature, whichever way it computes.  Knows no family, phase, page or tree.
+"""The interface of a target model, which every model implementation provides.
 
-Shapes: T tokens, H hidden, V vocabulary, A captured states side by side, R rows asked for.
+This file knows no model family, no phase of a round, no page and no tree.
+
+Shapes: T tokens, H hidden size, V vocabulary, A the captured states' sizes added up, R rows asked for.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from specdec.models.layers import AttentionFn, Embedding, Linear
 
 
 class TargetOutput(NamedTuple):
-    """hidden_TH: after the final norm, what the language-model head reads; of the rows asked for.
+    """The output of one forward pass.
 
-    aux_TA: captured residual streams of all tokens, or None.
+    hidden_TH: the hidden states after the final norm, which the language-model head reads.  There is one row for each row that
+    the caller asked for: R rows, or all T.
+    aux_TA: the captured residual streams of all T tokens, one layer's columns after another's; None if no layer was captured.
     """
 
     hidden_TH: Tensor
@@ -26,7 +30,11 @@ class TargetOutput(NamedTuple):
 
 
 class Target(nn.Module):
-    """A decoder-only language model.  Draft heads may share embed_tokens (which gives plain rows of its table) and lm_head."""
+    """A decoder-only language model.
+
+    A draft head may share embed_tokens and lm_head with its target.  It indexes the embedding's weight directly, so
+    embed_tokens must not scale or otherwise change the rows of its table.
+    """
 
     config: ModelConfig
     embed_tokens: Embedding
@@ -41,11 +49,15 @@ class Target(nn.Module):
         aux_layers: Sequence[int] = (),
         rows_R: Tensor | None = None,
     ) -> TargetOutput:
-        """aux_layers: ascending 0-based layers whose output (the residual stream, not normed) is captured, of all tokens.
+        """One pass over T tokens.
 
-        rows_R: the tokens whose final hidden state is wanted, None for all.
+        ids_T: token ids, int64.  positions_T: each token's 0-based position in its own sequence.
+        attn: the attention of this pass; it knows the sequences that the tokens belong to, and their caches.
+        aux_layers: ascending 0-based layer numbers.  The output of each of these layers (the residual stream before any norm)
+        is captured for all tokens.
+        rows_R: indices of the tokens whose final hidden state the caller wants; None stands for all tokens.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] for the rows given."""
+        """The logits [..., V] of final hidden states [..., H]."""

@@ -1,9 +1,9 @@
-"""YaRN rotary scaling (arXiv 2309.00071) as transformers computes it, which keeps it behind its own models' configs.
+"""YaRN, a scaling of rotary positions to longer contexts (arXiv 2309.00071), with the values that transformers computes.
 
-Knows no model.
-
-Slow dimensions are interpolated to the longer context, fast ones stay, those between are blended.  DeepSeek puts the
-temperature into the softmax scale (`mscale_all_dim`), others into cosines and sines.
+Dimensions that turn slowly are interpolated to the longer context, dimensions that turn fast stay as they are, and those
+between are blended.  YaRN also sharpens attention by a temperature: DeepSeek multiplies the softmax scale (`mscale_all_dim`),
+other models multiply cosines and sines.  This is not transformers' own function because that one needs the config object of a
+transformers model.  This file knows no model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from specdec.models.config import RopeConfig, parse_rope, rope_type
 
 @dataclass(frozen=True)
 class YarnRope(RopeConfig):
-    """beta_fast, beta_slow: rotations over the original context between which dimensions are blended.
+    """Rotary settings of a model that uses YaRN.
 
-    mscale, mscale_all_dim: DeepSeek's factors of the temperature, 0: not given.  amplitude: what cosines and sines are
-    multiplied by.  truncate: whether the blend's borders are whole dimensions.
+    beta_fast, beta_slow: dimensions that turn more often than beta_fast over the original context stay as they are; those that
+    turn less often than beta_slow are interpolated; those between are blended.
+    mscale, mscale_all_dim: DeepSeek's factors on the temperature; 0 stands for a factor that the config does not give.
+    amplitude: factor on cosines and sines.
+    truncate: whether the ends of the blended range are rounded to whole dimensions.
     """
 
     kind: str = "yarn"
@@ -37,11 +40,12 @@ class YarnRope(RopeConfig):
 
     @property
     def scale_factor(self) -> float:
-        """What DeepSeek multiplies the softmax scale by."""
+        """The factor that DeepSeek puts on the softmax scale; 1 where the config does not give mscale_all_dim."""
         return temperature(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
 def temperature(factor: float, mscale: float = 1.0) -> float:
+    """Factor on cosines and sines for a context `factor` times as long: the paper's sqrt(1/t), where mscale is 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -59,7 +63,10 @@ _KNOWN = {*_NUMBERS, "rope_type", "type", "truncate"}
 
 
 def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
-    """Like `parse_rope`, and yarn too."""
+    """The rotary settings in a config.json, of type yarn or of any type that `parse_rope` knows.
+
+    raw: the whole config.  where: the config's name for error messages.  ValueError for unknown, missing or malformed keys.
+    """
     merged = {**mapping(raw, "rope_scaling", where), **mapping(raw, "rope_parameters", where)}
     if rope_type(merged, where) != "yarn":
         return parse_rope(raw, where)
@@ -79,9 +86,10 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
 
 
 def yarn_frequencies(rope: YarnRope, head_dim: int) -> Tensor:
-    """[D/2] float32 angles per position."""
+    """Angles per position in radians, [head_dim / 2] float32.  head_dim: how many values of a head are rotated."""
 
     def dimension(rotations: float) -> float:
+        """The dimension (not whole) that turns this often over the original context."""
         turns = rope.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -89,7 +97,7 @@ def yarn_frequencies(rope: YarnRope, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001
+    width = high - low if high != low else 0.001  # transformers' value; it keeps the division below defined
     slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     wavelengths = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     return slowed / (rope.factor * wavelengths) + (1 - slowed) / wavelengths

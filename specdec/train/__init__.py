@@ -1,1 +1,1 @@
-"""Training of the small models that ship with specdec: text in, checkpoints out. No runtime code imports this."""
+"""Training of small targets and of EAGLE-3 heads, such as the pair that ships with specdec.  No runtime code imports it."""

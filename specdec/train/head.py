@@ -1,20 +1,21 @@
-"""Trains an EAGLE-3 head for any Llama-family target folder, and measures it by the runtime itself.
+"""Trains an EAGLE-3 head (arXiv 2503.01840) for a target, and measures the finished head with the runtime itself.
 
-Self-generated text, training-time test, a folder in the SafeAILab layout.  Knows settings, files and the order of things;
-the loss is `training_time_test`'s, the loop is `loop`'s, the text `selftext`'s.
+The target writes the text that the head learns from.  The finished folder has the layout of the heads that SafeAILab publishes.
+This file knows settings, files and the order of the steps; `selftext` writes the text, `unroll` computes the loss, and `loop`
+runs the optimizer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import Eagle3Head, HeadConfig
 from specdec.draft.load import default_aux_layers
@@ -25,46 +26,9 @@ from specdec.models.layers import RMSNorm
 from specdec.models.target import Target
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
+from specdec.train.settings import MEASURED, HeadRun
 from specdec.train.text import load_documents
-from specdec.train.training_time_test import head_loss
-
-MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # trees whose accept length a finished run reports
-
-
-@dataclass(frozen=True)
-class HeadRun:
-    """One training run.  num_steps: steps of the training-time test.  0 for a size means: as the target's."""
-
-    num_steps: int = 5
-    draft_vocab_size: int = 0
-    intermediate_size: int = 0
-    texts: int = 8192
-    width: int = 256
-    longest_prompt: int = 48
-    greedy_share: float = 0.5
-    steps: int = 4000
-    batch: int = 32
-    lr: float = 1e-3
-    warmup: int = 200
-    weight_decay: float = 0.01
-    decay: float = 0.9
-    held_out: float = 0.05
-    eval_every: int = 500
-    eval_prompts: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "texts", "steps", "batch", "eval_every", "eval_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
-        if not 4 <= self.longest_prompt <= most:
-            raise ValueError(f"longest_prompt: expected 4 .. {most} for width {self.width}, got {self.longest_prompt}")
-        least = max(spec.topk for spec in MEASURED)
-        if self.draft_vocab_size and self.draft_vocab_size < least:
-            raise ValueError(f"draft_vocab_size: expected 0 (the target's) or at least {least}, got {self.draft_vocab_size}")
-        if not 0.0 <= self.greedy_share <= 1.0:
-            raise ValueError(f"greedy_share: expected a share between 0 and 1, got {self.greedy_share}")
+from specdec.train.unroll import head_loss
 
 
 def train_head(
@@ -77,9 +41,15 @@ def train_head(
     resume: bool = False,
     device: str = "auto",
 ) -> Progress:
-    """Trains and saves a head; `out` gets config.json, model.safetensors, training.json and what `resume` needs.
+    """Trains a head, saves it in the folder `out`, and measures its accept length.
 
-    Held-out documents are used for nothing but the final accept length.  ValueError for text or sizes that can't work.
+    target: the target's folder or hub id.  texts: files of UTF-8 text (plain, .xz or .gz); their documents open the rows that
+    the target writes.  Held-out documents are used for nothing but the final accept length.
+    out: gets config.json and model.safetensors of the weights with the lowest evaluation loss, training.json with the settings
+    and results, and the two files that `resume` reads: checkpoint.pt and self_text.pt.
+    aux_layers: 0-based numbers of the target layers whose outputs are the head's features; None stands for EAGLE-3's choice.
+
+    Returns the progress at the end.  ValueError for text, settings or files that can't work.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +70,11 @@ def train_head(
 
 
 def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> Eagle3Head:
-    """A fresh head: random but for its language-model head and final norm, which start as the target's."""
+    """A fresh head with random weights, except that language-model head and final norm start as copies of the target's.
+
+    aux_layers: 0-based target layers whose outputs are the features.  draft_ids_V: ids of the draft vocabulary, ascending.
+    The head shares the target's embeddings, which are not trained.
+    """
     config = model.config
     shape = replace(
         config, num_layers=1, layer_kinds=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False,
@@ -109,7 +83,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
     device = model.embed_tokens.weight.device
     head = build(lambda: Eagle3Head(head_config, run.width), device, torch.float32)
-    head.embed_tokens = model.embed_tokens  # the target's own, frozen
+    head.embed_tokens = model.embed_tokens
     head.requires_grad_(True)
     head.embed_tokens.requires_grad_(False)
     with torch.no_grad():
@@ -119,14 +93,14 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
         head.lm_head.weight.copy_(model.lm_head.weight[draft_ids_V.to(device)])
-        if isinstance(model, CausalLM):  # the norms of others may be of another kind
+        if isinstance(model, CausalLM):  # the final norm of another model implementation may be of another kind
             head.norm.weight.copy_(model.norm.weight)
     head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
     return head
 
 
 def _rows(decoder: SpecDecoder, documents: list[str], run: HeadRun, path: Path, resume: bool) -> Tensor:
-    """The self-generated rows, saved as they come; a resumed run goes on where the run before was stopped."""
+    """The rows [texts, width] that the target writes.  They are saved as they come, so a resumed run writes only the rest."""
     made_of = {name: getattr(run, name) for name in ("texts", "width", "longest_prompt", "greedy_share", "seed")}
     rows = torch.full((run.texts, run.width), -1, dtype=torch.int64)
     if resume and path.is_file():
@@ -144,7 +118,7 @@ def _rows(decoder: SpecDecoder, documents: list[str], run: HeadRun, path: Path, 
 def _objective(
     model: Target, head: Eagle3Head, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
 ) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
-    """The loss of a step, and the mean loss over the last rows, which are never trained on."""
+    """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     kept = min(256, max(1, len(rows) // 20))
     train, test = rows[:-kept], rows[-kept:]
     if not len(train):
@@ -166,7 +140,7 @@ def _objective(
 
 
 def save_head(head: Eagle3Head, folder: Path) -> None:
-    """config.json and model.safetensors (bfloat16) in the SafeAILab layout."""
+    """Writes config.json and model.safetensors (bfloat16) in the layout of the EAGLE-3 heads that SafeAILab publishes."""
     from safetensors.torch import save_file
 
     model, Vd = head.config.model, head.config.draft_vocab_size
@@ -191,7 +165,7 @@ def save_head(head: Eagle3Head, folder: Path) -> None:
 
 
 def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
-    """The head's weights under SafeAILab's names, fused projections taken apart."""
+    """The head's weights by the tensor names of SafeAILab's heads, with fused projections split into their parts."""
     attention, mlp = head.self_attn, head.mlp
     Q, K = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     q, k, v = attention.qkv_proj.weight.detach().split([Q, K, K])
@@ -208,7 +182,7 @@ def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
 
 
 def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, progress: Progress) -> None:
-    """Accept length on openings of held-out documents, measured by the runtime with the saved head."""
+    """Measures the saved head with the runtime on openings of held-out documents; prints and saves the accept lengths."""
     from specdec.draft.load import load_head
 
     settings = decoder.settings

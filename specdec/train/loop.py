@@ -1,7 +1,7 @@
-"""A training loop for small models: AdamW, warm-up and cosine, clipping, best weights by held-out loss, resume.
+"""A training loop for small models: AdamW, warm-up and cosine schedule, gradient clipping, evaluation, resuming.
 
-Knows steps, losses, checkpoint files and how to report progress. Does not know what the model is or what it reads:
-the loss, the batches and the evaluation are callables.
+This file knows steps, losses, checkpoint files and how to report progress.  It does not know what the model is or what the
+model reads: the loss and the evaluation are callables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ import torch
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything about a run that is not the model or the text."""
+    """The optimizer's settings of a run.
+
+    steps: optimizer steps.  lr: peak learning rate.  warmup: steps until the rate reaches its peak.  weight_decay: AdamW's.
+    eval_every: steps between two evaluations.
+    """
 
     steps: int
     lr: float
@@ -30,17 +34,21 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """What a run has reached; saved with its weights."""
+    """How far a run has come; a checkpoint holds it beside the weights.
+
+    seconds: time spent in all runs that led here.  best_loss, best_step: the lowest evaluation loss so far, and its step.
+    history: (step, training loss, evaluation loss) of each evaluation; losses are in nats per token.
+    """
 
     step: int = 0
     seconds: float = 0.0
     best_loss: float = math.inf
     best_step: int = 0
-    history: list[tuple[int, float, float]] = field(default_factory=list)  # step, training loss, held-out loss
+    history: list[tuple[int, float, float]] = field(default_factory=list)
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Linear warm-up, then half a cosine down to a hundredth."""
+    """The rate of a 0-based step: a linear warm-up, then half a cosine that ends at a hundredth of the peak."""
     if step < schedule.warmup:
         return schedule.lr * (step + 1) / schedule.warmup
     done = (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup)
@@ -48,7 +56,7 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 
 
 def make_optimizer(model: torch.nn.Module, schedule: Schedule) -> torch.optim.AdamW:
-    """AdamW; norms' gains are not decayed."""
+    """AdamW over the model's trainable parameters.  Weight decay applies to matrices only, not to gains of norms."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     gains = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": gains, "weight_decay": 0.0}]
@@ -56,9 +64,12 @@ def make_optimizer(model: torch.nn.Module, schedule: Schedule) -> torch.optim.Ad
 
 
 class Checkpoint:
-    """Model, optimizer and progress in one file, written beside and then moved, so a kill leaves the last good one."""
+    """Model, optimizer and progress of a run in one file.
 
-    def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    A save writes another file and then renames it, so a run that is killed leaves its last complete checkpoint.
+    """
+
+    def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.model, self.optimizer = path, model, optimizer
 
     def save(self, progress: Progress) -> None:
@@ -67,6 +78,7 @@ class Checkpoint:
         self.path.with_suffix(".part").replace(self.path)
 
     def load(self) -> Progress:
+        """Fills model and optimizer from the file.  ValueError if there is no file, or one of a model of another shape."""
         if not self.path.is_file():
             raise ValueError(f"resume: expected a checkpoint at {self.path}, got no file; start without --resume")
         state = torch.load(self.path, map_location="cpu", weights_only=True)
@@ -80,11 +92,20 @@ class Checkpoint:
 
 @contextmanager
 def reporter(total: int, start: int) -> Iterator[Callable[[int, str, bool], None]]:
-    """`report(step, text, milestone)`: a rich bar on a terminal; elsewhere one line per milestone."""
+    """Gives the function report(step, text, milestone), which shows the progress of a run of `total` steps.
+
+    On a terminal a bar shows every step, and the text of the last milestone.  Elsewhere each milestone is one line.
+    start: the step that the run begins at.
+    """
     if not sys.stderr.isatty():
-        yield lambda step, text, milestone: print(f"step {step}/{total} {text}", flush=True) if milestone else None
+
+        def report_line(step: int, text: str, milestone: bool) -> None:
+            if milestone:
+                print(f"step {step}/{total} {text}", flush=True)
+
+        yield report_line
         return
-    from rich.progress import Progress as Bar  # only where there is a terminal to draw on
+    from rich.progress import Progress as Bar  # imported here, since only a terminal needs it
 
     with Bar(*Bar.get_default_columns(), "{task.fields[text]}") as bar:
         task = bar.add_task("train", total=total, completed=start, text="")
@@ -105,7 +126,14 @@ def fit(
     evaluate: Callable[[], float],
     on_best: Callable[[Progress], None],
 ) -> Progress:
-    """Runs the steps from `progress.step` on; calls `on_best` whenever the held-out loss is the lowest so far."""
+    """Trains the checkpoint's model from progress.step to schedule.steps, and returns the progress at the end.
+
+    loss_at: the training loss of a 0-based step, in nats per token.  A loss that depends on the step's number alone makes a
+    resumed run equal to an uninterrupted one.
+    evaluate: the evaluation loss of the model as it is.  on_best: called when that loss is the lowest so far.
+    The loop evaluates and saves the checkpoint every schedule.eval_every steps and after the last one.  ValueError if the
+    training loss is inf or NaN then.
+    """
     model, optimizer = checkpoint.model, checkpoint.optimizer
     model.train()
     started, before = time.monotonic(), progress.seconds

@@ -1,6 +1,6 @@
-"""Text a target writes itself: what a draft head must learn to predict.
+"""Text that a target writes itself, which is the text that its draft head must learn to predict.
 
-Knows prompts, the runtime's `generate` and rows of tokens.  Does not know heads or losses.
+This file knows prompts, the runtime's `generate` and rows of tokens.  It knows neither heads nor losses.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.train.loop import reporter
 
-ROUND = 512  # prompts per generate call: progress is shown between calls
+ROUND = 512  # prompts of one call of generate; progress is saved and shown after each call
 
 
 def prompt_ids(decoder: SpecDecoder, documents: Sequence[str], count: int, longest: int, seed: int) -> list[list[int]]:
-    """`count` prompts: openings of 4 to `longest` tokens of random documents; a document may open several."""
+    """The token ids of `count` prompts, each the first 4 to `longest` tokens of a random document.
+
+    Several prompts may come from one document.  The same seed gives the same prompts.  ValueError if all documents are shorter.
+    """
     generator = torch.Generator().manual_seed(seed)
     usable = [ids for document in documents if len(ids := decoder.tokenizer.encode(document[:2000])) >= 4]
     if not usable:
-        raise ValueError(f"text: expected documents of at least 4 tokens, got {len(documents)} without one")
+        raise ValueError(f"text: expected documents of at least 4 tokens, got {len(documents)} shorter ones")
     picks = torch.randint(len(usable), (count,), generator=generator).tolist()
     sizes = torch.randint(4, longest + 1, (count,), generator=generator).tolist()
     return [usable[pick][:size] for pick, size in zip(picks, sizes, strict=True)]
@@ -36,10 +39,12 @@ def write_rows(
     seed: int,
     save: Callable[[], None],
 ) -> None:
-    """Fills rows [len(prompts), width] with each prompt and the target's continuation; -1 stays behind its end.
+    """Fills rows [len(prompts), width] with the ids of each prompt and its continuation by the target.
 
-    Rows that are filled already stay.  save: called after every ROUND prompts.  greedy_share of the rows continue
-    greedily, the others sampled at temperature 1 (they cover more of the text's states).
+    rows must hold -1 at first; columns after the end of a text keep it.  Rows that a run before has filled stay as they are.
+    greedy_share: share of the rows that continue greedily.  The others are sampled at temperature 1, so that the head also
+    learns texts that the target rarely prefers.
+    seed: makes the choice of greedy rows and the sampling repeatable.  save: called after every ROUND prompts.
     """
     width = rows.shape[1]
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +68,11 @@ def write_rows(
 
 
 def frequent_ids(rows: Tensor, size: int, vocab_size: int) -> Tensor:
-    """[size] int64, ascending: the tokens written most often; ties and never-written ones by lower id."""
+    """The ids of the `size` most frequent tokens of rows, ascending: [size] int64.
+
+    Of tokens that are equally frequent, or never occur, those with lower ids are taken.  ValueError if size is not within
+    1 .. vocab_size.
+    """
     if not 1 <= size <= vocab_size:
         raise ValueError(f"draft_vocab_size must be in [1, {vocab_size}], got {size}")
     counts = torch.bincount(rows[rows >= 0], minlength=vocab_size)

@@ -1,7 +1,8 @@
-"""Trains the small Llama-family target that ships in specdec/pair/target, or one like it on the user's text.
+"""Trains the small Llama target that ships in specdec/pair/target, or one like it on the user's text.
 
-Knows the model's shape, its tokenizer, the training loop and what a finished folder holds. Does not know where
-stories begin (`text` does), nor anything of drafting, verifying or the runtime: `transformers` reads the result.
+This file knows the model's shape, its tokenizer and what a finished folder holds.  `text` knows where documents begin, and
+`loop` runs the optimizer.  This file knows nothing of drafting, verifying or the runtime; the finished folder is an ordinary
+Hugging Face model.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
+from specdec.train.settings import TargetRun
 from specdec.train.text import (
     SEPARATOR,
     TokenRows,
@@ -28,48 +30,18 @@ from specdec.train.text import (
     split_documents,
 )
 
-
-@dataclass(frozen=True)
-class TargetRun:
-    """One training run: shape, text shares and schedule. Defaults make the shipped model."""
-
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_hidden_layers: int = 28
-    num_attention_heads: int = 3
-    num_key_value_heads: int = 1
-    head_dim: int = 32
-    vocab_size: int = 2048
-    context: int = 512
-    steps: int = 3400
-    batch: int = 64
-    lr: float = 4e-3
-    warmup: int = 300
-    weight_decay: float = 0.3
-    dropout: float = 0.2
-    extra_share: float = 0.5  # rows of a batch from the extra text at the start
-    held_out: float = 0.05
-    eval_every: int = 200
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "context", "steps", "batch", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads: expected a divisor of num_attention_heads={self.num_attention_heads}, "
-                f"got {self.num_key_value_heads}"
-            )
-        if self.vocab_size < 257:
-            raise ValueError(f"vocab_size: expected at least 257 (256 bytes and {SEPARATOR}), got {self.vocab_size}")
-        for name in ("dropout", "extra_share"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}: expected 0 <= {name} < 1, got {getattr(self, name)}")
+SHAPE = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; `<|endoftext|>` is id 0, ends documents and opens every encoded text."""
+    """A byte-level BPE tokenizer with exactly vocab_size tokens.
+
+    `<|endoftext|>` has id 0; it ends documents, and every encoded text begins with it.  context: the model's, in tokens.
+    ValueError if the documents hold too little text for so many tokens.
+    """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -90,8 +62,12 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, context: int) -> 
 
 
 def build_model(run: TargetRun) -> LlamaForCausalLM:
-    """A fresh model; projections into the residual stream start smaller, or a net this deep starts out unstable."""
-    shape = {name: value for name, value in asdict(run).items() if name in LlamaConfig().to_dict()}
+    """A model with random weights, in float32.
+
+    The weights of projections into the residual stream start smaller by sqrt(2 * layers) (GPT-2's rule), since so deep a model
+    is unstable at the start otherwise.
+    """
+    shape = {name: getattr(run, name) for name in SHAPE}
     config = LlamaConfig(
         **shape, max_position_embeddings=run.context, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0,
         eos_token_id=0, pad_token_id=None, initializer_range=0.02 * math.sqrt(768 / run.hidden_size),
@@ -107,18 +83,23 @@ def build_model(run: TargetRun) -> LlamaForCausalLM:
 
 
 def add_dropout(model: LlamaForCausalLM, p: float) -> None:
-    """Residual dropout, which the Llama of transformers lacks; a hook, so the checkpoint stays plain Llama."""
+    """Adds dropout with probability p to what attention and MLP add to the residual stream, in training only.
+
+    The Llama of transformers has no such dropout.  It is a forward hook here, so the checkpoint stays that of a plain Llama.
+    """
+    if not p:
+        return
 
     def drop(module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         return F.dropout(output, p, module.training)
 
-    for layer in model.model.layers if p else ():
+    for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_hook(drop)
         layer.mlp.down_proj.register_forward_hook(drop)
 
 
 def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats of each token given those before it in its row."""
+    """Mean cross-entropy of a token given the tokens before it in its row, in nats.  rows: [batch, width] token ids."""
     bf16 = torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda)
     with bf16:
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
@@ -127,16 +108,16 @@ def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, rows: torch.Tensor, batch: int) -> float:
-    """`loss_of` over all held-out rows, dropout off."""
+    """The mean of `loss_of` over all held-out rows, `batch` of them at a time, without dropout."""
     model.eval()
-    with torch.compiler.set_stance("force_eager"):  # a compiled layer would be compiled once more for each new shape
+    with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled again for each new shape
         total = sum(loss_of(model, part) * len(part) for part in rows.split(batch))
     model.train()
     return float(total) / len(rows)
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """The finished folder, weights in bf16; the model itself stays as it is."""
+    """Writes the finished model folder, with weights in bfloat16.  The model that is trained keeps its float32 weights."""
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(weights)
@@ -145,21 +126,31 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out
     tokenizer.save_pretrained(out)
 
 
-def _rows(run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Path], device: str, prompts: int) -> tuple:
+class _Data(NamedTuple):
+    """What a run reads: main rows, extra rows or None, held-out rows [R, context], and openings of held-out documents."""
+
+    tokenizer: PreTrainedTokenizerFast
+    main: TokenRows
+    side: TokenRows | None
+    held_rows: torch.Tensor
+    prompts: list[str]
+
+
+def _load(run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Path], device: str, prompts: int) -> _Data:
     train, held = load_documents(texts, run.held_out)
     tokenizer = train_tokenizer(train, run.vocab_size, run.context)
 
     def encode(text: str) -> list[int]:
-        return tokenizer.backend_tokenizer.encode(text).ids  # the wrapper would warn of each long document
+        return tokenizer.backend_tokenizer.encode(text).ids  # calling the wrapper instead would warn of every long document
 
-    # Adjacent documents share one separator: it ends the first and opens the second.
+    # The separator that opens a document also ends the one before it.
     main = TokenRows(train, encode, run.context, device)
     if main.rows < run.batch:
         raise ValueError(f"text: expected at least one batch, {run.batch} rows of {run.context} tokens, got {main.rows}")
     held_rows = TokenRows(held, encode, run.context, device).in_order()
     more = [part for path in extra for part in split_documents(read_text(path))]
     side = TokenRows(more, encode, run.context, device) if more and run.extra_share else None
-    return tokenizer, main, side, held_rows, openings(held, prompts, train) if prompts else []
+    return _Data(tokenizer, main, side, held_rows, openings(held, prompts, train) if prompts else [])
 
 
 def train_target(
@@ -173,12 +164,21 @@ def train_target(
     compile_layers: bool = False,
     prompts: int = 0,
 ) -> Progress:
-    """Trains a target on `texts` and leaves the best one, by held-out loss, in the folder `out`."""
+    """Trains a target and leaves the weights with the lowest held-out loss in the folder `out`.
+
+    texts: files of UTF-8 text (plain, .xz or .gz).
+    extra: files of further text, which only the early part of the run reads.
+    checkpoint: the file that `resume` goes on from; None stands for checkpoint.pt in `out`.
+    compile_layers: whether torch.compile compiles the decoder layers.
+    prompts: how many openings of held-out documents are written to prompts.jsonl in `out`.
+
+    Returns the progress at the end.  ValueError for text, settings or files that can't work.
+    """
     out = Path(out)
-    tokenizer, main, side, held_rows, heads = _rows(run, texts, extra, device, prompts)
+    tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, device, prompts)
     out.mkdir(parents=True, exist_ok=True)
-    if heads:
-        lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in heads]
+    if heldout_openings:
+        lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in heldout_openings]
         (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     model = build_model(run).to(device)
     add_dropout(model, run.dropout)

@@ -1,7 +1,7 @@
-"""Text files to documents, documents to token blocks.
+"""Reads text files, splits them into documents, and packs the documents' tokens into rows of one length.
 
-Knows where one story ends and the next begins, how to keep some stories out of training, and how to pack tokens
-into rows of one length. Does not know models, tokenizer files or devices: a tokenizer is a callable here.
+This file knows where one story ends and the next begins, and how to keep some stories out of training.  It does not know models
+or tokenizer files: a tokenizer is a callable from text to token ids.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 SEPARATOR = "<|endoftext|>"
-SIDE_ENDS = 0.7  # share of a run after which only the main text is read
-LONGEST = 6000  # characters; books are cut at paragraphs to pieces of about this size
+SIDE_ENDS = 0.7  # share of a run after which batches hold main text only
+LONGEST = 6000  # characters of a document; longer ones, such as books, are cut between paragraphs into pieces of this size
 
-# UTF-8 read as cp1252 by whoever collected the stories, and typographic quotes: all to the plain ASCII sign.
+# Typographic signs, also those of UTF-8 text that was decoded as cp1252 when the stories were collected, and their ASCII signs.
 REPAIRS = {
     "â€œ": '"', "â€\x9d": '"', "â€™": "'", "â€˜": "'", "â€“": "-", "â€”": "-", "â€¦": "...", "â€": '"',
     "“": '"', "”": '"', "‘": "'", "’": "'", "…": "...", "\r\n": "\n",
 }  # fmt: skip
 BROKEN = re.compile("[âãÂÃ][\u0080-\u02ff\u2000-\u2122]")
 
-# A line that opens a story wherever it stands, and one that does so only if the story before it has some length.
+# OPENING matches lines that always begin a story.  LIKELY_OPENING matches lines that do so if the story before is long enough.
 OPENING = re.compile(r"once (upon a|there|a |in a)|once,|there once|(a )?long(, long)? time ago", re.I)
 LIKELY_OPENING = re.compile(
     r"one (day|morning|night),? (an? |there|two )|\w+ and \w+ (are|were|like|liked|love|loved|live|lived) ", re.I
@@ -36,7 +36,7 @@ ENDING = re.compile(r"the end\W*$", re.I)
 
 
 def read_text(path: str | Path) -> str:
-    """The file's text; .xz and .gz are unpacked on the way."""
+    """The text of a UTF-8 file; .xz and .gz files are unpacked.  ValueError if there is no such file, or it is not UTF-8."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"text: expected a file of UTF-8 text (plain, .xz or .gz), got no file at {str(path)!r}")
@@ -50,7 +50,11 @@ def read_text(path: str | Path) -> str:
 
 
 def split_documents(text: str) -> list[str]:
-    """Documents of one file: at `<|endoftext|>` where it is used, else at story openings and line breaks."""
+    """The documents of one file's text.
+
+    Text that holds `<|endoftext|>` is split there; other text is split at lines that look like the opening of a story.  Signs
+    are repaired as REPAIRS says; documents longer than LONGEST are cut; empty ones and ones with broken encoding are left out.
+    """
     for wrong, right in REPAIRS.items():
         text = text.replace(wrong, right)
     pieces = text.split(SEPARATOR) if SEPARATOR in text else _split_stories(text)
@@ -59,7 +63,7 @@ def split_documents(text: str) -> list[str]:
 
 
 def _split_stories(text: str) -> list[str]:
-    # Some collections put one newline between stories and two between paragraphs, others two everywhere.
+    # Some collections put one newline between stories and two between paragraphs; others put two in both places.
     single, double = len(re.findall(r"(?<!\n)\n(?!\n)", text)), text.count("\n\n")
     lines_separate = double and 0.1 < single / double < 1.0
     stories: list[str] = []
@@ -92,7 +96,10 @@ def _cut_long(piece: str) -> list[str]:
 
 
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """(train, held out): the last `share` of the documents, less those whose text also stands in the first part."""
+    """The pair (documents to train on, held-out documents); the last `share` of the documents, at least one, is held out.
+
+    ValueError if the share is not between 0 and 1, or if nothing would be left to train on.
+    """
     if not 0.0 < share < 1.0:
         raise ValueError(f"held_out: expected a share between 0 and 1, got {share}")
     cut = len(documents) - max(1, round(len(documents) * share))
@@ -102,27 +109,34 @@ def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[st
 
 
 def drop_seen(documents: Sequence[str], seen: Sequence[str], length: int = 60) -> list[str]:
-    """`documents` without those whose first `length` characters, case aside, also open one of `seen`."""
+    """The documents whose first `length` characters open none of the documents in `seen`; upper and lower case count alike."""
     openings = {document[:length].lower() for document in seen}
     return [document for document in documents if document[:length].lower() not in openings]
 
 
 def load_documents(paths: Sequence[str | Path], share: float) -> tuple[list[str], list[str]]:
-    """(train, held out) over several files: each file gives its own last `share` of documents."""
+    """The pair (documents to train on, held-out documents) of several files; the last `share` of each file is held out.
+
+    Training documents that open like a held-out one are left out, so the held-out text is new whatever its case and file.
+    ValueError as of read_text and hold_out.
+    """
     train: list[str] = []
     held: list[str] = []
     for path in paths:
         first, last = hold_out(split_documents(read_text(path)), share)
         train += first
         held += last
-    # The held-out text must be new in every case and every file, so it is the training side that yields.
     return drop_seen(train, held), held
 
 
 class TokenRows:
-    """Documents as tokens, dealt into rows of `width`: another order, and so other rows, in every epoch."""
+    """The tokens of documents, one document after another, cut into rows of `width` tokens.
 
-    def __init__(self, documents: Sequence[str], encode: Callable[[str], list[int]], width: int, device: str = "cpu"):
+    Each epoch puts the documents in another random order, and so has other rows.  rows: full rows of an epoch; the tokens after
+    the last full row are left out.  ValueError if there is not one full row.
+    """
+
+    def __init__(self, documents: Sequence[str], encode: Callable[[str], list[int]], width: int, device: str = "cpu") -> None:
         pieces = [torch.tensor(encode(document), dtype=torch.int64) for document in documents]
         self.lengths = torch.tensor([len(piece) for piece in pieces])
         self.tokens = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
@@ -132,11 +146,11 @@ class TokenRows:
         self._epoch, self._cached = -1, torch.empty(0)
 
     def in_order(self) -> torch.Tensor:
-        """Every full row, documents in file order."""
+        """All full rows [rows, width] int64, with documents in the order of the files."""
         return self.tokens[: self.rows * self.width].view(self.rows, self.width).to(self.device)
 
     def epoch(self, number: int, seed: int) -> torch.Tensor:
-        """Every full row of epoch `number`; the same for the same (number, seed), so a resumed run reads on."""
+        """All full rows [rows, width] of epoch `number`.  They depend on (number, seed) alone, so a resumed run can read on."""
         if number != self._epoch:
             order = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(seed * 100003 + number))
             starts = (self.lengths.cumsum(0) - self.lengths)[order]
@@ -148,7 +162,7 @@ class TokenRows:
         return self._cached
 
     def take(self, start: int, count: int, seed: int) -> torch.Tensor:
-        """Rows start .. start + count - 1 of the endless run of epochs."""
+        """Rows start .. start + count - 1, [count, width], of the endless sequence of epochs."""
         parts = []
         while count:
             rows = self.epoch(start // self.rows, seed)[start % self.rows :][:count]
@@ -160,9 +174,10 @@ class TokenRows:
 def mixed_batches(
     main: TokenRows, side: TokenRows | None, batch: int, steps: int, share: float, seed: int
 ) -> Callable[[int], torch.Tensor]:
-    """A step's rows: at first `share` of them from `side`, falling to none at SIDE_ENDS of the run.
+    """A function from a 0-based step to its rows [batch, width].
 
-    A step's place in both texts follows from its number alone, so a resumed run reads on where it stopped.
+    At first the given share of the rows comes from `side`.  The share falls linearly and is 0 from SIDE_ENDS of the run on.
+    The rows of a step follow from its number alone, so a resumed run reads on where it stopped.
     """
     fall = [max(0.0, 1.0 - step / (SIDE_ENDS * steps)) if side else 0.0 for step in range(steps)]
     counts = [round(batch * share * left) for left in fall]
@@ -178,7 +193,11 @@ def mixed_batches(
 
 
 def openings(documents: Sequence[str], count: int, seen: Sequence[str] = (), seed: int = 0) -> list[str]:
-    """The first 12 to 25 words of the first `count` documents that open at that length and as none of `seen` does."""
+    """The first 12 to 25 words (how many is random) of each of the first `count` documents that have a new opening.
+
+    A document counts if its first line goes on after those words, and if the words stand nowhere in `seen`, case aside.
+    ValueError if there are fewer such documents.
+    """
     known = "\n".join(seen).lower()
     generator = torch.Generator().manual_seed(seed)
     found: list[str] = []

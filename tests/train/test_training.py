@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft.eagle import Eagle3Head
 from specdec.shipped import draft_folder, prompts_file, target_folder
-from specdec.train.head import HeadRun, save_head, train_head
+from specdec.train.head import save_head, train_head
 from specdec.train.selftext import frequent_ids
-from specdec.train.target import TargetRun, train_target
-from specdec.train.training_time_test import draft_steps, target_pass
+from specdec.train.settings import HeadRun, TargetRun
+from specdec.train.target import train_target
+from specdec.train.unroll import draft_steps, target_pass
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
 

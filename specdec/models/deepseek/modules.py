@@ -1,9 +1,12 @@
-"""Targets of the DeepSeek V2 and V3 families: multi-head latent attention, dense layers and mixtures of experts.
+"""Targets of the DeepSeek V2 and V3 families: multi-head latent attention (MLA), dense layers and mixtures of experts.
 
-The signature is CausalLM's, whose forward pass this is with other layers.  Attention comes in as anywhere and is asked for
-its way with latents (`attention/latent/latent.py`), which decides what is projected where.  Knows no phase, page or tree.
+Section 2.1 of DeepSeek-V2's paper (arXiv 2405.04434) describes MLA.  The forward pass is CausalLM's; only the layers differ.
+A layer asks the attention of its pass for the latent kind (attention/latent/latent.py); that callable decides whether the
+latents of a token are expanded to keys and values, or queries are brought down to the latents.  This file knows no phase of a
+round, no page and no tree.
 
-Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V.
+Shapes: T tokens, H heads, C latent rank, R rotated part of a head (the config calls it head_dim), N part of a head that is not
+rotated, V value dimension, L = C + R, Q = N + R, X = N + V.
 """
 
 from __future__ import annotations
@@ -13,20 +16,22 @@ from torch import Tensor, nn
 
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.latent import HasLatent, LatentPrep
-from specdec.models.causal_lm import CausalLM, DecoderLayer
+from specdec.models.causal_lm import CausalLM, PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, Linear, RMSNorm
 from specdec.ops.rope import Rotation
 
-LATENT_EPS = 1e-6  # of the norms inside of attention, whatever the config says of the others
+LATENT_EPS = 1e-6  # eps of the two norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
 
 
 class LatentAttention(nn.Module):
-    """One projection in (queries, or what they are projected from, and the latent), attention, one projection out.
+    """Multi-head latent attention of one layer: input projection, attention over latents, output projection.
 
-    kv_b_HXC: from a latent to each head's keys and values.
+    in_proj yields each token's latent (C values, then R values of a rotary key that all heads share) and, before it, either the
+    queries of all heads or, where the config has q_rank, a short vector that q_b_proj turns into them.
+    kv_b_HXC: the weights that expand a latent to each head's keys (first N rows) and values (last V rows).
     """
 
     def __init__(self, config: DeepseekConfig) -> None:
@@ -53,23 +58,20 @@ class LatentAttention(nn.Module):
         return self.o_proj(out_THV.flatten(1))
 
 
-class DeepseekLayer(DecoderLayer):
-    """Pre-norm transformer block with latent attention, and experts from some layer on."""
+class DeepseekLayer(PreNormLayer):
+    """A decoder layer with latent attention.  Its MLP is dense in the first config.first_dense layers, else a mixture."""
 
     def __init__(self, config: DeepseekConfig, index: int) -> None:
-        nn.Module.__init__(self)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.add_module("self_attn", LatentAttention(config))
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         dense = config.experts is None or index < config.first_dense
-        self.add_module("mlp", MLP(config) if dense else MixtureOfExperts(config, config.experts))
+        mlp = MLP(config) if dense else MixtureOfExperts(config, config.experts)
+        super().__init__(config, LatentAttention(config), mlp)
 
 
 class DeepseekLM(CausalLM):
-    """A DeepSeek V2 or V3.  max_positions: the rotary table's length, look-ahead included."""
+    """A DeepSeek V2 or V3 model.  max_positions: as of CausalLM."""
 
     config: DeepseekConfig
 
-    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
         assert isinstance(config, DeepseekConfig)
         return DeepseekLayer(config, index)

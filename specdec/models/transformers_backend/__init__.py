@@ -1,1 +1,1 @@
-"""Targets computed by the code in transformers, with our attention."""
+"""The model implementation that runs the model code of the transformers library with specdec's attention in it."""

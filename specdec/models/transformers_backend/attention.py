@@ -1,8 +1,10 @@
-"""Our attention function in transformers' interface: a model built with it asks us instead of computing attention itself.
+"""The attention function that this module registers with transformers, under the name "specdec".
 
-Who answers is bound to the forward pass that runs, not to the process: several models may run, in several threads.
+A transformers model that was built with this name calls the function instead of computing attention itself.  The function
+passes each call on to an answer, a callable that the running forward pass has set.  A context variable holds the answer, so
+several models may run at once in several threads.
 
-Shapes: T tokens, H query heads, K kv heads, D head dim.
+Shapes: T tokens, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-NAME = "specdec"  # of the attention function
+NAME = "specdec"  # the attention function's name in transformers' registry
 
 
 class AttentionCall(NamedTuple):
-    """What a layer hands over: queries [1, H, T, D], keys and values [1, K, T, D], normed and rotated, and how it scores.
+    """The arguments of one layer's call of attention.
 
-    extra: what else it passed.
+    module: the layer's attention module.
+    query: [1, H, T, D].  key, value: [1, K, T, D].  The model has normed and rotated queries and keys already.
+    scaling: factor on products of queries and keys; None stands for D ** -0.5.
+    sliding_window: how many keys a query reads, its own included; None stands for all.
+    softcap: the limit c of logits c * tanh(logit / c), or None.
+    sinks_H: one logit for each head that takes part in the softmax and has no value, or None.
+    extra: all other keyword arguments of the call.
     """
 
     module: nn.Module
@@ -41,7 +49,7 @@ _ANSWER: ContextVar[Answer] = ContextVar("answer")
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Inside, models built with our attention function get their attention from `answer`."""
+    """Within this context, `answer` computes the attention of models that were built with our attention function."""
     token = _ANSWER.set(answer)
     try:
         yield
@@ -65,4 +73,5 @@ def _attend(
     return _ANSWER.get()(AttentionCall(module, query, key, value, scaling, sliding_window, softcap, s_aux, extra)), None
 
 
-AttentionInterface.register(NAME, _attend)  # no mask function of that name is: transformers then makes no mask at all
+# No mask function is registered under this name, so transformers builds no mask.
+AttentionInterface.register(NAME, _attend)

@@ -1,9 +1,10 @@
-"""Mixtures of experts in transformers' models, without a host read: the same mixture eagerly and inside CUDA graphs.
+"""The experts function that this module registers with transformers, under the name "specdec".
 
-transformers brings two ways that read nothing on the host: a grouped matrix product, where torch has one (ops/grouped.py), and
-batched products over the chosen experts' weights, copied for each pair of a token and an expert.
+The mixture must not read device memory on the host, or it could not run inside CUDA graphs.  transformers has two such
+functions: a grouped matrix product, where torch has one (ops/products/grouped.py), and batched products over copies of the
+chosen experts' weights, one copy for each pair of a token and an expert.  The registered function chooses between them.
 
-Shapes: T tokens, H hidden, E experts chosen for a token.
+Shapes: T tokens, H hidden size, E experts chosen for a token.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 
 from specdec.ops.products.grouped import has_grouped_product
 
-EXPERTS = "specdec"  # its name
-COPIED_BYTES = 256 << 20  # of experts' weights at a time
+EXPERTS = "specdec"  # the experts function's name in transformers' registry
+COPIED_BYTES = 256 << 20  # bytes of experts' weights that one batched product may copy
 
 
 def experts_forward(experts: nn.Module, hidden_TH: Tensor, index_TE: Tensor, weights_TE: Tensor) -> Tensor:
-    """[T, H]: the chosen experts' outputs, weighted and summed."""
+    """[T, H]: the weighted sum of the chosen experts' outputs.
+
+    experts: the transformers module that holds the experts' weights.  index_TE: the chosen experts' numbers.  weights_TE: their
+    weights from the router.  Without a grouped product the tokens are split so that a product copies at most COPIED_BYTES.
+    """
     matrices = [weight for weight in experts.parameters() if weight.dim() == 3]
     if has_grouped_product(matrices):
         return grouped_mm_experts_forward(experts, hidden_TH, index_TE, weights_TE)

@@ -1,8 +1,8 @@
-"""The pieces of a transformers causal LM that a target is made of: its decoder, the decoder's layers, the way to logits.
+"""Splits a transformers causal LM into the pieces of a target: the decoder, its layers, and the computation of logits.
 
-Knows how transformers builds models, not what attention is.
+This file knows how transformers builds models; it does not know attention.
 
-Shapes: T tokens, H hidden, V vocabulary.
+Shapes: T tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
 class Unsupported(Exception):
-    """Why a model can't be a target."""
+    """The reason why a transformers model can't be a target."""
 
 
 class Parts:
-    """The pieces of a transformers causal LM: its decoder without the head, the decoder's layers, and the way to logits."""
+    """The pieces of a transformers causal LM.
+
+    decoder: the model without its language-model head.  layers: the decoder's layers.
+    head: the causal LM itself, whose decoder is replaced by a module that returns the hidden states it is given.  The head's
+    forward pass then computes logits alone.
+
+    Unsupported is raised for a model that is not one decoder with a list of num_hidden_layers layers.
+    """
 
     def __init__(self, model: Any) -> None:
         decoders = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
         if len(decoders) != 1:
             raise Unsupported(f"expected a causal LM around one decoder, got {type(model).__name__} around {list(decoders)}")
-        ((name, self.decoder),) = decoders.items()
+        (name,) = decoders
+        self.decoder = decoders[name]
         count = model.config.num_hidden_layers
         lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
             raise Unsupported(f"expected a list of {count} decoder layers in {type(self.decoder).__name__}, found none")
         self.layers = lists[0]
         _freeze_rope(self.decoder)
-        setattr(model, name, _GivenStates())
+        setattr(model, name, _PassThroughDecoder())
         self.head = model
 
     def on_layers(self, see: Callable[[int, Tensor], object]) -> None:
-        """From now on every layer's output, the residual stream [1, T, H], is shown to `see` with the layer's number."""
+        """Makes every later forward pass call see(layer number, layer output); the output is the residual stream [1, T, H]."""
 
         def show(number: int) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, out: Tensor | tuple[Tensor, ...]) -> None:
@@ -50,19 +58,20 @@ class Parts:
             layer.register_forward_hook(show(number))
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, **more: Any) -> Tensor:
-        """[T, H] after the final norm."""
+        """The hidden states [T, H] after the final norm.  more: further keyword arguments of the decoder."""
         out = self.decoder(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, return_dict=True, **more)
         return out.last_hidden_state[0]
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """[T, V] by all that the causal LM's own forward does behind its decoder: caps and scales included."""
+        """The logits [T, V], by everything that the causal LM computes after its decoder, caps and scales included."""
         return self.head(inputs_embeds=hidden_TH[None], use_cache=False, return_dict=True).logits[0]
 
 
 def _freeze_rope(decoder: nn.Module) -> None:
-    """Scalings that follow the longest text of a pass keep what they have for texts up to max_position, the longest here.
+    """Switches off rotary scalings that transformers recomputes from the largest position of each pass.
 
-    Otherwise the texts of a batch would turn each other's positions, and the host would read the device in every pass.
+    The rotary table keeps its values for texts of up to max_position tokens, and specdec runs no longer ones.  Otherwise one
+    text of a batch would change the rotation of the others, and the host would read the device in every pass.
     """
     for module in decoder.modules():
         kind = getattr(module, "rope_type", None)
@@ -73,18 +82,18 @@ def _freeze_rope(decoder: nn.Module) -> None:
 
 
 @dataclass
-class _Given(MoeModelOutputWithPast):
-    """With all that any model reads of its decoder's output."""
+class _DecoderOutput(MoeModelOutputWithPast):
+    """A decoder's output with all the fields that any causal LM in transformers reads."""
 
     cross_attentions: None = None
 
 
-class _GivenStates(nn.Module):
-    """Stands where the decoder was and hands back its input: what is left of the model's forward is the way to logits."""
+class _PassThroughDecoder(nn.Module):
+    """Takes the decoder's place inside the causal LM and returns the hidden states that it is given."""
 
     @property
-    def decoder(self) -> _GivenStates:  # OPT's causal LM calls the decoder of its decoder
+    def decoder(self) -> _PassThroughDecoder:  # OPT's causal LM calls the decoder of its decoder
         return self
 
-    def forward(self, *_: None, inputs_embeds: Tensor, **__: Any) -> _Given:
-        return _Given(last_hidden_state=inputs_embeds)
+    def forward(self, *_: None, inputs_embeds: Tensor, **__: Any) -> _DecoderOutput:
+        return _DecoderOutput(last_hidden_state=inputs_embeds)

@@ -1,9 +1,8 @@
-"""What a transformers model asks of attention, learnt by running it once without weights, on torch's `meta` device.
+"""Finds out how a transformers model calls attention, by one run without weights on torch's `meta` device.
 
-That says more than a config does: which layers attend at all, how often, with which heads, windows and sinks; and a model that
-reads the device from the host can't run there, as it could not inside a CUDA graph.  Refuses what our attention is not.
-
-Shapes: T tokens, H hidden.
+The run shows what a config does not say: which layers call attention, how often, with which heads, windows and sinks.  A model
+whose code reads device memory on the host fails on the meta device; such a model could not run inside a CUDA graph either.
+The trace refuses models whose attention is not what specdec computes.
 """
 
 from __future__ import annotations
@@ -18,16 +17,19 @@ from specdec.models.transformers_backend.attention import NAME, AttentionCall, a
 from specdec.models.transformers_backend.experts import EXPERTS
 from specdec.models.transformers_backend.parts import Parts, Unsupported
 
-TOKENS = 3
-# Arguments of attention that change nothing here, whatever they hold: the pass's own settings, and what is applied already.
+TOKENS = 3  # length of the traced text
+# Keyword arguments of attention that never change its result here: settings of the pass, and steps that the model did already.
 _HARMLESS = {
-    "position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "dropout", "layer_idx",
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "layer_idx",
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "kernel_options", "training",
 }  # fmt: skip
 
 
 class Trace(NamedTuple):
-    """sliding_windows: what each layer passes.  softcap: the largest of any layer."""
+    """A model's sizes and attention, as its layers' calls show them.
+
+    sliding_windows: for each layer, how many keys a query reads, or None for all.  softcap: the largest of any layer, or None.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -39,7 +41,10 @@ class Trace(NamedTuple):
 
 
 def trace(config: Any, where: str) -> Trace:
-    """Runs the model of that transformers config.  ValueError names `where` and what of it can't run here."""
+    """Runs a model of this transformers config once and returns what its attention calls show.
+
+    where: the config's name for error messages.  ValueError names `where` and the part of the model that specdec can't run.
+    """
     calls: list[AttentionCall] = []
     states: dict[int, Tensor] = {}
 
@@ -53,18 +58,19 @@ def trace(config: Any, where: str) -> Trace:
                 config, attn_implementation=NAME, experts_implementation=EXPERTS, dtype=torch.bfloat16
             ).eval()
             parts = Parts(model)
-            parts.on_layers(lambda layer, state: states.update({layer: state}))
+            parts.on_layers(states.__setitem__)
             hidden = parts.hidden(torch.zeros(TOKENS, dtype=torch.long), torch.arange(TOKENS))
             logits = parts.logits(hidden)
         _check_calls(calls, parts)
         _check_shapes(hidden, states, logits, config)
     except Unsupported as error:
         raise ValueError(f"{where}: {error}") from error
-    except Exception as error:  # of any kind: the code is the model's own
+    except Exception as error:  # the model's own code may raise anything
+        # A model without transformers' attention interface looks our name up in a table of its own classes.
         own = "has attention of its own" if isinstance(error, KeyError) and NAME in error.args else "can't run without values"
         raise ValueError(
             f"{where}: the code of {config.model_type} models {own} ({type(error).__name__}: {error}); expected a family whose "
-            "layers call transformers' attention interface, and which reads nothing on the host, such as a Llama"
+            "layers call transformers' attention interface and whose code reads no device memory on the host, such as a Llama"
         ) from error
     first = calls[0]
     return Trace(
@@ -94,10 +100,15 @@ def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
         if call.module not in set(parts.layers[layer].modules()):
             raise Unsupported(f"attention {layer} is not part of decoder layer {layer}")
         if not getattr(call.module, "is_causal", True) or call.extra.get("is_causal") is False:
-            raise Unsupported(f"layer {layer} is not causal: it reads tokens behind its own; expected a decoder-only model")
-        odd = [k for k, v in call.extra.items() if v is not None and k not in _HARMLESS and (k, v) != ("is_causal", True)]
-        if odd or call.extra.get("dropout"):
-            raise Unsupported(f"layer {layer} passes {', '.join(odd or ['dropout'])} to attention, which is not computed here")
+            raise Unsupported(f"layer {layer} is not causal: it reads tokens after its own; expected a decoder-only model")
+        passed = {name: value for name, value in call.extra.items() if value is not None}
+        if passed.get("is_causal") is True:
+            del passed["is_causal"]
+        if not passed.get("dropout"):
+            passed.pop("dropout", None)
+        unknown = [name for name in passed if name not in _HARMLESS]
+        if unknown:
+            raise Unsupported(f"layer {layer} passes {', '.join(unknown)} to attention, which specdec does not compute")
 
 
 def _check_shapes(hidden: Tensor, states: dict[int, Tensor], logits: Tensor, config: Any) -> None:

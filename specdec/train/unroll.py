@@ -1,10 +1,14 @@
-"""EAGLE-3's training-time test (arXiv 2503.01840, section 3.2): train the head on its own outputs, as it will be used.
+"""Unrolls an EAGLE-3 head over several draft steps and computes its loss: the "training-time test" of EAGLE-3.
 
-Step 0 reads true target features; step j reads the head's own output of step j - 1 one position earlier, and attends to what
-it would see when drafting: true pairs up to i - j, then its own steps 1 .. j.  Knows the head's forward and the loss; neither
-files, optimizers nor where the text came from.
+The paper (arXiv 2503.01840, section 3.2) trains a head on its own outputs, because drafting feeds them back too.  A head reads
+pairs: pair i holds the embedding of token i + 1 and the target's features at token i.  Step 0 reads the true features.  In step
+j, pair i reads the head's own output for pair i - 1 in step j - 1 instead, and attends to what it would see when drafting: the
+true pairs up to i - j, then its own outputs of steps 1 to j.
 
-Shapes: B rows, T pairs per row, H hidden, V draft vocabulary, Q and K heads, D head dim, J steps.
+This file knows the head's forward pass and the loss.  It knows neither files nor optimizers, nor where the text comes from.
+
+Shapes: B rows, T tokens of a row, P pairs of a row, N = B * P, F target feature size, H hidden size, V draft vocabulary,
+Q query heads, K key/value heads, X = Q + 2K, D head dimension, J steps.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ from specdec.ops.rope import HeadPrep
 
 
 class DraftSteps:
-    """An AttentionFn for one-layer heads that remembers the keys and values of the steps before."""
+    """The attention (AttentionFn) of a one-layer head that is unrolled; each call is one step.
+
+    It keeps the keys and values of all steps so far.  batch: rows that are unrolled at once, B.
+    """
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -32,7 +39,7 @@ class DraftSteps:
     def __call__(
         self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
     ) -> Tensor:
-        assert layer == 0 and rows_R is None and scoring is PLAIN, "the training-time test knows heads of one plain layer"
+        assert layer == 0 and rows_R is None and scoring is PLAIN, "only heads of one plain attention layer can be unrolled"
         q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
         q, k, v = (per_row(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
         self.steps.append((k, v))
@@ -43,7 +50,10 @@ class DraftSteps:
 
 
 def step_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """[T, (step + 1) * T] bool: at step j, pair i sees pairs up to i - j of step 0, and pair i - j + m of step m = 1 .. j."""
+    """Which keys each pair reads in a step, [P, (step + 1) * P] bool, for rows of length P; the keys of step 0 come first.
+
+    In step j, pair i reads pairs 0 to i - j of step 0, and pair i - j + m of each step m = 1 to j.
+    """
     i = torch.arange(length, device=device)[:, None]
     p = torch.arange(length, device=device)
     blocks = [p <= i - step] + [p == i - step + m for m in range(1, step + 1)]
@@ -52,16 +62,17 @@ def step_mask(length: int, step: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def target_pass(model: Target, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetOutput:
-    """The target over whole rows: hidden [B*T, H] after the final norm, and the captured features."""
+    """The target's forward pass over whole rows: hidden states [B * T, H] after the final norm, and features [B * T, F]."""
     B, T = ids_BT.shape
     positions = torch.arange(T, device=ids_BT.device).repeat(B)
     return model(ids_BT.flatten(), positions, DenseAttention(model.config.layer_kinds, B), aux_layers)
 
 
 def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num_steps: int) -> Iterator[Tensor]:
-    """The head's outputs [B, P, H] of every step.  Rows i < j of step j have no such past; what they hold is junk.
+    """Yields the head's output [B, P, H] of each step.
 
-    features_BPF: true target features of pairs 0 .. P - 1.  next_ids_BP: each pair's token, one behind its feature's.
+    In step j, pairs 0 to j - 1 have no output of the step before to read; what they yield means nothing.
+    features_BPF: the target's true features at tokens 0 .. P - 1.  next_ids_BP: the ids of tokens 1 .. P.
     """
     B, P = next_ids_BP.shape
     positions = torch.arange(P, device=next_ids_BP.device).repeat(B)
@@ -76,16 +87,20 @@ def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num
 def head_loss(
     model: Target, head: Eagle3Head, rows_BT: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, correct_J): cross entropy to the target's distribution over the draft vocabulary, summed over steps with
-    weight decay**j; and the share of positions where the head's first choice at step j is the row's next token.
+    """The pair (loss, share_J) of some rows of text.
 
-    rows_BT: token ids, -1 behind a row's end.  A position counts where the token to predict exists in the draft vocabulary.
+    loss: cross-entropy in nats between the head's distribution and the target's over the draft vocabulary, the mean over pairs,
+    summed over steps with weight decay**j.
+    share_J: for each step, the share of pairs for which the head's most likely token is the row's next token.
+
+    rows_BT: token ids; columns after the end of a text hold -1.  draft_ids_V: ids of the draft vocabulary, ascending.
+    A pair counts if the token that it predicts exists in the draft vocabulary.
     """
     ids_BT = rows_BT.clamp(min=0)
     B, T = ids_BT.shape
     out = target_pass(model, ids_BT, head.config.aux_layers)
     assert out.aux_TA is not None
-    # Pair i: embedding of token i + 1, feature i; it predicts token i + 2, whose distribution the target holds at i + 1.
+    # Pair i predicts token i + 2.  The target's distribution of that token comes from its hidden state at token i + 1.
     P = T - 2
     hidden_BPH = out.hidden_TH.view(B, T, -1)[:, 1 : P + 1]
     teacher_BPV = F.linear(hidden_BPH, model.lm_head.weight[draft_ids_V]).float().softmax(-1)

@@ -1,0 +1,112 @@
+"""The command line of training: `python -m specdec.train head` and `target`, or scripts/train_head and scripts/train_target.
+
+Each setting of a run is a flag with the setting's default.  torch is imported only after all flags are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+from specdec.train.settings import HeadRun, TargetRun
+
+Run = TypeVar("Run", HeadRun, TargetRun)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of both commands.  Parsed flags hold `run`, the function that executes the command, and `prog`, its name."""
+    parser = argparse.ArgumentParser(prog="python -m specdec.train", description="Train small models for specdec.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    about = "Train an EAGLE-3 head for a target, on text that the target writes itself."
+    head = commands.add_parser("head", prog="train_head", help="an EAGLE-3 head for a target", description=about)
+    _head_flags(head)
+    head.set_defaults(run=_head, prog=head.prog)
+    about = "Train a small Llama-family target model on plain text."
+    target = commands.add_parser("target", prog="train_target", help="a small Llama-family target", description=about)
+    _target_flags(target)
+    target.set_defaults(run=_target, prog=target.prog)
+    return parser
+
+
+def _head_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", required=True, metavar="DIR", help="the target's folder or hub id")
+    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text, plain, .xz or .gz")
+    add("--out", required=True, metavar="DIR", help="the finished head's folder")
+    add("--aux-layers", type=_layers, metavar="I,J,K", help="0-based target layers whose outputs are the features")
+    add("--resume", action="store_true", help="go on from DIR's checkpoint and self-generated text")
+    add("--device", default="auto", help="default: the GPU if there is one")
+    _setting_flags(parser, HeadRun)
+
+
+def _target_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text, plain, .xz or .gz")
+    add("--extra-text", nargs="*", default=[], metavar="FILE", help="read in the early part only")
+    add("--out", required=True, metavar="DIR", help="the finished model's folder")
+    add("--checkpoint", metavar="FILE", help="default: DIR/checkpoint.pt")
+    add("--resume", action="store_true", help="go on from the checkpoint")
+    add("--device", help="default: cuda where there is one, else cpu")
+    add("--compile", action="store_true", help="torch.compile the layers (worth it on a GPU)")
+    add("--prompts", type=int, default=0, metavar="N", help="write N held-out openings")
+    _setting_flags(parser, TargetRun)
+
+
+def _setting_flags(parser: argparse.ArgumentParser, run: type[HeadRun] | type[TargetRun]) -> None:
+    for field in fields(run):
+        kind = float if isinstance(field.default, float) else int
+        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default, help="default: %(default)s")
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected layer numbers like 1,13,24, got {text!r}") from None
+
+
+def _settings(args: argparse.Namespace, run: type[Run]) -> Run:
+    return run(**{field.name: getattr(args, field.name) for field in fields(run)})
+
+
+def _head(args: argparse.Namespace) -> None:
+    run = _settings(args, HeadRun)
+
+    from specdec.train.head import train_head
+
+    train_head(run, args.target, args.text, args.out, aux_layers=args.aux_layers, resume=args.resume, device=args.device)
+
+
+def _target(args: argparse.Namespace) -> None:
+    run = _settings(args, TargetRun)
+
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from specdec.train.target import train_target
+
+    disable_progress_bar()  # the training loop draws its own
+    done = train_target(
+        run, args.text, args.out, extra=args.extra_text, checkpoint=args.checkpoint, resume=args.resume,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"), compile_layers=args.compile,
+        prompts=args.prompts,
+    )  # fmt: skip
+    print(f"best held-out loss {done.best_loss:.4f} at step {done.best_step}, {done.seconds:.0f} s -> {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.  The exit status is 0, or 2 for wrong flags, settings or files."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except ValueError as error:
+        print(f"{args.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
