@@ -41,9 +41,9 @@ def specdec_commands(page: str) -> Iterator[tuple[str, list[str]]]:
     for fence in runner.fences(page):
         if fence.label in ("sh", "text"):
             for line in runner.shell_lines(fence.body):
-                words = shlex.split(line, comments=True)
-                if words and words[0] in OURS:
-                    yield line, OURS[words[0]] + words[1:]
+                command = line.split()[0]
+                if command in OURS:
+                    yield line, OURS[command] + shlex.split(line, comments=True)[1:]
 
 
 def slug(heading: str) -> str:
