@@ -22,6 +22,7 @@ import specdec
 from specdec import cli, shipped
 from specdec.bench.measurement import Measurement
 from specdec.bench.prompt_file import read_prompts
+from specdec.train.__main__ import build_parser as train_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "API.md").read_text()
@@ -89,8 +90,8 @@ def documented_flags(heading: str) -> set[str]:
     return {flag for cell in first_cells(section(heading)) for flag in re.findall(r"`([^ `]+)[^`]*`", cell)}
 
 
-def subparsers() -> dict[str, argparse.ArgumentParser]:
-    (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     return action.choices
 
 
@@ -131,12 +132,18 @@ def test_no_class_is_on_the_page_that_is_not_public() -> None:
 
 def test_every_flag_is_on_the_page_and_no_other() -> None:
     """Keeps out: a flag that --help knows and the page does not, and the reverse."""
-    parsers, shared = subparsers(), documented_flags(SHARED_FLAGS)
+    parsers, shared = subparsers(cli.build_parser()), documented_flags(SHARED_FLAGS)
     assert set(re.findall(r"^### specdec (\w+)$", PAGE, re.M)) == set(parsers)
     assert flags(cli.build_parser()) == documented_flags("The command line")
     for command, parser in parsers.items():
         listed = documented_flags(f"specdec {command}") | (shared if command in SHARING else set())
         assert listed == flags(parser), f"docs/API.md, section specdec {command}"
+
+
+def test_every_training_flag_is_on_the_page_and_no_other() -> None:
+    """Keeps out: a setting of a training run that the page does not name, and the reverse."""
+    for command, parser in subparsers(train_parser()).items():
+        assert documented_flags(f"scripts/train_{command}") == flags(parser), f"docs/API.md, section scripts/train_{command}"
 
 
 def test_the_keys_of_a_prompt_file_are_on_the_page(tmp_path: Path) -> None:
