@@ -37,7 +37,8 @@ from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, timed_walls
 from specdec.bench.prompt_file import read_prompts
-from specdec.loading import EngineSettings, kv_bytes_per_page
+from specdec.build import kv_bytes_per_page
+from specdec.loading import EngineSettings
 from specdec.prompts import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -14,12 +14,12 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 from toolkit.pages import ring_passes_take, shorten_rings
 
-import specdec.loading
+import specdec.build
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.build import kv_bytes_per_page
 from specdec.engine.pages.admission import ring_of
 from specdec.engine.pages.pool import PagePool, ring_pages
 from specdec.limits import DUMMY_PAGE
-from specdec.loading import kv_bytes_per_page
 
 
 def test_any_order_of_use_keeps_pages_apart() -> None:
@@ -194,14 +194,14 @@ def test_the_pool_of_a_prefix_cache_has_bounds(zoo: Zoo, monkeypatch: pytest.Mon
     a_page, batch = kv_bytes_per_page(model, None, settings), 2 * settings.pages_per_sequence
 
     def pages(device: str, free: int, page_size: int = 4) -> int:
-        monkeypatch.setattr(specdec.loading, "_pool_bytes", lambda device: free)
+        monkeypatch.setattr(specdec.build, "_pool_bytes", lambda device: free)
         changed = replace(settings, device=torch.device(device), page_size=page_size)
-        return specdec.loading._pool_pages(model, None, changed, None)
+        return specdec.build._pool_pages(model, None, changed, None)
 
     assert pages("cpu", 2**50) == 16 * batch + 1 and pages("cuda", 1000 * a_page) == 1000 and pages("cpu", 99 * a_page) == 99
     assert pages("cuda", 5 * a_page) == pages("cpu", 5 * a_page) == 5
     for size in (1, 4, 4096):
         assert pages("cuda", 2**50, size) * size == 2**24
     with monkeypatch.context() as patch:
-        patch.setattr(specdec.loading, "KEPT_TOKENS", 0)
+        patch.setattr(specdec.build, "KEPT_TOKENS", 0)
         assert pages("cuda", 2**50) == batch + 1, "a full batch always fits"

@@ -11,8 +11,9 @@ from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.eager.reference import ReferenceBackend
-from specdec.batch.packed import PackedPrompts
-from specdec.runner.prefill import _bucket
+from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
+from specdec.runner.prompts import bucket_of
+from specdec.steps import PromptPart
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
@@ -33,15 +34,35 @@ def test_padded_prompts_equal_bare_ones(zoo: Zoo, kind: str) -> None:
     assert len(set(seen)) > 1 and len(seen) > len(set(seen))
 
 
-def test_a_bucket_always_has_a_token_to_spare() -> None:
-    """Keeps out: rows of padding whose last token is a prompt's."""
+def test_padding_touches_nothing_of_a_prompt() -> None:
+    """Keeps out: a padded token that is stored on a prompt's page, or a padded part that reads or writes a prompt's row."""
+    P, W, spare = 4, 8, 3
     table_BW = torch.arange(1, 25, dtype=torch.int32).view(3, 8)
-    for lens in ([16], [15], [5, 11, 16], [1, 1]):
-        packed = PackedPrompts.pack([[1] * n for n in lens], table_BW[: len(lens)], 4)
-        tokens, rows = _bucket(packed)
-        assert tokens > sum(lens) and rows >= len(lens)
-        padded = PackedPrompts.padding(tokens, torch.zeros(rows, 8, dtype=torch.int32), 4)
-        padded.fill(packed)
-        assert padded.slots_T[sum(lens) :].eq(0).all() and padded.last_B[len(lens) :].eq(tokens - 1).all()
+    table_BW = torch.cat((table_BW, torch.zeros(1, W, dtype=torch.int32)))
+    for lens in ([16], [15], [5, 11, 16], [1, 1], [3, 30]):
+        parts = [PromptPart(row, [1 + row] * n, 0, -1) for row, n in enumerate(lens)]
+        exact, used = ChunkShape.of(parts), sum(lens)
+        bucket = bucket_of(exact)
+        assert bucket.tokens >= used and bucket.parts >= len(lens) and bucket.most >= max(lens)
+        bare, padded = (PackedPrompts.unpack(flat_chunk(parts, shape, spare), shape, table_BW, P) for shape in (exact, bucket))
+        for name in ("ids_T", "positions_T", "slots_T", "part_T", "next_T", "rows_B", "last_B", "lens_B", "final_B"):
+            want, got = getattr(bare, name), getattr(padded, name)
+            assert torch.equal(got[: len(want)], want), name
+        assert padded.slots_T[used:].eq(0).all() and padded.part_T[used:].eq(-1).all()
+        assert padded.rows_B[len(lens) :].eq(spare).all() and padded.final_B[len(lens) :].eq(0).all()
         cu = padded.plan.segments[0].cu_seqlens_q
-        assert cu.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)] + [sum(lens)] * (rows - len(lens))
+        assert cu.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)] + [used] * (bucket.parts - len(lens))
+        first_B = torch.arange(100, 100 + bucket.parts)
+        assert padded.next_ids(first_B)[:used].tolist() == [
+            n for row, count in enumerate(lens) for n in [1 + row] * (count - 1) + [100 + row]
+        ]
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 128, 129, 500, 512, 513, 1024, 1025, 5000])
+def test_buckets_waste_little(tokens: int) -> None:
+    """Keeps out: a prompt of 1,024 tokens that computes 2,048, and a graph for each length of a prompt."""
+    sizes = {bucket_of(ChunkShape(n, 1, n, True, 0)).tokens for n in range(1, tokens + 1)}
+    padded = bucket_of(ChunkShape(tokens, 1, tokens, True, 0)).tokens
+    assert tokens <= padded <= max(16, tokens + tokens // 4) and len(sizes) <= 4 * tokens.bit_length()
+    if tokens & (tokens - 1) == 0 and tokens >= 16:
+        assert padded == tokens

@@ -14,7 +14,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.pages import check_books, long_prompts_wait_from
 from toolkit.prompts import SYSTEM, assert_same, prompts_after
 
-import specdec.loading
+import specdec.build
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
@@ -109,7 +109,7 @@ def test_keys_hold_the_successor() -> None:
 def decoder(zoo: Zoo, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpecDecoder]:
     """Small enough a pool that pages are evicted; its books must balance when the test is over."""
     long_prompts_wait_from(8, monkeypatch)
-    monkeypatch.setattr(specdec.loading, "KEPT_TOKENS", 0)
+    monkeypatch.setattr(specdec.build, "KEPT_TOKENS", 0)
     decoder = zoo.decoder(
         "llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96, prefix_caching=True
     )  # fmt: skip

@@ -19,8 +19,8 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.caches.quant_cache import LOGIT_NOISE, QuantCache
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench import near_tie
+from specdec.build import kv_bytes_per_page
 from specdec.generation import Generation
-from specdec.loading import kv_bytes_per_page
 
 CASES = [
     ("llama", "eagle3", (4, 1, 5), 1, 8, "int8"),

@@ -19,7 +19,7 @@ from specdec.bench.profile import timed_phases
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.generation import Generation, Stats
-from specdec.loading import kv_bytes_per_page
+from specdec.build import kv_bytes_per_page
 
 WARM_UPS = 4  # at most; what a short run captures late, a long one has captured long ago
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
+from toolkit.prompts import packed_prompts
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
@@ -22,7 +23,6 @@ from specdec.attention.caches.mla_cache import MLACache
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
-from specdec.batch.packed import PackedPrompts
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.loader import load_deepseek
@@ -51,7 +51,7 @@ def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor
     parts: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
-        packed = PackedPrompts.pack([prompts[i] for i in live], table[live], P, [start] * len(live), chunk)
+        packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
         attn = PagedAttention(TorchBackend(), cache, packed.plan, packed.slots_T, packed.last_plan)
         logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
         for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):

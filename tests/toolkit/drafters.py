@@ -65,9 +65,10 @@ class Substitute:
 
     def _known(self, row: int, length: int) -> Sequence[int]:
         """What follows the bonus token, which stands at position `length`."""
-        if self.kind == "random" or row >= len(self.driver.running):  # a padded row
+        request = self.driver.request_in(row)
+        if self.kind == "random" or request is None:  # a padded row
             return [0] * self.spec.num_steps
-        prompt = self.driver.running[row].prompt_ids
+        prompt = request.prompt_ids
         text = prompt + self.texts[tuple(prompt)]
         known = text[length + 1 : length + 1 + self.spec.num_steps]
         assert len(known) == self.spec.num_steps, "the known text is too short"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.plan import slots_at
+from specdec.batch.packed import ChunkShape
 from specdec.batch.tree import DraftTree
-from specdec.bench.profile import timed_phases
 from specdec.engine.request import Request
-from specdec.runner import prefill as prefill_module
+from specdec.runner import prompts as prompt_runner
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.readback import Ticket
+from specdec.steps import RunChunk, RunRound, Step
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.pages import check_books
 
@@ -55,16 +57,19 @@ def new_request(
 def stub_engine(decoder: Any, clock: PhaseClock, is_synthetic: bool) -> None:
     """Gives a decoder that is none what the benchmark reads of an engine."""
     decoder.engine = SimpleNamespace(
-        rounds=SimpleNamespace(clock=clock),
-        num_graphs=0,
-        pool=SimpleNamespace(num_pages=3),
-        verifier=SimpleNamespace(synthetic="forced" if is_synthetic else None, cache=None),
+        runner=SimpleNamespace(
+            clock=clock,
+            num_graphs=0,
+            workers=SimpleNamespace(verifier=SimpleNamespace(synthetic="forced" if is_synthetic else None, cache=None)),
+        ),
+        scheduler=SimpleNamespace(admission=SimpleNamespace(pool=SimpleNamespace(num_pages=3))),
     )
 
 
 def capture_graph(decoder: Any, most: int) -> None:
     """The stub's engine has captured one more graph, up to `most`."""
-    decoder.engine.num_graphs = min(most, decoder.engine.num_graphs + 1)
+    runner = decoder.engine.runner
+    runner.num_graphs = min(most, runner.num_graphs + 1)
 
 
 class _Script:
@@ -89,22 +94,25 @@ class Driver:
     def __init__(self, decoder: SpecDecoder) -> None:
         self.decoder = decoder
         self._engine: Any = decoder.engine
+        self._scheduler: Any = decoder.engine.scheduler
+        self._runner: Any = decoder.engine.runner
+        self._workers: Any = decoder.engine.runner.workers
 
     # ---- requests ----
 
     def submit(self, prompt: Any, sampling: SamplingParams, speculate: bool = True, streaming: bool = False) -> Request:
         """A prompt through the decoder's door, into the queue."""
         request = self.decoder._request(prompt, sampling, "prompt", streaming=streaming)
-        self.decoder._start([request], speculate)
+        self.decoder._submit([request], speculate)
         return request
 
     def add(self, request: Request, speculate: bool = True) -> Request:
         """A request of `new_request`, into the queue."""
-        self.decoder._start([request], speculate)
+        self.decoder._submit([request], speculate)
         return request
 
     def step(self) -> None:
-        """Enters what fits, or runs one round."""
+        """Runs one chunk of the prompts that have entered, or one round."""
         self._engine.step()
 
     def run_until_idle(self) -> None:
@@ -115,17 +123,22 @@ class Driver:
         self._engine.cancel(request)
 
     def cancel_all(self) -> None:
-        for request in [*self.running, *self.waiting]:
+        for request in [*(seat.request for seat in self._scheduler.seats), *self.waiting]:
             self.cancel(request)
 
     @property
     def running(self) -> list[Request]:
-        """The running requests; a request's index is its row."""
+        """The requests whose prompts have run, in the order of their rows."""
         return list(self._engine.running)
+
+    def request_in(self, row: int) -> Request | None:
+        """The running request of a row; None: the row is padding for rounds."""
+        seats = self._scheduler.seats
+        return seats[row].request if row < len(seats) and seats[row].runs else None
 
     @property
     def waiting(self) -> list[Request]:
-        return list(self._engine.waiting)
+        return list(self._scheduler.waiting)
 
     @property
     def is_idle(self) -> bool:
@@ -133,57 +146,57 @@ class Driver:
 
     @property
     def rounds_in_flight(self) -> int:
-        """Rounds that were launched and whose tokens were not read yet."""
-        return len(self._engine.in_flight)
+        """Chunks and rounds that were launched and whose tokens were not read yet."""
+        return len(self._engine._unread)
 
     @property
     def waits(self) -> int:
         """How often the host has waited for the device."""
-        return self._engine.readback.waits
+        return self._runner.readback.waits
 
     @property
     def pause(self) -> int:
         """The most tokens that the draft of any row has yet to see."""
-        return self._engine.pause
+        return self._scheduler.speculation.pause
 
     # ---- pages ----
 
     @property
     def pages_free(self) -> int:
         """Pages that belong to no request, whether or not the prefix cache keeps something in them."""
-        return self._engine.admission.free_pages
+        return self._scheduler.admission.free_pages
 
     @property
     def pages_total(self) -> int:
         """Pages that requests can own at all."""
-        return self._engine.pool.capacity
+        return self._scheduler.admission.pool.capacity
 
     @property
     def pages_allocated(self) -> int:
         """Pages that the caches hold, the dummy page included."""
-        return self._engine.pool.num_pages
+        return self._scheduler.admission.pool.num_pages
 
     @property
     def page_size(self) -> int:
-        return self._engine.pool.page_size
+        return self._scheduler.admission.pool.page_size
 
     @property
     def ring(self) -> int | None:
         """Pages that a sequence goes around; None: it has a page for all its tokens."""
-        return self._engine.pool.ring
+        return self._scheduler.admission.pool.ring
 
     @property
     def looked_up_and_found(self) -> tuple[int, int]:
         """Prompt tokens that were looked for in the prefix cache, and those found."""
-        return self._engine.admission.lookup_tokens, self._engine.admission.hit_tokens
+        return self._scheduler.admission.lookup_tokens, self._scheduler.admission.hit_tokens
 
     def kept_pages(self, tokens: list[int]) -> list[int]:
         """The pages that the prefix cache keeps of a text, draft rows included."""
-        return [node.page for node in self._engine.admission.cache.find(tokens, True)]
+        return [node.page for node in self._scheduler.admission.cache.find(tokens, True)]
 
     def assert_books_balance(self) -> None:
         """At any time: each page is free or has one owner; what the prefix cache keeps is counted."""
-        pool, admission = self._engine.pool, self._engine.admission
+        pool, admission = self._scheduler.admission.pool, self._scheduler.admission
         owned = [page for pages in pool._owned.values() for page in pages]
         assert sorted(owned + pool._free) == list(range(1, pool.num_pages))  # each page once, the dummy never
         if admission.cache is not None:
@@ -191,17 +204,17 @@ class Driver:
 
     def assert_nothing_leaked(self) -> None:
         """With nothing to do: no request, no round in flight, every page free, every row padding."""
-        engine = self._engine
-        assert self.is_idle and not self.waiting and not self.running and not engine.in_flight
-        assert not engine.admission.places and self.pages_free == self.pages_total
+        state = self._workers.state
+        assert self.is_idle and not self.waiting and not self.running and not self.rounds_in_flight
+        assert not self._scheduler.admission.places and self.pages_free == self.pages_total
         self.assert_books_balance()
-        assert not engine.state.active_B.any() and not engine.state.page_table_BW.any()
+        assert not state.active_B.any() and not state.page_table_BW.any()
 
     @contextmanager
     def leave_room_for(self, *tokens: int) -> Iterator[None]:
         """Inside, pages are held back until only requests of so many tokens (prompt and output) fit beside each other."""
-        pool = self._engine.pool
-        pool.admit("ballast", pool.capacity * pool.page_size - sum(n + self._engine.lookahead for n in tokens))
+        pool = self._scheduler.admission.pool
+        pool.admit("ballast", pool.capacity * pool.page_size - sum(n + self._scheduler.admission.lookahead for n in tokens))
         yield
         pool.release("ballast")
 
@@ -209,15 +222,15 @@ class Driver:
 
     def lens(self, row: int) -> int:
         """Committed tokens of a row."""
-        return int(self._engine.state.lens_B[row])
+        return int(self._workers.state.lens_B[row])
 
     def bonus(self, row: int) -> int:
         """The last emitted token of a row."""
-        return int(self._engine.state.bonus_B[row])
+        return int(self._workers.state.bonus_B[row])
 
     @property
     def drafter(self) -> Any:
-        return self._engine.drafter
+        return self._workers.drafter
 
     @property
     def caches(self) -> tuple[Any, ...]:
@@ -226,12 +239,12 @@ class Driver:
 
     def cache(self, model: Model) -> Any:
         if model == "target":
-            return self._engine.verifier.cache
+            return self._workers.verifier.cache
         return getattr(self.drafter, "inner", self.drafter).cache
 
     def committed_kv(self, model: Model, row: int) -> Tensor:
         """[layers, L, 2, K, D] of a row's committed tokens."""
-        table = self._engine.state.page_table_BW[row : row + 1]
+        table = self._workers.state.page_table_BW[row : row + 1]
         slots = slots_at(table, torch.arange(self.lens(row))[None], self.page_size)
         return self.cache(model).kv[:, slots[0]]
 
@@ -258,12 +271,12 @@ class Driver:
         """Every row's bonus token and draft features are junk.  Only while nothing runs."""
         assert self.is_idle
         with torch.inference_mode():
-            self._engine.state.bonus_B.random_(0, self.decoder.model.config.vocab_size)
-            self._engine.state.level1_hidden_BH.fill_(torch.nan)
+            self._workers.state.bonus_B.random_(0, self.decoder.model.config.vocab_size)
+            self._workers.state.level1_hidden_BH.fill_(torch.nan)
 
     def blind_tables(self, rows: int, pages: int) -> None:
         """The page tables of the first rows say the dummy page for their first pages, and that one holds nonsense."""
-        self._engine.state.page_table_BW[:rows, :pages] = 0
+        self._workers.state.page_table_BW[:rows, :pages] = 0
         for cache in self.caches:
             cache.kv[:, : self.page_size] = 1e4
 
@@ -279,28 +292,29 @@ class Driver:
 
     def set_chunk(self, tokens: int) -> int:
         """Prompt tokens that one pass takes at most.  Returns what it was."""
-        before, self._engine.max_prefill_tokens = self._engine.max_prefill_tokens, tokens
-        return before
+        before = self._scheduler.budget
+        self._scheduler.budget = replace(before, beside_rounds=tokens, alone=tokens)
+        return before.alone
 
     def set_least_shared(self, tokens: int) -> None:
         """(rows - 1) * tokens from which rows read together what they share."""
-        self._engine.sharing.least_saved = tokens
+        self._scheduler.sharing.least_saved = tokens
 
     def script_levels(self, *steps: int) -> None:
         """num_steps="auto" chooses these levels for the next rounds, and then always the last."""
-        self._engine.chooser = _Script(*steps)
+        self._scheduler.speculation.chooser = _Script(*steps)
 
     def replace_drafter(self, drafter: Any) -> None:
-        self._engine.drafter = drafter
+        self._workers.drafter = drafter
 
     def replace_backend(self, backend: Any) -> None:
         """Both models' attention runs on this backend."""
-        self._engine.verifier.backend = self.drafter.backend = backend
+        self._workers.verifier.backend = self.drafter.backend = backend
 
     def force_acceptance(self, probs: list[float]) -> None:
         """Drafts are accepted with these probabilities, level by level, whatever the target says."""
         vocab_size, device = self.decoder.model.config.vocab_size, self.decoder.settings.device
-        self._engine.verifier.synthetic = SyntheticAcceptance.of(probs, vocab_size, device)
+        self._workers.verifier.synthetic = SyntheticAcceptance.of(probs, vocab_size, device)
 
     # ---- faults and hooks ----
 
@@ -308,7 +322,7 @@ class Driver:
     def fail_in(self, phase: str, error: BaseException, call: int | None = None) -> Iterator[None]:
         """Inside, a phase raises: every time, or at its call number `call` (from 0) alone.  phase: a key of PHASES."""
         owner, name = PHASES[phase]
-        victim = getattr(self._engine, owner) if owner else Ticket
+        victim = getattr(self._workers, owner) if owner else Ticket
         original, calls = getattr(victim, name), iter(range(10**9))
 
         def raising(*args: Any, **kwargs: Any) -> Any:
@@ -321,49 +335,55 @@ class Driver:
 
     def before_each_round(self, hook: Callable[[], None]) -> None:
         """From now on `hook` runs before each round is launched; none is launched if it leaves no request running."""
-        launch = self._engine._launch
+        launch = self._scheduler._next_round
 
-        def hooked() -> None:
+        def hooked() -> Any:
             hook()
-            if self.running:
-                launch()
+            return launch() if self.running else None
 
-        self._engine._launch = hooked
+        self._scheduler._next_round = hooked
+
+    def _watch(self, look: Callable[[Step], None]) -> None:
+        """`look` sees every step that the runner is given from now on."""
+        run = self._runner.run
+
+        def spy(step: Step) -> Any:
+            look(step)
+            return run(step)
+
+        self._runner.run = spy
 
     def watch_sharing(self) -> list[tuple[int, int]]:
         """A list that grows: (members, tokens) of every round whose rows share."""
         seen: list[tuple[int, int]] = []
-        apply = self._engine.sharing.apply
+        shared = self._runner.shared
 
-        def spy(*args: Any) -> Any:
-            state = apply(*args)
-            if state.shared is not None:
-                seen.append((int((state.shared.shared_B > 0).sum()), int(state.shared.length_1)))
-            return state
+        def look(step: Step) -> None:
+            if isinstance(step, RunRound) and step.shared:
+                seen.append((int((shared.shared_B > 0).sum()), int(shared.length_1)))
 
-        self._engine.sharing.apply = spy
+        self._watch(look)
         return seen
 
     def watch_prefills(self) -> list[int]:
         """A list that grows: the tokens of every pass over prompts."""
         sizes: list[int] = []
-        run = self._engine.prefills.run
 
-        def spy(*args: Any) -> Any:
-            sizes.append(args[3].ids_T.shape[0])
-            return run(*args)
+        def look(step: Step) -> None:
+            if isinstance(step, RunChunk):
+                sizes.append(sum(len(part.token_ids) for part in step.parts))
 
-        self._engine.prefills.run = spy
+        self._watch(look)
         return sizes
 
-    def pad_prefills(self) -> list[tuple[int, int]]:
+    def pad_prefills(self) -> list[ChunkShape]:
         """From now on prompts run padded to buckets, as captured graphs would run them.  A list that grows: the buckets."""
-        seen: list[tuple[int, int]] = []
-        runner = self._engine.prefills
+        seen: list[ChunkShape] = []
+        runner = self._runner.prompts
 
-        def replay(verifier: Any, drafter: Any, state: Any, packed: Any, mode: Any) -> Tensor:
-            seen.append(prefill_module._bucket(packed))
-            return runner._replay((seen[-1], mode, drafter is not None), verifier, drafter, state, packed)
+        def replay(chunk: RunChunk) -> Tensor:
+            seen.append(prompt_runner.bucket_of(ChunkShape.of(chunk.parts)))
+            return runner.replay(chunk, prompt_runner.Work(seen[-1], chunk.mode, chunk.drafted))
 
         runner.run = replay
         return seen
@@ -373,28 +393,31 @@ class Driver:
     def draft(self, rows: int, spec: SpecConfig) -> DraftTree:
         """The next tree of the first rows; nothing of the batch changes but slots beyond its lengths."""
         with torch.inference_mode():
-            return self.drafter.draft(self._engine.state.narrow(rows), spec)
+            return self.drafter.draft(self._workers.state.narrow(rows), spec)
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
         """Draft, verify and extend of one round, called one after the other without the engine."""
-        state = self._engine.state.narrow(rows)
+        state = self._workers.state.narrow(rows)
         with torch.inference_mode():
             tree = self.drafter.draft(state, spec)
-            result = self._engine.verifier.verify(state, tree, "greedy")
+            result = self._workers.verifier.verify(state, tree, "greedy")
             self.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
         """CUDA graphs of whole rounds, of single phases, or of passes over prompts."""
-        rounds = self._engine.rounds
-        graphs = {"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": self._engine.prefills.graphs}
+        rounds = self._runner.rounds
+        graphs = {"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": self._runner.prompts.graphs}
         return len(graphs[kind])
 
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseClock]:
         """Inside, every phase is waited for and timed, from zero."""
-        with timed_phases(self._engine) as clock:
-            yield clock
+        clock = self._runner.clock
+        clock.clear()
+        clock.enabled = True
+        yield clock
+        clock.enabled = False
 
     @property
     def times_phases(self) -> bool:
-        return self._engine.rounds.clock.enabled
+        return self._runner.clock.enabled
