@@ -29,6 +29,8 @@ PAGE = (ROOT / "docs" / "API.md").read_text()
 CLASSES = {name: getattr(specdec, name) for name in specdec.__all__}
 SHARED_FLAGS = "Flags of `specdec bench` and `specdec generate`"
 SHARING = ("bench", "generate")
+SETTINGS = ("EngineOptions", "SamplingParams", "SpecConfig")  # classes that callers make, of which defaults matter
+METHOD_SECTIONS = re.findall(r"^### ([A-Z]\w+\.\w+)$", PAGE, re.M)
 
 
 def section(heading: str, page: str = PAGE) -> str:
@@ -123,11 +125,26 @@ def test_methods_are_shown_with_their_parameters(name: str) -> None:
             assert cell == f"`{method}({', '.join(expected)})`"
 
 
+@pytest.mark.parametrize("heading", [name for name in CLASSES if name in SETTINGS] + METHOD_SECTIONS)
+def test_defaults_on_the_page_are_the_codes(heading: str) -> None:
+    """Keeps out: a default that changed, or that the page gets wrong."""
+    cls, _, method = heading.partition(".")
+    known = inspect.signature(getattr(CLASSES[cls], method) if method else CLASSES[cls]).parameters
+    rows = [line.split("|")[1:3] for line in section(heading).splitlines() if line.startswith("| `")]
+    shown = {name.strip(" `"): default.strip(" `").replace('"', "'") for name, default in rows}
+    expected = {
+        name: "" if known[name].default is inspect.Parameter.empty else repr(known[name].default)
+        for name in shown
+        if name in known
+    }
+    assert expected and {name: shown[name] for name in expected} == expected
+
+
 def test_no_class_is_on_the_page_that_is_not_public() -> None:
     """Keeps out: a page about a class that can't be imported from specdec."""
     assert set(re.findall(r"^## ([A-Z]\w+)$", PAGE, re.M)) == set(CLASSES)
-    methods_shown = re.findall(r"^### (\w+)\.(\w+)$", PAGE, re.M)
-    assert methods_shown and all(hasattr(CLASSES[cls], method) for cls, method in methods_shown)
+    shown = [heading.split(".") for heading in METHOD_SECTIONS]
+    assert shown and all(hasattr(CLASSES[cls], method) for cls, method in shown)
 
 
 def test_every_flag_is_on_the_page_and_no_other() -> None:
