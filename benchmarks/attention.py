@@ -4,14 +4,14 @@
     python benchmarks/attention.py --out benchmarks/results/attention_h100.json
     python benchmarks/attention.py --kinds --out benchmarks/results/attention_kinds.json
 
---kinds: windowed layers (4096 as Mistral's; 128 and sinks as gpt-oss's) and 8-bit caches, beside full bf16 layers of the same
-shapes.  32/8 heads of 128, bf16, pages of 16 that lie scattered.  Times are medians of CUDA-graph replays, per layer.  A graph
-holds several layers, each with its own cache, so that a layer finds its keys in memory and not in L2, as in a model.  The share
-of bandwidth counts the prefix's keys and values that are read (a window's; 8-bit ones with their scales) once, and neither
-queries, suffix, partial states nor output.
+--kinds measures windowed layers (4096 as in Mistral; 128 and sinks as in gpt-oss) and 8-bit caches, beside full bf16 layers of
+the same shapes.  The shape is 32/8 heads of 128, bf16, and scattered pages of 16.  Times are medians of CUDA-graph replays, per
+layer.  A graph holds several layers, each with its own cache, so that a layer finds its keys in memory and not in L2, as in a
+model.  The share of bandwidth counts the keys and values of the prefix that are read (a window's; 8-bit ones with their scales)
+once, and neither queries, suffix, partial states nor output.
 
-flash-attn 4 answers a prefix call and a suffix call (pages of one slot); a small kernel merges their states.  Its prefix
-call is also timed alone.  Where it is not installed, ours is timed alone.
+flash-attn 4 is called once for the prefix and once for the suffix (pages of one slot), and a small kernel merges their states.
+Its prefix call is also timed alone.  Where flash-attn 4 is not installed, only our kernels are timed.
 
 Shapes: B sequences, L prefix length, N tree nodes, T queries, H heads, K kv heads, D head dim.
 """
@@ -49,7 +49,7 @@ from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 DEVICE = torch.device("cuda")
 H, K, D, PAGE_SIZE, DEPTH = 32, 8, 128, 16, 8  # DEPTH of the trees: the suffix's width
 FP8 = torch.float8_e4m3fn
-READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB (DESIGN 11)
+READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB as the fastest of a few large sums
 TOKEN_BYTES = 2 * K * D * 2
 KV_BYTES = {"auto": TOKEN_BYTES, "fp8": 2 * K * D, "int8": 2 * K * (D + 4)}  # of a token
 BARS_US = {(1, 1024, 6): 12.0, (1, 1024, 32): 15.0}
@@ -103,8 +103,8 @@ class World:
         table = torch.zeros(B, width, dtype=torch.int32, device=DEVICE)
         table[:, width - held :] = torch.randperm(B * held, device=DEVICE).view(B, held)
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
-        behind = L if kind == "tree" else L - N  # where this pass's tokens stand
-        positions = (behind + torch.arange(N, device=DEVICE)).expand(B, N)
+        committed = L if kind == "tree" else L - N  # where this pass's tokens stand
+        positions = (committed + torch.arange(N, device=DEVICE)).expand(B, N)
         self.slots_T = slots_at(table, positions, PAGE_SIZE).flatten()
         self.qkv_TXD = torch.randn(B * N, H + 2 * K, D, device=DEVICE, dtype=torch.bfloat16)
         self.q_THD = self.qkv_TXD[:, :H].contiguous()
@@ -122,7 +122,7 @@ class World:
 
 
 def cached(kv: Tensor, kv_dtype: str) -> MHAView | QuantView:
-    """The numbers [slots, 2, K, D], kept as a cache of that kind keeps them."""
+    """The numbers [slots, 2, K, D], stored as a cache of that kind stores them."""
     if kv_dtype == "auto":
         return MHAView(kv)
     parts = kv.split(65_536)
@@ -143,14 +143,14 @@ def tree_mask(N: int) -> Tensor:
 
 
 def ours(world: World) -> list[Tensor]:
-    """Every layer's attention; as in a model, the layers share what is prepared."""
+    """Every layer's attention.  The layers share one prepared plan, as in a model."""
     backend = TritonBackend()
     prepared = backend.prepare(world.plan)
     return [backend.attend(world.q_THD, view, prepared, world.scoring) for view in world.views]
 
 
 def ours_with_store(world: World) -> list[Tensor]:
-    """With what a model launches right before: rotary positions and the store."""
+    """Attention and what a model launches right before it: rotary positions and the store."""
     backend = TritonBackend()
     prepared, outs = backend.prepare(world.plan), []
     for view in world.views:

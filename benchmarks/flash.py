@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""flash-attn 4 behind its door against our kernels: the data behind attention/flash/rule.py.  Prints a table, and writes JSON.
+"""flash-attn 4 as our backend calls it, against our kernels: the data for attention/flash/rule.py.  Writes a table and JSON.
 
     python benchmarks/flash.py --out benchmarks/results/flash_h100.json
 
-The cells of attention.py beside this, some between them, and prompts.  Both sides as they run: rows of the tree and the merge
-are ours in both, flash-attn 4 reads the prefix (or all, where there is no tree) in one.  Times are of CUDA-graph replays, per
-layer.  `error`: ours and fa4's distance to the oracle in float64, where that fits; `apart`: between the two.
+The cases are those of attention.py in this folder, some between them, and prompts.  Both sides run as they do in a model: our
+kernels read the rows of the tree and merge in both, and on one side flash-attn 4 reads the prefix (or everything, where there
+is no tree).  Times are of CUDA-graph replays, per layer.  `error` is the distance of each side to the oracle in float64, where
+that fits into memory; `apart` is the distance between the two sides.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Times are medians of CUDA-graph replays.  A graph runs through copies of a weight that spill over L2, so each product reads
 its weight from memory, as in a model.  gate_up includes SiLU-mul on both sides (ours fused, cuBLAS and then our kernel).
-Then the shipped pair's shapes in float32 (these stay in L2), SiLU-mul alone at a prefill's sizes, and a whole forward:
-32 layers without and with their norms (one more norm stands in attention's place), and the LM head.  With --rows only the
-bf16 shapes and the forward, at these rows.
+After that come the shipped pair's shapes in float32 (these stay in L2), SiLU-mul alone at a prefill's sizes, and a whole
+forward: 32 layers without and with their norms (one more norm stands in attention's place), and the LM head.  With --rows only
+the bf16 shapes and the forward are measured, at these rows.
 
 Shapes: T rows, I in, O weight rows.
 """
@@ -105,7 +105,7 @@ def time_silu_mul(T: int, F_: int = 14336) -> dict[str, Any]:
 
 
 class Forward:
-    """A target's pass less its attention: what every layer reads and launches, in order."""
+    """A target's pass without its attention: what every layer reads and launches, in order."""
 
     def __init__(self, layers: int = 32) -> None:
         self.layers = [{name: new_weight(*shape) for name, shape in LAYER.items()} for _ in range(layers)]

@@ -4,10 +4,10 @@
     python benchmarks/kv_quant.py quality --out benchmarks/results/kv_quant_cpu.json       # any device
     python benchmarks/kv_quant.py rounds --out benchmarks/results/kv_quant_h100.json       # a GPU of 80 GB
 
-quality: accept length and texts of the shipped pair, over float32 KV and over KV in 8 bits; and how far attention and logits
-move from those over float32 KV, in one dense forward over its texts: with 8 bits, and with bf16 for comparison.  rounds: random
-weights, random stored keys and values, through the engine, host included; prompts are not prefilled, since what is stored does
-not change what a round costs.
+quality: accept length and texts of the shipped pair, over float32 KV and over KV in 8 bits.  Then how far attention and logits
+move away from those over float32 KV, in one dense forward over the pair's texts: with 8 bits, and with bf16 for comparison.
+rounds: random weights and random stored keys and values, through the engine, host included.  Prompts are not prefilled, since
+the values that are stored do not change what a round costs.
 
 Shapes: T tokens, V vocabulary, K kv heads, D head dim.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from engine_internals import caches, num_pages, target_cache, without_prefill
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
@@ -35,13 +35,12 @@ from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.attention.kinds import FULL
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Work, full_rounds, timed_walls
+from specdec.bench.profile import Work, full_rounds
 from specdec.bench.prompt_file import read_prompts
+from specdec.bench.session import Session
 from specdec.build import kv_bytes_per_page
 from specdec.loading import EngineSettings
 from specdec.prompts import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 KV_DTYPES = ("auto", "fp8", "int8")
 SHAPES = ("5,1,6", "5,8,32")
@@ -107,7 +106,7 @@ def quality() -> dict[str, Any]:
             found, tau, decoder = texts(kind, shape)
             baseline.setdefault(shape, (found, tau))
             reference, reference_tau = baseline[shape]
-            cache = decoder.engine.verifier.cache
+            cache = target_cache(decoder)
             row: dict[str, Any] = {
                 "kv": kind, "spec": shape, "accept_length": tau, "change": tau / reference_tau - 1,
                 "equal_texts": sum(a == b for a, b in zip(found, reference, strict=True)), "prompts": len(found),
@@ -126,14 +125,13 @@ def as_bf16(layer: int, kv_T2KD: Tensor) -> Tensor:
 
 
 def pool_bytes(decoder: SpecDecoder) -> int:
-    """Of both caches as they lie in memory, scales included."""
-    caches = [decoder.engine.verifier.cache] + ([decoder.engine.drafter.cache] if decoder.engine.drafter else [])
-    return sum(sum(x.nbytes for x in (c.kv, getattr(c, "scales", None)) if x is not None) for c in caches)
+    """Bytes of both caches as they lie in memory, scales included."""
+    return sum(sum(x.nbytes for x in (c.kv, getattr(c, "scales", None)) if x is not None) for c in caches(decoder))
 
 
 def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
     settings = replace(decoder.settings, kv_cache_dtype="auto", dtype=torch.bfloat16)
-    return decoder.engine.pool.num_pages * kv_bytes_per_page(decoder.model, decoder.head, settings)
+    return num_pages(decoder) * kv_bytes_per_page(decoder.model, decoder.head, settings)
 
 
 # ---- rounds ----
@@ -155,18 +153,6 @@ def fill(cache: KVCache) -> None:
             layer.normal_()
 
 
-def without_prefill(decoder: SpecDecoder) -> None:
-    """Prompts enter as though they had been prefilled: what their pages hold is there already."""
-
-    def run(verifier: Any, drafter: Any, state: Any, *rest: Any) -> Tensor:
-        state.bonus_B.random_(1000, 100000)
-        state.level1_tokens_BK.random_(1000, 90000)
-        state.level1_hidden_BH.normal_()
-        return state.bonus_B
-
-    decoder.engine.prefills.run = run  # type: ignore[method-assign]
-
-
 def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[str, Any]:
     import round_8b
 
@@ -175,22 +161,23 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device), kv_dtype=kind))
     settings = EngineSettings(spec, BATCH, CONTEXT + 1024, 16, choice, "round", device, torch.bfloat16, kv_cache_dtype=kind)
     decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
-    for cache in (decoder.engine.verifier.cache, decoder.engine.drafter.cache):
+    for cache in caches(decoder):
         fill(cache)
     without_prefill(decoder)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * BATCH
-    work = Work(decoder, round_8b.random_prompts(BATCH, CONTEXT), sampling, speculate=spec is not None)
-    full_rounds(work, decoder.engine.step, 8)  # compiles, captures
-    walls = [full_rounds(work, lambda: timed_walls(decoder.engine), rounds) for _ in range(2)]
-    ms = [[1e3 * wall for (wall, _), _ in found] for found in walls]
+    session = Session(decoder)
+    work = Work(session, round_8b.random_prompts(BATCH, CONTEXT), sampling, speculate=spec is not None)
+    full_rounds(work, session.step, 8)  # compiles, captures
+    walls = [full_rounds(work, session.timed_step, rounds) for _ in range(2)]
+    ms = [[1e3 * step.wall for step, _ in found] for found in walls]
     limit = byte_limit(model, head, spec, BATCH, CONTEXT, kind)
     with work.running():
-        split = trace(decoder.engine.step, 10, decoder.settings.device)
+        split = trace(session.step, 10, decoder.settings.device)
     row = {
         "kv": kind, "spec": shape, "batch": BATCH, "context": CONTEXT, "ms": median(ms[0] + ms[1]),
         "ms_of_each_half": [median(half) for half in ms], "rounds": 2 * rounds,
         "limit_ms": 1e3 * limit.total / round_8b.READ_BANDWIDTH, "kv_bytes": pool_bytes(decoder),
-        "counted_kv_bytes": decoder.engine.pool.num_pages * kv_bytes_per_page(model, head, decoder.settings),
+        "counted_kv_bytes": num_pages(decoder) * kv_bytes_per_page(model, head, decoder.settings),
         "gpu_ms": split.span, "phases_ms": split.by_phase, "kinds_ms": split.by_kind, "longest": split.longest,
     }  # fmt: skip
     print(json.dumps({key: row[key] for key in list(row)[:9] + ["phases_ms", "kinds_ms"]}), flush=True)

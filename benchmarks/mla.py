@@ -3,10 +3,11 @@
 
     python benchmarks/mla.py --out benchmarks/results/mla_h100.json
 
-128 heads, latents of 512 + 64, bf16, pages that lie scattered.  Times are medians of CUDA-graph replays, per layer; a graph
-holds several layers with caches of their own, so that a layer finds its latents in memory and not in L2, as in a model.
-Bytes: the prefix's latents once.  Arithmetic: 2 * (576 + 512) a pair of key and query, times heads; with 128 heads even one
-query is close to the ridge, and several are bound by arithmetic.  Errors are against float64.
+The shape is 128 heads, latents of 512 + 64, bf16, and scattered pages.  Times are medians of CUDA-graph replays, per layer.  A
+graph holds several layers with caches of their own, so that a layer finds its latents in memory and not in L2, as in a model.
+The bytes are the prefix's latents, read once.  The arithmetic is 2 * (576 + 512) operations for each pair of key and query,
+times the heads.  With 128 heads even one query needs about as long for its arithmetic as for its bytes, and several queries are
+bound by arithmetic.  Errors are distances to float64.
 
 Shapes: B sequences, L prefix length, N queries of a sequence, T = B * N, H heads, C rank, R rotated dim.
 """
@@ -46,7 +47,7 @@ DEVICE = torch.device("cuda")
 H, C, R, NOPE, VALUE = 128, 512, 64, 128, 128
 DEPTH = 8  # of the trees: the suffix's width
 SCALING = Scoring(scale=0.1352)
-READ_BANDWIDTH, PRODUCTS = 3.06e12, 798e12  # bytes and operations a second, measured on an H100 80GB (DESIGN 11; 8192^3)
+READ_BANDWIDTH, PRODUCTS = 3.06e12, 798e12  # bytes and operations a second, measured on an H100 80GB: large sums, 8192^3
 
 
 class Case(NamedTuple):
@@ -84,8 +85,8 @@ class World:
         table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
         self.q_THL = torch.randn(B * N, H, C + R, device=DEVICE, dtype=torch.bfloat16)
-        behind = L if kind == "tree" else L - N
-        self.slots_T = slots_at(table, (behind + torch.arange(N, device=DEVICE)).expand(B, N), P).flatten()
+        committed = L if kind == "tree" else L - N
+        self.slots_T = slots_at(table, (committed + torch.arange(N, device=DEVICE)).expand(B, N), P).flatten()
         if kind != "tree":
             self.plan = AttentionPlan((causal_segment(table, lens, N, P),))
             return
@@ -104,14 +105,14 @@ def tree_mask(N: int) -> Tensor:
 
 
 def ours(world: World) -> list[Tensor]:
-    """Every layer's attention; as in a model, the layers share what is prepared."""
+    """Every layer's attention.  The layers share one prepared plan, as in a model."""
     backend = TritonBackend()
     prepared = backend.prepare(world.plan)
     return [backend.attend(world.q_THL, view, prepared, SCALING) for view in world.views]
 
 
 class Around:
-    """What stands around it in a layer: store and rotation, the queries' way to latents, the values' way out of them."""
+    """The work around attention in a layer: rotating and storing, queries into latents, and values out of latents."""
 
     def __init__(self, T: int) -> None:
         shapes = (T, H, NOPE + R), (T, C + R), (H, NOPE + VALUE, C)
@@ -129,7 +130,7 @@ class Around:
 
 
 class Prompt:
-    """T tokens of one prompt behind `cached` others, through a whole layer's attention but its projections."""
+    """T tokens of one prompt after `cached` others, through a whole layer's attention without its projections."""
 
     layers = 1
 
@@ -149,7 +150,7 @@ class Prompt:
 
 
 def prompts(_: Tensor, replays: int) -> list[dict[str, Any]]:
-    """Absorbed against expanded: where EXPAND_ABOVE belongs."""
+    """Absorbed against expanded attention, which shows from how many tokens on expanding is faster (EXPAND_ABOVE)."""
     rows = []
     for T, cached in itertools.product((256, 512, 1024, 2048, 4096, 8192), (0, 8192)):
         row: dict[str, Any] = {"kind": "prompt", "T": T, "cached": cached}
@@ -158,9 +159,7 @@ def prompts(_: Tensor, replays: int) -> list[dict[str, Any]]:
             step = Prompt(T, cached)
             row[name] = round(timed(step, step, replays)[0], 1)
         rows.append(row)
-        print(
-            f"prompt of {T:5} behind {cached:5}: absorbed {row['absorbed_us']:9.1f} us, expanded {row['expanded_us']:9.1f} us"
-        )
+        print(f"prompt of {T:5} after {cached:5}: absorbed {row['absorbed_us']:9.1f} us, expanded {row['expanded_us']:9.1f} us")
     return rows
 
 
@@ -208,7 +207,7 @@ def operations(case: Case) -> float:
 
 
 def bound_us(case: Case) -> tuple[float, float]:
-    """The least time for the bytes, and for the arithmetic."""
+    """The least times that the bytes and the arithmetic need."""
     reading = case.B * case.L * (C + R) * 2 / READ_BANDWIDTH
     return round(reading * 1e6, 2), round(operations(case) / PRODUCTS * 1e6, 2)
 
@@ -224,7 +223,7 @@ def use(tiles: LatentTiles) -> None:
 
 
 def warm(job: tuple[LatentTiles | None, Case]) -> str:
-    """Compiles what a case needs, in a process of its own: the cache on disk serves the others."""
+    """Compiles what a case needs, in a process of its own.  Other processes find the result in the cache on disk."""
     tiles, case = job
     torch.set_grad_enabled(False)
     if tiles is not None:

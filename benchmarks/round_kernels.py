@@ -4,7 +4,7 @@
     python benchmarks/round_kernels.py --out benchmarks/results/round_kernels.json
 
 Shapes of Llama-3.1-8B with an EAGLE-3 head (32,000 and 128,256 tokens, hidden 4,096, 32 layers of 8 heads of 128), bf16, random
-data.  Each stage is repeated on the same inputs, which stay in L2 as they do behind the kernel that wrote them.  `torch` is the
+data.  Each stage is repeated on the same inputs, which stay in L2 as they do after the kernel that wrote them.  `torch` is the
 same stage by its pure definition, also under a graph.
 """
 
@@ -106,7 +106,7 @@ def round_stages(B: int, spec: SpecConfig) -> dict[str, Stage]:
 
 
 def graph_us(stage: Callable[[], Any], repeats: int = 20, replays: int = 20) -> float:
-    """Microseconds a call, of `repeats` calls in one graph; the median replay."""
+    """Microseconds of a call, from the median replay of a graph that holds `repeats` calls."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         stage()
@@ -129,7 +129,7 @@ def graph_us(stage: Callable[[], Any], repeats: int = 20, replays: int = 20) -> 
 
 @contextlib.contextmanager
 def pure_definitions() -> Iterator[None]:
-    """Every stage by torch."""
+    """Inside, torch computes every stage."""
     real = launch.has_triton
     launch.has_triton = index.has_triton = lambda: False  # type: ignore[assignment]
     try:

@@ -1,24 +1,23 @@
 #!/usr/bin/env python3
-"""Rows that begin with the same tokens: what reading these once is worth, and what finding them cached is.
+"""Rows that begin with the same tokens: what is gained by reading these tokens once, and by finding them cached.
 
     python benchmarks/shared_prefix.py --out benchmarks/results/shared_prefix_h100.json
 
 Llama-3.1-8B shape and an EAGLE-3 head of the real shape, random bf16 weights, rounds through the engine as in `generate()`.
-Three ways to run a batch whose prompts begin alike:
+Four ways to run a batch whose prompts begin alike:
 
     copies     every row has pages of its own: no prefix caching
     cached     the rows' tables name the same pages, and each row reads them for itself
-    shared     the pages are read once for all rows, where a pass has few queries a row
-    all        in every pass, so in the verification of a large tree too
+    shared     the pages are read once for all rows, in passes that have few queries a row
+    all        the pages are read once in every pass, so in the verification of a large tree too
 
-Then how long a prompt's first token takes, with and without its beginning in the cache.
+After that the script measures how long a prompt's first token takes, with and without its beginning in the cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import time
 from pathlib import Path
@@ -27,21 +26,19 @@ from typing import Any
 
 import torch
 import triton
+from engine_internals import give_copies, is_shared, set_sharing, sharing_difference, take_copies
 from round_8b import TARGET, random_pair, spec_of
 
-from specdec.attention.attend import PagedAttention
 from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
-from specdec.batch.tree import DraftTree
 from specdec.bench.kernels import trace
-from specdec.bench.profile import Work, timed_walls
+from specdec.bench.profile import Work
+from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
-from specdec.engine.loop import Engine
 from specdec.loading import EngineSettings
 from specdec.models.causal_lm import CausalLM
 from specdec.prompts import Tokenizer
-from specdec.verify.tables import tree_tables
 
 SPECS = ("plain", "5,1,6", "5,4,16", "5,8,32")
 ROWS, SHARED, OWN = 32, 8192, 256
@@ -65,78 +62,32 @@ def prompts_of(rows: int, shared: int) -> list[list[int]]:
     return [system + torch.randint(1000, 100000, (OWN,), generator=generator).tolist() for _ in range(rows)]
 
 
-def give_copies(engine: Engine) -> None:
-    """Every row but the first gets the shared pages as copies of its own, as without prefix caching."""
-    state, size, pool = engine.state, engine.pool.page_size, engine.pool
-    fixed = [engine.admission.fixed_pages(request) for request in engine.running]
-    count = next(i for i, page in enumerate(fixed[0]) if page != fixed[1][i])
-    for row in range(1, len(engine.running)):
-        pages = torch.tensor(pool.admit(("copy", row), count * size), device=state.lens_B.device)
-        offsets = torch.arange(size, device=pages.device)
-        old = (state.page_table_BW[row, :count].long()[:, None] * size + offsets).flatten()
-        new = (pages[:, None] * size + offsets).flatten()
-        for worker in (engine.verifier, engine.drafter):
-            for layer in worker.cache.kv if worker is not None else ():  # type: ignore[attr-defined]
-                layer[new] = layer[old]
-        state.page_table_BW[row, :count] = pages.int()
-
-
-def take_copies(engine: Engine, rows: int) -> None:
-    for row in range(1, rows):
-        engine.pool.release(("copy", row))
-
-
 def measure(decoder: SpecDecoder, spec: str, rows: int, shared: int, way: str, rounds: int, traced: bool) -> dict[str, Any]:
-    """Wall milliseconds a round, median; and the trace's attention, a layer of the target and of each draft pass alike."""
-    engine, shape = decoder.engine, spec_of(spec)
-    assert engine.sharing is not None
-    engine.sharing.least_saved = 0 if way in ("shared", "all") else math.inf
-    if way == "all":  # before anything is captured
-        engine.sharing.shared = engine.sharing.shared._replace(most_queries=10**6)
-    work = Work(decoder, prompts_of(rows, shared), [SamplingParams(max_tokens=MAX_TOKENS)] * rows, shape is not None)
+    """Median wall milliseconds of a round, and the trace's attention for one layer, of the target and of the draft alike."""
+    session, shape = Session(decoder), spec_of(spec)
+    set_sharing(decoder, shared=way in ("shared", "all"), in_every_pass=way == "all")
+    work = Work(session, prompts_of(rows, shared), [SamplingParams(max_tokens=MAX_TOKENS)] * rows, shape is not None)
     with work.running(), torch.inference_mode():
         if way == "copies":
-            give_copies(engine)
+            give_copies(decoder)
         for _ in range(WARM):
-            engine.step()
-        walls = [timed_walls(engine) for _ in range(rounds)]
-        assert len(engine.running) == rows and _is_shared(engine) == (way in ("shared", "all"))
+            session.step()
+        walls = [session.timed_step() for _ in range(rounds)]
+        assert session.num_running == rows and is_shared(decoder) == (way in ("shared", "all"))
         row: dict[str, Any] = {"spec": spec, "rows": rows, "shared": shared, "own": OWN, "way": way}
         row["ms"] = 1e3 * median(wall for wall, _ in walls)
         row["host_ms"] = 1e3 * median(wall - waited for wall, waited in walls)
         if traced:
-            split = trace(engine.step, TRACED, decoder.settings.device)
+            split = trace(session.step, TRACED, decoder.settings.device)
             passes = TARGET.num_layers + (shape.max_steps if shape else 0)  # S - 1 draft steps and an extend, a layer each
             row |= {"kinds_ms": split.by_kind, "phases_ms": split.by_phase, "longest": split.longest}
             row["attention_ms_a_layer"] = split.by_kind.get("attention", 0.0) / passes
         if way == "shared":
-            row["difference"] = difference(engine, rows)
+            row["difference"] = sharing_difference(decoder, rows, TARGET.num_heads, TARGET.head_dim)
         if way == "copies":
-            take_copies(engine, rows)
+            take_copies(decoder, rows)
     print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items() if "longest" != key})
     return row
-
-
-def _is_shared(engine: Engine) -> bool:
-    assert engine.sharing is not None and engine.sharing.group is not None
-    return bool(engine.sharing.group.rows)
-
-
-@torch.inference_mode()
-def difference(engine: Engine, rows: int) -> float:
-    """How far one layer's attention, shared, is from the same unshared: ||a - b|| / ||b||, both in bf16."""
-    state, device = engine.state.narrow(rows), engine.state.lens_B.device
-    assert engine.sharing is not None
-    tree = DraftTree.chain(torch.zeros(rows, 6, dtype=torch.int64, device=device))
-    q = torch.randn(rows * 6, TARGET.num_heads, TARGET.head_dim, dtype=torch.bfloat16, device=device)
-    outs = []
-    for each in (state, state.sharing(engine.sharing.shared)):
-        tables = tree_tables(each, tree, engine.pool.page_size)
-        cache, backend = engine.verifier.cache, engine.verifier.backend
-        attn = PagedAttention(backend, cache, tables.plan, tables.slots_BN.flatten())
-        torch.cuda.synchronize()  # attention reads its tables before it waits: in a model they are much older
-        outs.append(backend.attend(q, cache.view(3), attn.prepared[cache.kinds[3]]).double())
-    return float((outs[1] - outs[0]).norm() / outs[0].norm())
 
 
 def first_token_ms(decoder: SpecDecoder, prompts: list[list[int]], again: int) -> list[float]:
@@ -151,7 +102,7 @@ def first_token_ms(decoder: SpecDecoder, prompts: list[list[int]], again: int) -
 
 
 def first_tokens(decoder: SpecDecoder, model: CausalLM, head: DraftHead) -> list[dict[str, Any]]:
-    """One prompt, and a batch: cold, when only the beginning is known, and (a batch) with no cache at all."""
+    """First tokens of one prompt, cold and with its beginning cached, and of a batch, the first time and with it cached."""
     found = []
     prompts = prompts_of(ROWS + 4, SHARED - 16)  # another text than the rounds'
     cold = first_token_ms(decoder, prompts[:1], 1)[0]

@@ -3,7 +3,8 @@
 
     python benchmarks/startup_8b.py --out benchmarks/results/startup_8b.json
 
-Runs itself twice in fresh processes: with an empty Triton cache, as on a new machine, and with the one that run left behind.
+The script runs itself twice in fresh processes: with an empty Triton cache, as on a new machine, and with the cache that the
+first run has filled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 
 def start() -> dict[str, Any]:
-    """This process's own start: both models, a prompt of 1,024 tokens, one round of (5,4,16)."""
+    """Starts in this process: both models, a prompt of 1,024 tokens, one round of (5,4,16)."""
     import torch
     from round_8b import make_decoder, random_pair, random_prompts
 

@@ -93,7 +93,7 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
             )
         drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk, settings.page_size)
     state = BatchState.empty(
-        settings.max_batch_size,
+        settings.max_batch_size + 1,  # the last row is always padding
         settings.pages_per_sequence,
         spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,

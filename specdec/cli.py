@@ -96,7 +96,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shapes = " and ".join(f"{s.num_steps},{s.topk},{s.num_draft_tokens}" for s in DEFAULT_SPECS)
     add("--prompts", metavar="FILE", help="text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)")
-    add("--num-prompts", type=int, metavar="N", help="the file's first N; default: the first 8, or all if there are fewer")
+    add("--num-prompts", type=int, metavar="N", help="the file's first N; default: 8, or as many as the largest batch")
     add("--spec", type=_spec, action="append", metavar="S,k,nd", help=f"tree shape, repeatable (S: or auto); default: {shapes}")
     add("--batch-sizes", type=_ints, default=(1, 8), metavar="N,N", help="default: 1,8")
     add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
@@ -219,7 +219,8 @@ def _bench(args: argparse.Namespace) -> int:
     options = BenchOptions(
         target=args.target or shipped.target_folder(),
         draft=args.draft or shipped.draft_folder(),
-        prompts=prompts if args.num_prompts else prompts[:8],
+        prompts=prompts,
+        num_prompts=args.num_prompts,
         prompts_source=str(source),
         specs=tuple(args.spec or DEFAULT_SPECS),
         batch_sizes=args.batch_sizes,
@@ -255,17 +256,12 @@ def _set_threads(args: argparse.Namespace) -> None:
 
 
 def _with_progress(options: Any) -> Any:
-    """Runs the benchmark under a bar on stderr, which is silent where nobody watches."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Runs the benchmark, and says on stderr how far it is."""
+    from specdec.bench.progress import show_progress
     from specdec.bench.run import run_bench
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading")
-        return run_bench(options, lambda what, done, of: bar.update(task, description=what, completed=done, total=of))
+    with show_progress() as progress:
+        return run_bench(options, progress)
 
 
 def _generate(args: argparse.Namespace) -> int:

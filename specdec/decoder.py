@@ -90,7 +90,7 @@ class SpecDecoder:
         """
         listed = as_prompt_list(prompts)
         requests = [
-            self._request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
+            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
             for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
         ]
         self._submit(requests, speculate)
@@ -112,7 +112,7 @@ class SpecDecoder:
         if not is_one_prompt(prompt):
             raise TypeError("prompt must be one string, one list of token ids or one list of chat messages")
         (params,) = _per_prompt(sampling, 1)
-        request = self._request(prompt, params, "prompt", streaming=True)
+        request = self.new_request(prompt, params, "prompt", streaming=True)
         self.engine.check(request)
         return self._chunks(request, speculate)
 
@@ -137,7 +137,11 @@ class SpecDecoder:
             raise TypeError(f"speculate must be a bool, got {speculate!r}")
         self.engine.submit(requests, speculate)
 
-    def _request(self, prompt: Any, sampling: SamplingParams, name: str, *, streaming: bool) -> Request:
+    def new_request(self, prompt: Any, sampling: SamplingParams, name: str = "prompt", *, streaming: bool = False) -> Request:
+        """A checked request, for callers that drive `engine` themselves, as the benchmark does.
+
+        name: what errors call the prompt.  streaming: make the text token by token.
+        """
         self.engine.check_process()
         vocab_size = self.model.config.vocab_size
         ids = encode_prompt(prompt, name, self.tokenizer, vocab_size)

@@ -1,4 +1,4 @@
-"""What a request gives back, and the raw counters behind every published number (DESIGN 8).  Knows no model and no tensor."""
+"""What a request gives back, and the raw counters from which every published number follows.  Knows no model and no tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ FinishReason = Literal["eos", "stop", "length"]
 
 @dataclass
 class Stats:
-    """Raw counters of one request or, added up, of many; everything else derives from them.
+    """Raw counters of one request or, added up, of many.
 
-    rounds: verify passes.  drafted: draft tokens proposed.  accepted: draft tokens accepted.
-    emitted: tokens rounds gave out, bonus tokens included, before trimming.  truncated: tokens cut off behind the end.
+    rounds: verify passes.  drafted: draft tokens that were proposed.  accepted: draft tokens that were accepted.
+    emitted: tokens that rounds gave out, bonus tokens included, before trimming.  truncated: tokens cut off after the end.
     prefill_tokens: tokens sampled by prefill (one a request), which belong to no round.
-    cached_tokens: prompt tokens whose keys and values were found, not computed (prefix_caching).
-    reached_by_depth[i], accepted_by_depth[i]: rounds whose path reached depth i + 1's parent; and was accepted there.
+    cached_tokens: prompt tokens whose keys and values were found in the prefix cache, not computed.
+    reached_by_depth[i]: rounds that accepted all of the first i levels.  accepted_by_depth[i]: rounds that accepted one more.
+    accepted_per_round: accepted draft tokens of each round.
     """
 
     rounds: int = 0
@@ -31,7 +32,7 @@ class Stats:
     accepted_per_round: list[int] = field(default_factory=list)
 
     def count_round(self, drafted: int, depths: int, accepted: int) -> None:
-        """Counts one verify pass over a tree of `drafted` tokens and `depths` levels that accepted `accepted` of them."""
+        """Counts one verify pass that accepted `accepted` tokens of a tree of `drafted` tokens and `depths` levels."""
         assert 0 <= accepted <= depths, (accepted, depths)
         self.rounds += 1
         self.drafted += drafted
@@ -52,12 +53,13 @@ class Stats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Conditional: accepted at depth i / reached depth i.  Never multiply averages of it over requests."""
+        """Share of the rounds that reached a depth in which it was accepted.  The product over depths says something about one
+        request, or about counters added up, but not about averages of these shares over requests."""
         pairs = zip(self.accepted_by_depth, self.reached_by_depth, strict=True)
         return [accepted / reached if reached else 0.0 for accepted, reached in pairs]
 
     def check_identity(self, output_length: int) -> None:
-        """Every output token was sampled by a prefill or emitted by a round, and none was counted twice."""
+        """Asserts that every output token was sampled by a prefill or emitted by a round, and that none was counted twice."""
         counted = self.prefill_tokens + self.emitted - self.truncated
         assert counted == output_length, (
             f"counters disagree: prefill {self.prefill_tokens} + emitted {self.emitted} - truncated {self.truncated} "
@@ -80,7 +82,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished request.  token_ids holds the EOS or stop token that ended it; text doesn't show it."""
+    """One finished request.  token_ids includes the EOS or stop token that ended it; text doesn't show that token."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
@@ -91,7 +93,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream; all texts joined are the final text, all token_ids joined the final ids."""
+    """A piece of a stream.  All texts joined are the final text, and all token_ids joined are the final ids."""
 
     text: str
     token_ids: list[int]

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from toolkit.bench import StubDecoder
+from toolkit.bench import StubSession
 from toolkit.deepseek import DeepseekZoo
-from toolkit.driver import capture_graph
 from toolkit.families import COMMON, FAMILIES
 from transformers import CONFIG_MAPPING
 
@@ -27,8 +26,8 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=9)
 
 
-def bench(decoder: StubDecoder, sampling: SamplingParams = GREEDY, repeats: int = 3):
-    return measure_cell(decoder, PROMPTS, sampling, repeats)
+def bench(session: StubSession, sampling: SamplingParams = GREEDY, repeats: int = 3):
+    return measure_cell(session, PROMPTS, sampling, repeats)
 
 
 def measured(*cells) -> Measurement:
@@ -57,52 +56,52 @@ def with_times(cell, baseline: float, speculative: float):
 
 def test_both_sides_do_the_same_work_in_alternating_order():
     """Keeps out: a warm-up on one side only, drift that hits one side, and waiting for phases while speed is timed."""
-    decoder = StubDecoder()
-    cell = bench(decoder)
+    session = StubSession()
+    cell = bench(session)
     plain, fast = (False, False), (True, False)
-    assert decoder.calls == [plain, fast, plain, fast, fast, plain, plain, fast, (False, True), (True, True)]
-    assert decoder.asked == (PROMPTS, [GREEDY, GREEDY])
+    assert session.calls == [plain, fast, plain, fast, fast, plain, plain, fast, (False, True), (True, True)]
+    assert session.asked == (PROMPTS, [GREEDY, GREEDY])
     assert len(cell.baseline.seconds) == len(cell.speculative.seconds) == 3
-    assert decoder.clock.enabled is False
+    assert session.is_timing is False
     assert cell.outputs.passes == 5
 
 
 def test_phases_that_get_graphs_of_their_own_are_captured_first():
     """Keeps out: the seconds of a capture in the milliseconds of a phase."""
-    decoder = StubDecoder()
-    decoder.settings.cuda_graphs = "round"
-    cell = bench(decoder)
-    assert decoder.calls[-4:] == [(False, True), (False, True), (True, True), (True, True)]
+    session = StubSession()
+    session.settings.cuda_graphs = "round"
+    cell = bench(session)
+    assert session.calls[-4:] == [(False, True), (False, True), (True, True), (True, True)]
     assert cell.outputs.passes == 6
     assert cell.speculative.phases.calls == {"prefill": 1, "draft": 1, "verify": 1, "extend": 1}
 
 
 def test_phases_are_switched_off_when_a_pass_fails():
     """Keeps out: an engine that stays slow because its benchmark was interrupted."""
-    decoder = StubDecoder()
-    good = decoder.generate
+    session = StubSession()
+    good = session.generate
 
     def generate(*args, **kwargs):
-        if decoder.clock.enabled:
+        if session.is_timing:
             raise KeyboardInterrupt
         return good(*args, **kwargs)
 
-    decoder.generate = generate
+    session.generate = generate
     with pytest.raises(KeyboardInterrupt):
-        bench(decoder)
-    assert decoder.clock.enabled is False
+        bench(session)
+    assert session.is_timing is False
 
 
 def test_every_prompt_has_its_seed_and_keeps_it():
     """Keeps out: two sides that sample different texts, and prompts that all draw the same noise."""
-    decoder = StubDecoder()
-    bench(decoder, SamplingParams(max_tokens=9, temperature=1.0, seed=7))
-    assert [params.seed for params in decoder.asked[1]] == [7, 8]
+    session = StubSession()
+    bench(session, SamplingParams(max_tokens=9, temperature=1.0, seed=7))
+    assert [params.seed for params in session.asked[1]] == [7, 8]
 
 
 def test_derived_numbers_follow_from_the_counters():
     """Keeps out: accept lengths without the bonus, speed-ups of seconds at unequal tokens, phases divided by row-rounds."""
-    cell = with_times(bench(StubDecoder()), 2.0, 0.5)
+    cell = with_times(bench(StubSession()), 2.0, 0.5)
     assert cell.speculative.counters.accept_length == 3
     assert cell.speculative.counters.rounds == 2 * 2 * 3  # rounds x prompts x repeats
     assert cell.baseline.output_tokens == [12, 12, 12]
@@ -117,7 +116,7 @@ def test_derived_numbers_follow_from_the_counters():
 
 def test_plain_steps_of_auto_are_a_phase_of_their_own():
     """Keeps out: parts of a round that don't add up because the steps without a draft have no column."""
-    cell = bench(StubDecoder())
+    cell = bench(StubSession())
     phases = cell.speculative.phases
     both = replace(phases, seconds={**phases.seconds, "decode": 0.003}, calls={**phases.calls, "decode": 3})
     auto = replace(cell, spec=("auto", 64, 1024), speculative=replace(cell.speculative, phases=both))
@@ -135,7 +134,7 @@ def test_plain_steps_of_auto_are_a_phase_of_their_own():
 
 def test_depths_never_reached_have_no_acceptance():
     """Keeps out: 0.00 for a depth of which nothing is known."""
-    cell = bench(StubDecoder())
+    cell = bench(StubSession())
     stats = replace(cell.speculative.counters, reached_by_depth=[12, 0], accepted_by_depth=[0, 0])
     measurement = measured(replace(cell, speculative=replace(cell.speculative, counters=stats)))
     assert measurement.as_json()["cells"][0]["derived"]["acceptance_by_depth"] == [0.0, None]
@@ -145,15 +144,15 @@ def test_depths_never_reached_have_no_acceptance():
 
 def test_a_slower_run_says_so():
     """Keeps out: a loss that has to be worked out from two columns."""
-    text = shown(measured(with_times(bench(StubDecoder()), 1.0, 2.0)))
+    text = shown(measured(with_times(bench(StubSession()), 1.0, 2.0)))
     assert "SLOWER THAN BASELINE (0.50x)" in text
     assert "load 3.0 on 2 CPUs" in text and "50% of the CPU time" in text
-    assert "SLOWER" not in shown(measured(with_times(bench(StubDecoder()), 2.0, 1.0)))
+    assert "SLOWER" not in shown(measured(with_times(bench(StubSession()), 2.0, 1.0)))
 
 
 def test_different_outputs_have_no_speed_up():
     """Keeps out: a speed-up of wrong text."""
-    cell = bench(StubDecoder(wrong=[5, 6, 1, 8, 5, 6]))
+    cell = bench(StubSession(wrong=[5, 6, 1, 8, 5, 6]))
     assert (cell.outputs.verdict, cell.outputs.num_equal, cell.speed_up) == ("DIVERGED", 0, None)
     assert len(cell.outputs.differing) == 2  # one a prompt, though all five passes differ
     measurement = measured(cell)
@@ -166,7 +165,7 @@ def test_different_outputs_have_no_speed_up():
 
 def test_what_diverged_is_shown_before_near_ties():
     """Keeps out: a red cell below which only near-ties are listed."""
-    cell = bench(StubDecoder(wrong=[5, 6, 1, 8, 5, 6]))
+    cell = bench(StubSession(wrong=[5, 6, 1, 8, 5, 6]))
     near = [Divergence(prompt, 1, 5, 6, 1, 2, 0.0, 0.1, "near-tie") for prompt in range(4)]
     text = shown(measured(replace(cell, outputs=Outputs(6, 5, [*near, Divergence(5, 2, 5, 6, 1, 9, 3.0, 0.1)]))))
     assert text.index("prompt 6: DIVERGED") < text.index("prompt 1: near-tie") < text.index("and 2 more")
@@ -174,7 +173,7 @@ def test_what_diverged_is_shown_before_near_ties():
 
 def test_the_facts_name_what_is_no_default():
     """Keeps out: a table of 8-bit KV, or of transformers' code, that looks like one of 16 bit and our own modules."""
-    plain, other = measured(bench(StubDecoder())), measured(bench(StubDecoder()))
+    plain, other = measured(bench(StubSession())), measured(bench(StubSession()))
     plain.settings.update(kv_cache_dtype="auto", backend="native", backend_reason="a native module for 'llama'")
     other.settings.update(kv_cache_dtype="int8", backend="transformers", backend_reason="no native module for 'phi3'")
     text = " ".join(shown(other, 120).split())
@@ -186,7 +185,7 @@ def test_the_facts_name_what_is_no_default():
 def test_a_router_flip_is_named_and_stays_diverged(dtype):
     """Keeps out: a 16-bit mixture of experts that looks like a broken kernel, and an excuse where rounding is none."""
     for mixes in (True, False):
-        measurement = measured(bench(StubDecoder(wrong=[5, 6, 1, 8, 5, 6])), bench(StubDecoder()))
+        measurement = measured(bench(StubSession(wrong=[5, 6, 1, 8, 5, 6])), bench(StubSession()))
         measurement.settings.update(mixture_of_experts=mixes, dtype=dtype)
         text = " ".join(shown(measurement).split())
         assert text.count("a router flip") == (mixes and dtype == "bfloat16") and "speed-up not shown" in text
@@ -205,8 +204,8 @@ def test_mixtures_of_experts_are_known(tmp_path):
 
 def test_forced_acceptance_is_marked_everywhere_and_compared_nowhere():
     """Keeps out: a plan that is read as a measurement, near-ties of a text that nobody chose, exit code 1 for it."""
-    decoder = StubDecoder(wrong=[5, 6, 1, 8, 5, 6], synthetic=True)
-    cell = replace(with_times(bench(decoder), 1.0, 2.0), spec=(64, 64, 1024), batch_size=64, repeat_ratio=0.5)
+    session = StubSession(wrong=[5, 6, 1, 8, 5, 6], synthetic=True)
+    cell = replace(with_times(bench(session), 1.0, 2.0), spec=(64, 64, 1024), batch_size=64, repeat_ratio=0.5)
     measurement = replace(measured(cell, cell), synthetic_acceptance=[0.8, 0.5])
     text = shown(measurement)
     lines = [line.rstrip() for line in text.splitlines()]
@@ -226,21 +225,21 @@ def test_forced_acceptance_is_marked_everywhere_and_compared_nowhere():
 
 def test_it_warms_up_until_nothing_is_captured():
     """Keeps out: a repeat that captures graphs, and so measures the capture."""
-    decoder, speculate = StubDecoder(), StubDecoder.generate
+    session, speculate = StubSession(), StubSession.generate
 
     def generate(prompts, params, *, speculate_=speculate, speculate):
-        capture_graph(decoder, most=3)  # the fourth pass brings none
-        return speculate_(decoder, prompts, params, speculate=speculate)
+        session.num_graphs = min(3, session.num_graphs + 1)  # the fourth pass brings none
+        return speculate_(session, prompts, params, speculate=speculate)
 
-    decoder.generate = generate
-    measure_cell(decoder, PROMPTS, GREEDY, repeats=1)
-    assert [asked for asked, timed in decoder.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
+    session.generate = generate
+    measure_cell(session, PROMPTS, GREEDY, repeats=1)
+    assert [asked for asked, timed in session.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
 
 
 def test_looping_text_is_flagged():
     """Keeps out: an accept length won on a loop."""
     assert repeat_ratio([[1, 2] * 20, list(range(40)), [1]]) == pytest.approx((1 - 2 / 35) / 3)
-    cell = bench(StubDecoder())
+    cell = bench(StubSession())
     assert "repetitive" not in shown(measured(cell))
     assert "repetitive outputs (50%" in shown(measured(replace(cell, repeat_ratio=0.5)))
 
@@ -249,15 +248,15 @@ def test_looping_text_is_flagged():
 def test_tables_fit_the_width(width):
     """Keeps out: tables that wrap their numbers into garbage at 80 columns."""
     spec = (64, 64, 1024)
-    bad = replace(bench(StubDecoder(wrong=[5, 1])), spec=spec, batch_size=64)
-    text = shown(measured(bad, bench(StubDecoder())), width)
+    bad = replace(bench(StubSession(wrong=[5, 1])), spec=spec, batch_size=64)
+    text = shown(measured(bad, bench(StubSession())), width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "64,64,1024" in text and " DIVERGED\n" in text and " not shown " in text and "…" not in text
 
 
 def test_the_json_holds_raw_counters_and_definitions():
     """Keeps out: results nobody can recompute."""
-    data = json.loads(json.dumps(measured(bench(StubDecoder())).as_json()))
+    data = json.loads(json.dumps(measured(bench(StubSession())).as_json()))
     cell = data["cells"][0]
     for side in ("baseline", "speculative"):
         counters = cell[side]["counters"]

@@ -11,6 +11,7 @@ from toolkit.driver import Driver
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.near_tie import explain_divergence
+from specdec.bench.session import Session
 from specdec.config import GraphMode
 from specdec.generation import Stats
 from specdec.ops.cuda_graph import GraphSet
@@ -154,7 +155,7 @@ def test_bfloat16_differs_only_at_near_ties(batch: int) -> None:
     texts = prompts(16)
     plain, fast = (decoder.generate(texts, GREEDY, speculate=speculate) for speculate in (False, True))
     for number, (a, b) in enumerate(zip(plain, fast)):
-        found = explain_divergence(decoder, number, a.prompt_token_ids, a.token_ids, b.token_ids, GREEDY)
+        found = explain_divergence(Session(decoder), number, a.prompt_token_ids, a.token_ids, b.token_ids, GREEDY)
         assert found is None or found.verdict == "near-tie", found
     stats = Stats.total([output.stats for output in fast])
     assert stats.accept_length > 2, "the pair speculates in bfloat16 too"

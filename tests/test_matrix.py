@@ -33,6 +33,7 @@ from specdec.attention.capabilities import (
 )
 from specdec.attention.kinds import FULL
 from specdec.bench.near_tie import explain_divergence
+from specdec.bench.session import Session
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,5 +249,5 @@ def test_the_whole_runtime_on_flash_attn_4(graphs: Any) -> None:
     plain = ours.generate(texts, sampling, speculate=False)
     for fast in (flash.generate(texts, sampling), flash.generate(texts, sampling, speculate=False)):
         for number, (a, b) in enumerate(zip(plain, fast, strict=True)):
-            found = explain_divergence(ours, number, a.prompt_token_ids, a.token_ids, b.token_ids, sampling)
+            found = explain_divergence(Session(ours), number, a.prompt_token_ids, a.token_ids, b.token_ids, sampling)
             assert found is None or found.verdict == "near-tie", found

@@ -20,6 +20,7 @@ from specdec.bench.byte_limit import byte_limit, read_bandwidth
 from specdec.bench.kernels import MARKS, Span, kind_of, phases_of, short_name, split
 from specdec.bench.measurement import Measurement
 from specdec.bench.profile import Work, full_rounds, phases_ms, profile_work, rounds_in
+from specdec.bench.session import Session
 
 SPEC = SpecConfig(3, 2, 6)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
@@ -152,12 +153,13 @@ def test_only_rounds_of_the_full_batch_count(zoo: Zoo) -> None:
     """Keeps out: prefills and half-empty rounds in a median; a profile that leaves requests or timers behind."""
     decoder = zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)
     sampling = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=20)]
-    work = Work(decoder, PROMPTS, sampling, speculate=True)
+    session = Session(decoder)
+    work = Work(session, PROMPTS, sampling, speculate=True)
     driver = Driver(decoder)
 
     def step() -> int:
-        before = len(driver.running)
-        driver.step()
+        before = session.num_running
+        session.step()
         return before
 
     found = full_rounds(work, step, rounds=40)
@@ -174,7 +176,7 @@ def test_a_profile_on_a_cpu(zoo: Zoo) -> None:
     """Keeps out: a profile that needs a GPU, and phases of plain decoding that are called a round's."""
     decoder = zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)
     sampling = [SamplingParams(max_tokens=40)] * 2
-    plain, fast = (profile_work(decoder, PROMPTS, sampling, speculate, 1e10, rounds=8) for speculate in (False, True))
+    plain, fast = (profile_work(Session(decoder), PROMPTS, sampling, speculate, 1e10, rounds=8) for speculate in (False, True))
     assert (plain.spec, fast.spec, fast.batch_size) == (None, (3, 2, 6), 2)
     assert list(plain.phases_ms) == ["decode", "rest"] and list(fast.phases_ms) == ["draft", "verify", "extend", "rest"]
     assert fast.kernels is None and fast.host_ms is None and len(fast.round_ms) == 8
@@ -192,7 +194,7 @@ def test_a_profile_on_a_gpu(zoo: Zoo, cuda_graphs: str | bool) -> None:
     assert 2e11 < read_bandwidth(torch.device("cuda"), 1 << 30) < 2e13
     settings = {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": cuda_graphs}
     decoder = zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2, **settings)
-    got = profile_work(decoder, PROMPTS, [SamplingParams(max_tokens=40)] * 2, True, 1e12, rounds=10)
+    got = profile_work(Session(decoder), PROMPTS, [SamplingParams(max_tokens=40)] * 2, True, 1e12, rounds=10)
     assert got.graphs == cuda_graphs and list(got.phases_ms) == ["draft", "verify", "extend", "rest"]
     assert got.kernels is not None and got.host_ms is not None and 0 < got.host_ms <= got.ms
     kinds = got.kernels.by_kind
@@ -206,9 +208,10 @@ def test_a_profile_on_a_gpu(zoo: Zoo, cuda_graphs: str | bool) -> None:
 def test_a_batch_that_does_not_fit_is_refused(zoo: Zoo) -> None:
     """Keeps out: an endless search for a full round, or a half batch under a whole one's name."""
     decoder = zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)
-    work = Work(decoder, [*PROMPTS, [1]], [SamplingParams(max_tokens=30)] * 3, speculate=True)
+    session = Session(decoder)
+    work = Work(session, [*PROMPTS, [1]], [SamplingParams(max_tokens=30)] * 3, speculate=True)
     with pytest.raises(ValueError, match="needs all 3 sequences of the batch to run at once, got 2"):
-        full_rounds(work, Driver(decoder).step)
+        full_rounds(work, session.step)
     assert Driver(decoder).is_idle
 
 

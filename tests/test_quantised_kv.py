@@ -16,9 +16,11 @@ from toolkit.driver import Driver
 from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
-from specdec.attention.caches.quant_cache import LOGIT_NOISE, QuantCache
+from specdec.attention.caches.quant_cache import QuantCache
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench import near_tie
+from specdec.bench.near_tie import LOGIT_NOISE
+from specdec.bench.session import Session
 from specdec.build import kv_bytes_per_page
 from specdec.generation import Generation
 
@@ -203,7 +205,7 @@ def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> No
     """Keeps out: texts over 8-bit KV judged by logits over the values as they were, which are others."""
     decoder = zoo.decoder("llama", kv_cache_dtype="int8")
     ids = ragged_prompts(40, 5)[4]
-    got_V = near_tie._last_logits(decoder, ids)
+    got_V = near_tie._last_logits(Session(decoder), ids)
     kinds, cache = decoder.model.config.layer_kinds, Driver(decoder).cache("target")
     assert isinstance(cache, QuantCache)
     with torch.inference_mode():

@@ -86,7 +86,7 @@ class World:
             slots = table[row, at // page_size].long() * page_size + at % page_size
             self.cache.kv[:, slots.to(device)] = torch.randn(len(kinds), len(at), 2, 2, 16, dtype=dtype, device=device)
         self.table, self.lens_B = table.to(device), torch.tensor(self.lens, dtype=torch.int32, device=device)
-        state = BatchState.empty(4, width, 0, 0, device=device, dtype=dtype).narrow(4)
+        state = BatchState.empty(4, width, 0, 0, device=device, dtype=dtype)
         self.shared = SharedPrefix.empty(state.page_table_BW, 10)
         if shared:
             self.shared.set([0, 1], table[0, : shared // page_size].tolist(), shared)

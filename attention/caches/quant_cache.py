@@ -20,7 +20,6 @@ from specdec.attention.kinds import FULL, LayerKind
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
-LOGIT_NOISE = {"fp8": 2.0**-6, "int8": 2.0**-8}  # how far logits move, as a share of their spread: benchmarks/kv_quant.py
 FP8_LEAST_ARCHITECTURE = (8, 9)  # whose instructions convert it
 # Later passes may hold larger values than the first.  Four times the range costs two of e4m3's eighteen powers of two.
 HEADROOM = 4.0

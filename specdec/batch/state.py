@@ -5,7 +5,7 @@ A row of the batch is one of three things, and `active_B` and `page_table_BW` sa
 - entering: its prompt is not complete; `prompt_table_BW` has its pages already, but for rounds it is padding;
 - padding: inactive, of length 0, on the dummy page.  Rounds compute padding like any row, and nobody reads the result.
 
-The last row of a whole state is always padding: the padding of a prompt chunk is written there.
+The last row of the runner's state is always padding: the padding of a prompt chunk is written there.
 
 Shapes: B rows, W pages per row, K topk, H draft hidden, P tokens of a pause, F features.
 """
@@ -66,11 +66,10 @@ class BatchState:
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> BatchState:
-        """Room for `rows` requests, and the row of padding after them.
+        """So many rows of padding.
 
         topk and draft_hidden are 0 without a drafter, max_pause and features if it never pauses.
         """
-        rows += 1
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

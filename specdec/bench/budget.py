@@ -1,6 +1,6 @@
-"""A finished profile: what a step or a round took, part by part, beside the least it could take.
+"""A finished profile: what a step or a round took, part by part, beside the least time that it could take.
 
-Raw fields and what derives from them; measuring is `profile`'s business, showing `budget_report`'s.  Knows no model.
+Holds raw fields and the numbers that derive from them.  `profile` measures them and `budget_report` shows them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ GEMM, ATTENTION, NORM, TREE, COPY, OTHER = KINDS = (
 )  # fmt: skip
 
 BUDGET_DEFINITIONS = {
-    "byte_limit": "bytes that a step or round must read / read bandwidth. Every weight once a pass (an embedding table only by "
-    "its rows), keys and values of the committed tokens once a pass; the draft makes one pass a level. Writes and activations "
-    "are left out. A model that fits a cache can be faster than this",
+    "byte_limit": "bytes that a step or round must read / read bandwidth: every weight once a pass (of an embedding table only "
+    "the rows that are used), and the keys and values of the committed tokens once a pass. The draft makes one pass a level. "
+    "Writes and activations are left out. A model that fits a cache can be faster than this",
     "read_bandwidth": "bytes per second, measured here: the fastest of a few sums over a tensor larger than any cache, median",
     "ms": "median wall milliseconds of the engine's rounds in which every sequence runs, as in normal use, host included",
     "phases_ms": "medians of rounds in which each phase was waited for (in step mode where a round is one graph), so their sum "
-    "can differ from ms; rest is what no phase took",
-    "kernels": "of a profiler's trace: every instant belongs to the kernel that started first; idle is the time between the "
+    "can differ from ms; rest is the time that no phase took",
+    "kernels": "from a profiler's trace: every instant belongs to the kernel that started first; idle is the time between the "
     "first and the last kernel in which none ran, between rounds included. Tracing itself slows launches",
     "host_ms": "median milliseconds of a round that the calling thread did not wait for the GPU; none without a GPU",
 }
@@ -31,11 +31,11 @@ BUDGET_DEFINITIONS = {
 
 @dataclass(frozen=True)
 class RoundBytes:
-    """Bytes that one plain step or one round must read at least, every one once a pass.
+    """Bytes that one plain step or one round must read at least, each of them once a pass.
 
-    target, draft: weights, the draft's times its passes, embedding tables counted by the rows that are read.
-    target_kv, draft_kv: keys and values of the committed tokens; the draft reads its own in every pass.
-    draft_passes: one a level, the extend included.
+    target, draft: weights; of an embedding table only the rows that are read.  The draft's are counted once for each pass.
+    target_kv, draft_kv: keys and values of the committed tokens.  The draft reads its own in every pass.
+    draft_passes: one for each level, the extend included.
     """
 
     target: int
@@ -57,7 +57,8 @@ class RoundBytes:
         return self.weights + self.kv
 
     def of_phase(self, phase: str) -> float | None:
-        """Bytes of one phase, the fusing of features spread over all passes of the draft; None where nothing need be read."""
+        """Bytes of one phase; None where nothing has to be read.  The weights that fuse features, which only the extend reads,
+        are spread over all passes of the draft."""
         passes = {"draft": self.draft_passes - 1, "extend": 1}.get(phase, 0)
         if passes > 0 and self.draft_passes:
             return passes * (self.draft + self.draft_kv) / self.draft_passes
@@ -66,12 +67,12 @@ class RoundBytes:
 
 @dataclass(frozen=True)
 class KernelSplit:
-    """Milliseconds, and numbers, a round, under the profiler.  Times of all kinds (or all phases) and `idle` add up to `span`.
+    """Milliseconds and launches of one round under the profiler.  Times of all kinds (or phases) and `idle` add up to `span`.
 
-    by_kind, by_phase: of the kernels, every instant counted once, by KINDS and TRACED_PHASES; by_phase is empty where our own
-    kernels did not run, which tell phases apart.  idle: between the first kernel and the last, none ran.  kernels: launches a
-    round, those inside a graph too, copies left out.
-    longest: (short name, ms, launches) of the kernels that took most.
+    by_kind, by_phase: milliseconds of the kernels by KINDS and by TRACED_PHASES, every instant counted once.  by_phase is empty
+    where specdec's own kernels did not run, since they tell phases apart.  idle: milliseconds between the first kernel and the
+    last in which none ran.  kernels: launches, those inside a graph included, copies left out.
+    longest: (short name, ms, launches) of the kernels that took the most time.
     """
 
     rounds: int

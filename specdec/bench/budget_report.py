@@ -1,15 +1,15 @@
 """Shows budgets: for each kind of work, what a round took part by part, beside the least that part could take.
 
-Legible at 80 columns.  Knows no model and measures nothing.
+Knows no model and measures nothing.
 """
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from specdec.bench.budget import ATTENTION, GEMM, PHASES, Budget
+from specdec.bench.layout import Grid
 from specdec.bench.measurement import Measurement
 
 SYNTHETIC = "SYNTHETIC"
@@ -20,7 +20,7 @@ HOW = {"round": "one graph a round", "step": "one graph a phase", False: "no gra
 
 
 def tag_of(measurement: Measurement) -> str:
-    """In front of what forced acceptance has a part in."""
+    """The mark before everything on which forced acceptance has an influence."""
     return "" if measurement.synthetic_acceptance is None else f"{SYNTHETIC}: "
 
 
@@ -36,21 +36,14 @@ def print_budgets(measurement: Measurement, console: Console) -> None:
         tag = tag_of(measurement) if budget.spec else ""
         what = f"{budget.name}, batch {budget.batch_size}, {budget.context:,.0f} tokens of context"
         console.print(Text(f"\n{tag}{what}", "bold"))
-        console.print(_budget_table(budget, tag))
-    console.print(_definitions(measurement), style="dim")
+        _budget_grid(budget, tag).print(console)
 
 
 class _Rows:
-    """A table of parts; each group's share is of the time on its first line."""
+    """A grid of parts.  Each group's share is of the time on its first line."""
 
     def __init__(self, tag: str) -> None:
-        self.tag = tag.rstrip(": ")
-        self.table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=bool(tag), header_style="cyan")
-        self.table.add_column("part", no_wrap=True)
-        for name in ("ms", "share", "limit ms", "x limit"):
-            self.table.add_column(name, justify="right", no_wrap=True)
-        if tag:
-            self.table.add_column("", no_wrap=True, style="yellow")
+        self.grid = Grid(("part",), "ms", "share", "limit ms", "x limit", tag=tag.rstrip(": "), left=True)
 
     def add(
         self, part: str, ms: float | None = None, whole: float | None = None, limit: float | None = None, style: str = ""
@@ -61,16 +54,16 @@ class _Rows:
             "" if limit is None else _ms(limit),
             "" if ms is None or not limit else f"{ms / limit:.2f}",
         ]
-        self.table.add_row(Text(part, style), *cells, *([self.tag] if self.tag else []), style=style)
+        self.grid.add(Text(part, style), *cells, style=style)
 
 
-def _budget_table(budget: Budget, tag: str) -> Table:
+def _budget_grid(budget: Budget, tag: str) -> Grid:
     rows = _Rows(tag)
     _add_round(rows, budget)
     _add_phases(rows, budget)
     if budget.kernels is not None:
         _add_kernels(rows, budget)
-    return rows.table
+    return rows.grid
 
 
 def _add_round(rows: _Rows, budget: Budget) -> None:
@@ -116,19 +109,8 @@ def _add_kernels(rows: _Rows, budget: Budget) -> None:
         rows.add(f"  {launches:.0f} x {shown}", ms, gpu.span)
 
 
-def _definitions(measurement: Measurement) -> str:
-    traced = (
-        " GPU: a profiler's trace, which slows launches; a kernel that waits for the one before it counts from that one's end."
-    )
-    return (
-        "\nLimit: every weight, key and value that a pass needs, read once at this bandwidth; a model that fits a cache can be "
-        "faster. As it runs: the median round, host included. Phases are waited for one by one, so their sum can differ from "
-        "the round." + traced * any(budget.kernels for budget in measurement.budgets)
-    )
-
-
 def _ms(value: float) -> str:
-    """Three digits that say something."""
+    """With three significant digits, or a few more."""
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 

@@ -1,7 +1,7 @@
 """How fast a step could be: the bytes that it must read, and how fast this machine reads them.
 
-At small batches decoding is bound by reading weights.  A step can't be faster than its bytes at the machine's bandwidth, except
-where models are so small that a cache holds them.  Knows no engine and measures no step.
+At small batches the speed of decoding is bound by reading weights.  A step can't be faster than reading its bytes at the
+machine's bandwidth, except where models are so small that a cache holds them.  This file knows no engine and measures no step.
 
 Shapes: R rows, C columns.
 """
@@ -47,9 +47,9 @@ def byte_limit(
 
 
 def read_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Bytes per second that this device reads: the fastest of a few sums over a large tensor, the median of repeats of each.
+    """Bytes per second that this device reads: the fastest of a few sums over a large tensor, each the median of its repeats.
 
-    size: bytes to read; None for more than any cache holds, but never more than half of what a GPU has free.
+    size: bytes to read.  None takes more than any cache holds, but never more than half of a GPU's free memory.
     """
     size = READ_BYTES[device.type] if size is None else size
     if device.type == "cuda":
@@ -85,7 +85,7 @@ def _host_seconds(work: Callable[[], Tensor], repeats: int) -> float:
 
 
 def _weights(module: Target | DraftHead) -> int:
-    """Bytes of all weights that a pass reads, shared ones once, without an embedding table that is no output layer too."""
+    """Bytes of all weights that a pass reads, shared ones once.  An embedding table counts if it is the output layer too."""
     tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
     embedding = module.embed_tokens.weight
     if module.lm_head.weight.data_ptr() != embedding.data_ptr():
@@ -94,12 +94,12 @@ def _weights(module: Target | DraftHead) -> int:
 
 
 def _row_bytes(module: Target | DraftHead) -> int:
-    """Of one row of the embedding table."""
+    """Bytes of one row of the embedding table."""
     return _bytes(module.embed_tokens.weight[0])
 
 
 def _kv_bytes(module: nn.Module, config: ModelConfig, kv_cache_dtype: str) -> int:
-    """Of one token in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     return kv_token_bytes(config, kv_cache_dtype, next(module.parameters()).dtype)
 
 

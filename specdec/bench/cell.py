@@ -1,6 +1,6 @@
 """Measures one cell: a decoder with one batch size and one tree shape, against itself without the draft.
 
-Speed is timed as users get it; phases are timed in a pass of their own, because waiting for each of them would slow the
+Speed is timed as users get it.  Phases are timed in a pass of their own, because waiting for each of them would slow the
 numbers that matter.  Knows no files and prints nothing.
 """
 
@@ -8,35 +8,34 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, Side, repeat_ratio
 from specdec.bench.near_tie import explain_divergence, first_divergence
-from specdec.bench.profile import timed_phases
+from specdec.bench.session import Session
 from specdec.config import SamplingParams
-from specdec.decoder import SpecDecoder
 from specdec.generation import Generation, Stats
-from specdec.build import kv_bytes_per_page
 
-WARM_UPS = 4  # at most; what a short run captures late, a long one has captured long ago
+WARM_UPS = 4  # at most; a graph that a short run captures late, a long run captured long before its end
 
 
 def measure_cell(
-    decoder: SpecDecoder,
+    session: Session,
     prompts: Sequence[list[int]],
     sampling: SamplingParams,
     repeats: int,
     on_pass: Callable[[str, int], None] = lambda *_: None,
 ) -> Cell:
-    """Both sides on one decoder: warm-up passes until no more graphs come, the timed repeats, and a pass that times the phases.
+    """Runs both sides on one decoder: warm-up passes until no more graphs are captured, the timed repeats, and a pass that
+    times the phases.
 
-    Where the decoder's acceptance is forced, outputs are not compared.
+    Where acceptance is forced, the two sides' outputs are not compared.
     """
     params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
-    sides = {speculate: _SideRun(decoder, list(prompts), params, speculate) for speculate in (False, True)}
+    sides = {speculate: _SideRun(session, list(prompts), params, speculate) for speculate in (False, True)}
     done = 0
 
     def both(what: str, order: tuple[bool, bool], run: Callable[[_SideRun], None]) -> None:
@@ -47,23 +46,23 @@ def measure_cell(
             done += 1
 
     for warm_up in range(WARM_UPS):
-        graphs, done = decoder.engine.num_graphs, 0
+        graphs, done = session.num_graphs, 0
         both("warm-up" + (f" {warm_up + 1}" if warm_up else ""), (False, True), _SideRun.warm_up)
-        if decoder.engine.num_graphs == graphs:
+        if session.num_graphs == graphs:
             break
-    for repeat in range(repeats):  # alternating, so that a machine that slows down hits both
+    for repeat in range(repeats):  # in alternating order, so that a machine that slows down hits both sides
         both(f"repeat {repeat + 1} of {repeats}", (False, True) if repeat % 2 == 0 else (True, False), _SideRun.time)
-    memory = _memory(decoder)  # before phases get graphs of their own
+    memory = _memory(session)  # before phases get graphs of their own
     both("phases", (False, True), _SideRun.time_phases)
     baseline, speculative = sides[False], sides[True]
-    spec = decoder.settings.spec
+    spec = session.settings.spec
     assert spec is not None
     return Cell(
-        decoder.settings.max_batch_size,
+        session.settings.max_batch_size,
         (spec.num_steps, spec.topk, spec.num_draft_tokens),
         baseline.side(),
         speculative.side(),
-        _compare(decoder, prompts, params, baseline.passes, speculative.passes),
+        _compare(session, prompts, params, baseline.passes, speculative.passes),
         repeat_ratio([output.token_ids for output in baseline.passes[0]]),
         memory,
     )
@@ -72,8 +71,8 @@ def measure_cell(
 class _SideRun:
     """One side's passes.  Each pass keeps its outputs, to be compared later."""
 
-    def __init__(self, decoder: SpecDecoder, prompts: list[list[int]], params: list[SamplingParams], speculate: bool) -> None:
-        self.decoder, self.prompts, self.params, self.speculate = decoder, prompts, params, speculate
+    def __init__(self, session: Session, prompts: list[list[int]], params: list[SamplingParams], speculate: bool) -> None:
+        self.session, self.prompts, self.params, self.speculate = session, prompts, params, speculate
         self.passes: list[list[Generation]] = []
         self.seconds: list[float] = []
         self.timed: list[list[Generation]] = []
@@ -87,12 +86,12 @@ class _SideRun:
         self.timed.append(self.passes[-1])
 
     def time_phases(self) -> None:
-        with timed_phases(self.decoder.engine) as clock:
-            if self.decoder.settings.cuda_graphs == "round":  # phases get graphs of their own now
+        with self.session.timed_phases() as phases:
+            if self.session.settings.cuda_graphs == "round":  # phases get graphs of their own now
                 self._run()
-            clock.clear()
+            phases.clear()
             wall = self._run()
-        self.phases = Phases(wall, dict(clock.seconds), dict(clock.calls))
+        self.phases = Phases(wall, dict(phases.seconds), dict(phases.calls))
 
     def side(self) -> Side:
         assert self.phases is not None
@@ -101,11 +100,11 @@ class _SideRun:
         return Side(self.seconds, tokens, stats, self.phases)
 
     def _run(self) -> float:
-        """All prompts once; wall seconds of it."""
-        device = self.decoder.settings.device
+        """All prompts once.  Returns the wall seconds that they took."""
+        device = self.session.settings.device
         _wait(device)
         start = time.perf_counter()
-        outputs = self.decoder.generate(self.prompts, self.params, speculate=self.speculate)
+        outputs = self.session.generate(self.prompts, self.params, speculate=self.speculate)
         _wait(device)
         seconds = time.perf_counter() - start
         self.passes.append(outputs)
@@ -113,32 +112,43 @@ class _SideRun:
 
 
 def _compare(
-    decoder: SpecDecoder,
+    session: Session,
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
     baseline: list[list[Generation]],
     speculative: list[list[Generation]],
 ) -> Outputs:
-    """Every pass of one side against the same pass of the other; a difference seen in several passes is listed once."""
-    if decoder.engine.verifier.synthetic is not None:
-        return Outputs(len(prompts), len(baseline), [], is_synthetic=True)
+    """Every pass of one side against the same pass of the other.  A difference seen in several passes is listed once."""
+    if session.forces_acceptance:  # the speculative text is nobody's, but the baseline's is the target's own
+        return Outputs(len(prompts), len(baseline), [], is_synthetic=True, empty=_empty_prompts(session, baseline))
     found: dict[tuple[int, int, int | None, int | None], Divergence] = {}
     for plain, fast in zip(baseline, speculative, strict=True):
         for i, (a, b) in enumerate(zip(plain, fast, strict=True)):
             if first_divergence(a.token_ids, b.token_ids) is not None:
-                part = explain_divergence(decoder, i, prompts[i], a.token_ids, b.token_ids, params[i])
+                part = explain_divergence(session, i, prompts[i], a.token_ids, b.token_ids, params[i])
                 assert part is not None
                 found.setdefault((i, part.index, part.token_baseline, part.token_speculative), part)
-    return Outputs(len(prompts), len(baseline), list(found.values()))
+    empty = _empty_prompts(session, [*baseline, *speculative])
+    return Outputs(len(prompts), len(baseline), list(found.values()), empty=empty)
 
 
-def _memory(decoder: SpecDecoder) -> Memory:
-    modules = [decoder.model] + ([decoder.head] if decoder.head is not None else [])
+def _empty_prompts(session: Session, passes: Iterable[list[Generation]]) -> list[int]:
+    """Numbers of the prompts for which some pass wrote nothing: two empty outputs are equal, and prove nothing."""
+    return sorted({i for outputs in passes for i, output in enumerate(outputs) if _is_empty(output, session.writes_text)})
+
+
+def _is_empty(output: Generation, has_text: bool) -> bool:
+    """Whether the output has no text, or where nothing has text, no token before the one that ended it."""
+    return not output.text if has_text else len(output.token_ids) == (output.finish_reason != "length")
+
+
+def _memory(session: Session) -> Memory:
+    modules = [session.model] + ([session.head] if session.head is not None else [])
     tensors = {t.data_ptr(): t for module in modules for t in module.parameters()}  # shared ones once
     weights = sum(t.numel() * t.element_size() for t in tensors.values())
-    pool = decoder.engine.pool.num_pages * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
-    if decoder.settings.device.type == "cuda":
-        return Memory(weights, pool, torch.cuda.max_memory_allocated(decoder.settings.device), "GPU allocator, this row")
+    pool, device = session.kv_pool_bytes, session.settings.device
+    if device.type == "cuda":
+        return Memory(weights, pool, torch.cuda.max_memory_allocated(device), "GPU allocator, this row")
     import resource  # not there on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,6 +1,6 @@
 """Where the GPU's time goes: a profiler's trace of a few rounds, split by kind of kernel and by phase, and the gaps between.
 
-Kernels are recognised by name.  Knows no engine: what a round is, the caller says by a function that runs one.
+Kernels are recognised by name.  This file knows no engine: the caller hands over a function that runs one round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from specdec.bench.budget import ATTENTION, COPY, GEMM, KINDS, NORM, OTHER, TRACED_PHASES, TREE, KernelSplit
 
-PATTERNS = (  # the first that a kernel's short name holds says its kind
+PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
     (COPY, r"memcpy|memset"),
     (NORM, r"norm|rope|rotate|silu"),
     (ATTENTION, r"attention|suffix|store|flash|fmha"),
@@ -22,7 +22,7 @@ PATTERNS = (  # the first that a kernel's short name holds says its kind
     (TREE, r"gather|scatter|index|search|softmax|reduce"),
     (NORM, r"elementwise|copy|cat|fill|arange|roll"),
 )
-# Kernels that begin a part of a round; which part is said by what comes before and behind.
+# Kernels that begin a part of a round.  Which part it is follows from the marks before and after it.
 FIRST_LEVEL, BEST_NODES, NEXT_TOKENS, ACCEPT = "first_level_kernel", "best_nodes_kernel", "next_tokens_kernel", "accept_kernel"
 MARKS = {FIRST_LEVEL, BEST_NODES, "path_tables_kernel", NEXT_TOKENS, ACCEPT}
 LONGEST = 8
@@ -58,8 +58,8 @@ def trace(step: Callable[[], object], rounds: int, device: torch.device) -> Kern
 def split(spans: Iterable[Span], rounds: int) -> KernelSplit:
     """Splits a trace of so many rounds.
 
-    Chained kernels start before their predecessor ends, and wait for it: an instant belongs to the kernel that started
-    first, so that waiting is not counted as work.
+    A chained kernel starts before its predecessor ends, and waits for it.  So an instant belongs to the kernel that started
+    first, and waiting is not counted as work.
     """
     ordered = sorted((Span(short_name(name), start, end) for name, start, end in spans), key=lambda span: span[1:])
     phases = phases_of([span.name for span in ordered])
@@ -86,9 +86,9 @@ def split(spans: Iterable[Span], rounds: int) -> KernelSplit:
 
 
 def phases_of(names: Sequence[str]) -> list[str]:
-    """The phase that each kernel of whole rounds works for, by the kernels that begin one; "" where those did not run.
+    """The phase that each kernel of whole rounds works for, found by the kernels that begin a phase; "" where none did.
 
-    A verify is what ends in an accept; the extend comes behind it, and what is left is the next draft.
+    The part that ends in an accept is the verify, the part after the accept is the extend, and the others are the next draft.
     """
     marks = [i for i, name in enumerate(names) if name in MARKS]
     if not any(names[i] == ACCEPT for i in marks):
@@ -107,12 +107,12 @@ def phases_of(names: Sequence[str]) -> list[str]:
         phases.append(phase)
     if "extend" not in phases:
         phases = [phase.replace("verify", "decode") for phase in phases]
-    ends = [0, *marks[1:], len(names)]  # what few operations come before the first belong to it
+    ends = [0, *marks[1:], len(names)]  # the few operations before the first mark belong to it
     return [phase for phase, start, end in zip(phases, ends, ends[1:]) for _ in range(start, end)]
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without return type, namespaces and template arguments, which may hold any word."""
+    """A kernel's name without return type, namespaces and template arguments, since these may contain any word."""
     if "cutlass" in name or "cublas" in name.lower():
         return ("flash: " if re.search("flash|fmha", name) else "") + ("cutlass" if "cutlass" in name else "cublas")
     bare = re.split(r"[<(]", name.replace("(anonymous namespace)::", ""), maxsplit=1)[0]
@@ -120,6 +120,6 @@ def short_name(name: str) -> str:
 
 
 def kind_of(short: str) -> str:
-    """The kind of a kernel, of its short name."""
+    """The kind of the kernel that has this short name."""
     lowered = short.lower()
     return next((kind for kind, pattern in PATTERNS if re.search(pattern, lowered)), OTHER)

@@ -1,6 +1,7 @@
-"""A finished measurement: raw counters and times, and every number that is derived from them, each defined once (DESIGN 8).
+"""A finished measurement: raw counters and times, and every number that is derived from them.
 
-Knows no model and does no measuring; `bench` fills it, `report` and `plots` show it.
+Every derived number is defined here and nowhere else.  This file knows no model and does no measuring: `run` fills a
+measurement, `report` and `plots` show it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from specdec.bench.budget import BUDGET_DEFINITIONS, PHASES, Budget
 from specdec.generation import Stats
@@ -23,23 +24,35 @@ DEFINITIONS = {
     "accepted); null where none did",
     "tokens_per_second": "median over the timed repeats of output tokens (trimmed) / wall seconds of generate(), prefill "
     "included, for all prompts together",
-    "speed_up": "tokens_per_second of speculative / tokens_per_second of specdec's own autoregressive decoding: same process, "
-    "engine, prompts and max_tokens, warmed alike, in alternating order; null if outputs differed beyond near-ties",
+    "speed_up": "tokens_per_second of speculative / tokens_per_second of specdec's own autoregressive decoding: same "
+    "process, engine, prompts and max_tokens, warmed alike, in alternating order; null if outputs differ beyond near-ties or "
+    "are empty",
     "ms_per_round, ms_per_step": "from a pass of its own that waits for every phase: (wall - prefill) / rounds (steps) of the "
-    "batch, where a round may be a plain step ('decode') if num_steps is auto; 'rest' is what no named phase took: host work",
-    "predicted_speed_up": "accept_length * ms_per_step / ms_per_round; leaves prefill and half-empty batches out",
+    "batch, where a round may be a plain step ('decode') if num_steps is auto; 'rest' is the time that no named phase took, "
+    "which is host work",
+    "predicted_speed_up": "accept_length * ms_per_step / ms_per_round: what it would be if every batch stayed full and prompts "
+    "took no time",
+    "speed_up_factors": "predicted_speed_up times all three is speed_up. uneven_ends: (steps / rounds of the batch) / "
+    "accept_length; sequences end after different numbers of rounds, so that the last rounds run half empty, and tokens after "
+    "the end are cut off. prefill: both sides' prefill, which the draft makes longer. other: from the pass that waits for "
+    "phases to the timed repeats, noise included",
     "outputs": "each prompt's ids of each pass (warm-up, repeats, phases), speculative against baseline. near-tie: both "
     "tokens' scores of a plain forward are within the bound of its best score; never accepted in float32. DIVERGED: anything "
-    "else, also where a mixture of experts in 16 bit parts by more because a router flipped between two passes",
+    "else, also where a mixture of experts in 16 bit parts by more because a router flipped between two passes. EMPTY: some "
+    "prompt's output held nothing, on either side, so that being equal would prove nothing",
+    "failures": "batch sizes and tree shapes in which a request or the engine failed; message says how",
     "repeat_ratio": f"mean over baseline outputs of the share of {REPEAT_N}-grams of tokens that occurred before in the same "
     f"output; above {REPEAT_FLAG} the text loops, which inflates acceptance",
     "counters": "rounds: verify passes of one sequence. drafted, accepted: draft tokens. emitted: accepted + bonus. truncated: "
-    "cut behind the end. prefill_tokens + emitted - truncated = output tokens, asserted per request",
+    "cut off after the end. prefill_tokens + emitted - truncated = output tokens, asserted per request",
     "synthetic_acceptance": "if not null: acceptance was forced, depth by depth, to these conditional probabilities along each "
     "tree's best path (less where that path was pruned: acceptance_by_depth is what happened). The speculative text is not the "
     "target's, so outputs are not compared, and repeat_ratio says nothing about acceptance",
     **{f"budgets.{name}": text for name, text in BUDGET_DEFINITIONS.items()},
 }
+
+
+Verdict = Literal["equal", "near-tie", "DIVERGED", "EMPTY", "SYNTHETIC"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class Phases:
         return 1e3 * self.seconds.get("prefill", 0.0)
 
     def ms(self, name: str) -> float:
-        """One phase's share of a round; `rest` is what the named ones leave."""
+        """Milliseconds of one phase in a round; `rest` is the time that the named phases leave."""
         if name != "rest":
             return 1e3 * self.seconds.get(name, 0.0) / self.rounds if self.rounds else 0.0
         return self.ms_per_round - sum(self.ms(other) for other in PHASES)
@@ -74,7 +87,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Side:
-    """What one side, baseline or speculative, took.  One entry a timed repeat; counters are summed over them."""
+    """What one side, baseline or speculative, took.  Lists have one entry a timed repeat; counters are summed over them."""
 
     seconds: list[float]
     output_tokens: list[int]
@@ -82,16 +95,29 @@ class Side:
     phases: Phases
 
     @property
+    def rates(self) -> list[float]:
+        """Output tokens per second of each timed repeat."""
+        return [tokens / seconds for tokens, seconds in zip(self.output_tokens, self.seconds, strict=True)]
+
+    @property
     def tokens_per_second(self) -> float:
-        return median(tokens / seconds for tokens, seconds in zip(self.output_tokens, self.seconds, strict=True))
+        return median(self.rates)
+
+
+class SpeedUpFactors(NamedTuple):
+    """Predicted times all three is the measured speed-up; each is 1 where its cause is absent."""
+
+    uneven_ends: float
+    prefill: float
+    other: float
 
 
 @dataclass(frozen=True)
 class Divergence:
     """Where two outputs of one prompt part.  Ranks (1 is best) and margin are of a fresh plain forward over the common part.
 
-    margin: from the worse of the two tokens up to the best of all; bound: the most of it that is a near-tie.  In logits, or
-    when sampling in logits / temperature + noise; None where nothing could be compared.
+    margin: how far the worse of the two tokens scores below the best of all.  bound: the largest margin that is a near-tie.
+    Scores are logits, or when sampling logits / temperature + noise.  None where nothing could be compared.
     """
 
     prompt: int
@@ -107,24 +133,37 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Whether both sides wrote the same.  is_synthetic: acceptance was forced, so nothing was compared."""
+    """Whether both sides wrote the same.
+
+    is_synthetic: acceptance was forced, so nothing was compared.  empty: numbers of the prompts for which some pass wrote
+    nothing.
+    """
 
     prompts: int
     passes: int
     differing: list[Divergence]
     is_synthetic: bool = False
+    empty: list[int] = field(default_factory=list)
 
     @property
     def num_equal(self) -> int | None:
-        return None if self.is_synthetic else self.prompts - len({d.prompt for d in self.differing})
+        """Prompts whose outputs are equal and not empty."""
+        return None if self.is_synthetic else self.prompts - len({d.prompt for d in self.differing} | set(self.empty))
 
     @property
-    def verdict(self) -> Literal["equal", "near-tie", "DIVERGED", "SYNTHETIC"]:
-        if self.is_synthetic:
-            return "SYNTHETIC"
+    def verdict(self) -> Verdict:
         if any(d.verdict == "DIVERGED" for d in self.differing):
             return "DIVERGED"
+        if self.empty:
+            return "EMPTY"
+        if self.is_synthetic:
+            return "SYNTHETIC"
         return "near-tie" if self.differing else "equal"
+
+    @property
+    def are_wrong(self) -> bool:
+        """Whether no speed-up may be claimed for them."""
+        return self.verdict in ("DIVERGED", "EMPTY")
 
 
 @dataclass(frozen=True)
@@ -162,16 +201,15 @@ class Cell:
 
     @property
     def speed_up(self) -> float | None:
-        """None where the outputs differ: a faster wrong answer is no speed-up."""
-        if self.outputs.verdict == "DIVERGED":
+        """None where the outputs differ or are empty: a faster wrong answer is no speed-up."""
+        if self.outputs.are_wrong:
             return None
         return self.speculative.tokens_per_second / self.baseline.tokens_per_second
 
     @property
     def speed_ups(self) -> list[float]:
-        """Of each timed repeat alone; how far they lie apart says how quiet the machine was."""
-        sides = [[n / s for n, s in zip(side.output_tokens, side.seconds)] for side in (self.speculative, self.baseline)]
-        return [fast / plain for fast, plain in zip(*sides)]
+        """The speed-up of each timed repeat alone.  How far they lie apart says how quiet the machine was."""
+        return [fast / plain for fast, plain in zip(self.speculative.rates, self.baseline.rates, strict=True)]
 
     @property
     def predicted_speed_up(self) -> float | None:
@@ -180,12 +218,36 @@ class Cell:
             return None
         return self.speculative.counters.accept_length * step / round_
 
+    @property
+    def speed_up_factors(self) -> SpeedUpFactors | None:
+        """Why the measured speed-up is not the predicted one; None where there is none of the two."""
+        predicted, measured = self.predicted_speed_up, self.speed_up
+        if not predicted or measured is None:
+            return None
+        plain, fast = self.baseline.phases, self.speculative.phases
+        without_prefill = plain.rounds * plain.ms_per_round / (fast.rounds * fast.ms_per_round)
+        waited_for = plain.wall_seconds / fast.wall_seconds
+        return SpeedUpFactors(without_prefill / predicted, waited_for / without_prefill, measured / waited_for)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A batch size and tree shape that could not be measured to the end."""
+
+    batch_size: int
+    spec: tuple[int | str, int, int]
+    message: str
+
+    @property
+    def name(self) -> str:
+        return ",".join(map(str, self.spec))
+
 
 @dataclass(frozen=True)
 class Measurement:
     """All cells, budgets if they were asked for, and what is needed to repeat them.
 
-    synthetic_acceptance: the probabilities that acceptance was forced to, by depth.
+    synthetic_acceptance: the probabilities that acceptance was forced to, by depth.  failures: what failed.
     """
 
     machine: dict[str, Any]
@@ -195,10 +257,12 @@ class Measurement:
     cells: list[Cell] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)
     synthetic_acceptance: list[float] | None = None
+    failures: list[Failure] = field(default_factory=list)
 
     @property
     def diverged(self) -> bool:
-        return any(cell.outputs.verdict == "DIVERGED" for cell in self.cells)
+        """Whether anything went wrong with the outputs: some differ, are empty, or were never written."""
+        return bool(self.failures) or any(cell.outputs.are_wrong for cell in self.cells)
 
     def as_json(self) -> dict[str, Any]:
         """Raw fields, and beside each cell's the numbers derived from them."""
@@ -218,6 +282,7 @@ def _derived(cell: Cell) -> dict[str, Any]:
         "speed_up": cell.speed_up,
         "speed_up_of_each_repeat": cell.speed_ups if cell.speed_up is not None else None,
         "predicted_speed_up": cell.predicted_speed_up,
+        "speed_up_factors": None if cell.speed_up_factors is None else cell.speed_up_factors._asdict(),
         "slower_than_baseline": cell.speed_up is not None and cell.speed_up < 1,
         "ms_per_step": plain.phases.ms_per_round,
         "ms_per_round": fast.phases.ms_per_round,

@@ -1,16 +1,16 @@
 """Whether two outputs part at a near-tie: a place where both tokens are the target's best within rounding error.
 
-Asks the target directly, in one plain forward with dense attention: no page, tree, cache or kernel of ours takes part, so
-that a fault in one of them can't excuse itself.
+The check asks the target directly, in one plain forward with dense attention.  No page, tree, cache or kernel of specdec takes
+part in it, so that a fault in one of them can't excuse itself.
 
-Three passes round on their own, in every layer (28 of them, or more): that of either output, and this check's.  So the best
-here need not be the best there, three tokens may tie, and a score may stand a few ulps apart from what either pass saw.  A
-logic error is off by whole units.
+Three passes round on their own, in every layer: the passes of the two outputs, and this check's.  So the best token of this
+check need not be the best of the others, three tokens may tie, and a score may differ by a few ulps from what either pass saw.
+A logic error moves scores by whole units.
 
-Over 8-bit KV the forward rounds keys and values as the cache does.  But a value within an ulp of the border of two steps falls
-to either side; that moves the next layer's values by more than an ulp, more of them fall to the other side, and so on: behind
-many layers two passes may stand apart as far as rounding KV moves logits at all, in float32 too.  An ulp has that added there:
-a measured share of the logits' deviation.
+Over 8-bit KV the forward rounds keys and values as the cache does.  But a value within an ulp of the border between two steps
+may be rounded to either of them.  That moves the next layer's values by more than an ulp, more of those change their step, and
+so on.  After many layers two passes may differ as much as rounding KV changes logits at all, in float32 too.  So the bound is
+larger there, by a measured share of the logits' standard deviation.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -24,14 +24,17 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.quant_cache import LOGIT_NOISE, QuantCache
 from specdec.attention.eager.dense import DenseAttention
 from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
 from specdec.bench.measurement import Divergence
+from specdec.bench.session import Session
 from specdec.config import SamplingParams
-from specdec.decoder import SpecDecoder
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
+LOGIT_NOISE = {
+    "fp8": 2.0**-6,
+    "int8": 2.0**-8,
+}  # how far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py
 
 
 def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:
@@ -41,7 +44,7 @@ def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:
 
 
 def explain_divergence(
-    decoder: SpecDecoder,
+    session: Session,
     prompt: int,
     prompt_ids: Sequence[int],
     ids_a: Sequence[int],
@@ -50,17 +53,18 @@ def explain_divergence(
 ) -> Divergence | None:
     """Where baseline ids_a and speculative ids_b part, and whether both went on with one of the equally good tokens.
 
-    A near-tie: the worse of the two tokens is at most NEAR_TIE_ULPS ulps below the best score.  float32 allows none, unless
-    KV is kept in 8 bits.
-    prompt: the prompt's number.  sampling: as it ran; needs a seed when it samples.  None if the outputs are equal.
+    At a near-tie the worse of the two tokens scores at most NEAR_TIE_ULPS ulps below the best.  In float32 nothing is a
+    near-tie, unless KV is kept in 8 bits.
+    prompt: the prompt's number.  sampling: as it ran, with a seed if it samples.  None if the outputs are equal.
     """
+    assert isinstance(session, Session), session
     index = first_divergence(ids_a, ids_b)
     if index is None:
         return None
     if index >= min(len(ids_a), len(ids_b)):  # one goes on where the other ends: no two tokens to compare
         return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
-    logits_V = _last_logits(decoder, [*prompt_ids, *ids_a[:index]])
-    dtype, noise = decoder.settings.dtype, LOGIT_NOISE.get(decoder.settings.kv_cache_dtype, 0.0)
+    logits_V = _last_logits(session, [*prompt_ids, *ids_a[:index]])
+    dtype, noise = session.settings.dtype, LOGIT_NOISE.get(session.settings.kv_cache_dtype, 0.0)
     bound = NEAR_TIE_ULPS * (_ulp(logits_V.max().item(), dtype) + noise * logits_V.std().item())
     scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
     if sampling.temperature > 0:
@@ -74,18 +78,17 @@ def explain_divergence(
 
 
 @torch.inference_mode()
-def _last_logits(decoder: SpecDecoder, ids: list[int]) -> Tensor:
-    """[V] float32 logits behind the ids, computed in the model's own dtype, from keys and values as the cache keeps them."""
-    model, device = decoder.model, decoder.settings.device
+def _last_logits(session: Session, ids: list[int]) -> Tensor:
+    """[V] float32 logits after the ids, computed in the model's own dtype, from keys and values as the cache keeps them."""
+    model, device = session.model, session.settings.device
     ids_T = torch.tensor(ids, device=device)
-    cache = decoder.engine.verifier.cache
-    attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored if isinstance(cache, QuantCache) else None)
+    attn = DenseAttention(model.config.layer_kinds, as_stored=session.as_stored)
     out = model(ids_T, torch.arange(len(ids), device=device), attn)
     return model.logits(out.hidden_TH[-1:])[0].float()
 
 
 def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor:
-    """What the chosen token maximises: the logits, or when sampling the filtered, scaled and perturbed ones."""
+    """The scores of which the chosen token has the highest: the logits, or when sampling the filtered and perturbed ones."""
     if sampling.temperature == 0:
         return logits_V
     assert sampling.seed is not None
@@ -101,7 +104,7 @@ def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor
 
 
 def _ulp(value: float, dtype: torch.dtype) -> float:
-    """Distance of neighbouring floats of that dtype around the value."""
+    """Distance between neighbouring floats of that dtype around the value."""
     if value == 0 or not math.isfinite(value):
         return torch.finfo(dtype).tiny
     return 2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
+import textwrap
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from specdec.bench.measurement import Cell, Measurement
@@ -12,15 +13,16 @@ from specdec.bench.measurement import Cell, Measurement
 BASELINE_COLOUR = "#999999"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")  # Okabe and Ito: safe for colour-blind readers
 MARKERS = "osD^vP"
+BAR_INCHES, ACCEPTANCE_INCHES, LEAST_INCHES, HEIGHT_INCHES = 0.42, 5.0, 10.5, 5.2
+TITLE_CHARACTERS_PER_INCH = 11
 
 
 def require(path: Path) -> None:
-    """ValueError if matplotlib is absent or can't write such a file; asked before a long run, not behind it."""
+    """ValueError if matplotlib is absent or can't write such a file; asked before a long run, not after it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        install = f"{sys.executable} -m pip install matplotlib"
-        raise ValueError(f"--plot needs matplotlib, which is not installed; to install it: {install}") from error
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from error
     endings = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in endings:
         raise ValueError(f"--plot must end in one of .{', .'.join(sorted(endings))}; got {str(path)!r}")
@@ -28,25 +30,46 @@ def require(path: Path) -> None:
 
 def write_plot(measurement: Measurement, path: Path) -> None:
     """Writes the figure in the format that the path's ending names."""
+    draw(measurement).savefig(path)
+
+
+def draw(measurement: Measurement) -> Any:
+    """The figure: bars of tok/s on the left, lines of acceptance on the right, counts in the title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width = max(10.5, 5 + 0.75 * len(measurement.cells))
-    figure = Figure(figsize=(width, 4.6), layout="constrained", dpi=150)
+    cells = measurement.cells
+    width = max(LEAST_INCHES, ACCEPTANCE_INCHES + 1 + BAR_INCHES * 2 * len(cells))
+    figure = Figure(figsize=(width, HEIGHT_INCHES), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(width - 5, 5))
-    forced = measurement.synthetic_acceptance
-    tag = "" if forced is None else "SYNTHETIC: "
-    _speed(left, measurement.cells, tag)
-    _acceptance(right, measurement.cells, tag)
-    settings = measurement.settings
-    figure.suptitle(
-        ("" if forced is None else f"{tag}acceptance forced to {', '.join(map(str, forced))} by depth\n")
-        + f"{_short(settings['target'])} with {_short(settings['draft'])}, {settings['dtype']}, "
-        f"{settings['attention']} attention\n{measurement.machine['runs_on']}",
-        fontsize=10,
-    )
-    figure.savefig(path)
+    figure.suptitle(_title(measurement, int(width * TITLE_CHARACTERS_PER_INCH)), fontsize=10)
+    if cells:
+        left, right = figure.subplots(1, 2, width_ratios=(width - ACCEPTANCE_INCHES, ACCEPTANCE_INCHES))
+        tag = "" if measurement.synthetic_acceptance is None else "SYNTHETIC: "
+        _speed(left, cells, tag)
+        _acceptance(right, cells, tag)
+    return figure
+
+
+def _title(measurement: Measurement, width: int) -> str:
+    """What ran, where, and how much of it."""
+    settings, prompts, sampling = measurement.settings, measurement.prompts, measurement.settings["sampling"]
+    forced, repeats = measurement.synthetic_acceptance, settings["repeats"]
+    how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    lines = [
+        f"{_short(settings['target'])} with {_short(settings['draft'])}, {settings['dtype']}, "
+        f"{settings['attention']} attention, on {measurement.machine['runs_on']}",
+        f"{_count(prompts['count'], 'prompt')}, at most {sampling['max_tokens']} output tokens each, {how}; "
+        f"{_count(repeats, 'timed repeat')}" + (" (bars: median, whiskers: fastest and slowest)" if repeats > 1 else ""),
+    ]
+    if forced is not None:
+        lines.insert(0, f"SYNTHETIC: acceptance forced to {', '.join(f'{p:g}' for p in forced)} by depth")
+    lines += [f"batch {failure.batch_size}, {failure.name}: FAILED" for failure in measurement.failures]
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, width))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _short(path: str) -> str:
@@ -54,30 +77,39 @@ def _short(path: str) -> str:
 
 
 def _speed(axes: Any, cells: list[Cell], tag: str) -> None:
-    """Bars of tok/s, a group a batch size; each shape stands beside its own baseline, with its speed-up on the bar."""
+    """Bars of tok/s, a group for each batch size.  Each shape stands beside its own baseline, with its speed-up above it."""
     sizes = list(dict.fromkeys(cell.batch_size for cell in cells))
     names = list(dict.fromkeys(cell.name for cell in cells))
-    width = 0.8 / (2 * len(names))
+    width, named = 0.84 / (2 * len(names)), set[str]()
     for cell in cells:
         group, i = sizes.index(cell.batch_size), names.index(cell.name)
-        x = group - 0.4 + width * (2 * i + 0.5)
-        note = "outputs differ" if cell.speed_up is None else f"{cell.speed_up:.2f}x"
-        is_first = group == 0
-        plain, fast = cell.baseline.tokens_per_second, cell.speculative.tokens_per_second
-        _bar(axes, x, plain, width, BASELINE_COLOUR, "its baseline" if is_first and i == 0 else None, "")
-        _bar(axes, x + width, fast, width, COLOURS[i % len(COLOURS)], f"S,k,nd = {cell.name}" if is_first else None, note)
+        x = group - 0.42 + width * (2 * i + 0.5)
+        label = "" if cell.name in named else f"specdec, S,k,nd = {cell.name}"
+        _bar(axes, x, cell.baseline.rates, width, BASELINE_COLOUR, "" if named else "its own baseline")
+        _bar(axes, x + width, cell.speculative.rates, width, COLOURS[i % len(COLOURS)], label)
+        named.add(cell.name)
+        note = {"DIVERGED": "outputs\ndiffer", "EMPTY": "outputs\nempty"}.get(
+            cell.outputs.verdict, f"{cell.speed_up or 0:.2f}x"
+        )
+        top = max(cell.speculative.rates)
+        axes.annotate(note, (x + width, top), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=8)
+    tokens = [sum(cell.speculative.output_tokens) for cell in cells]
+    spread = f"{min(tokens):,}" if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_xlabel("batch size")
+    axes.set_xlabel(f"batch size  ({spread} output tokens timed a bar)")
     axes.set_ylabel("output tokens per second")
-    axes.set_title(f"{tag}Speed (on the bars: against the baseline beside)", fontsize=10)
-    axes.margins(y=0.2)
+    axes.set_title(f"{tag}Speed (the numbers: speed-up over the baseline beside it)", fontsize=10)
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
     _clean(axes)
-    _legend_below(axes, 4)
+    _legend_below(axes, 3)
 
 
-def _bar(axes: Any, x: float, height: float, width: float, colour: str, label: str | None, note: str) -> None:
-    bars = axes.bar(x, height, width * 0.94, color=colour, label=label)
-    axes.bar_label(bars, [note], padding=4, fontsize=8, rotation=90)
+def _bar(axes: Any, x: float, rates: list[float], width: float, colour: str, label: str) -> None:
+    """The repeats' median, and whiskers to their extremes."""
+    middle = median(rates)
+    spread = [[middle - min(rates)], [max(rates) - middle]] if len(rates) > 1 else None
+    axes.bar(x, middle, width * 0.92, color=colour, label=label or "_", yerr=spread, capsize=3, error_kw={"elinewidth": 1})
 
 
 def _acceptance(axes: Any, cells: list[Cell], tag: str) -> None:
@@ -85,21 +117,21 @@ def _acceptance(axes: Any, cells: list[Cell], tag: str) -> None:
     smallest = min(cell.batch_size for cell in cells)
     for i, cell in enumerate(cell for cell in cells if cell.batch_size == smallest):
         values = [math.nan if value is None else value for value in cell.acceptance_by_depth]  # NaN: no marker, no line
-        label = f"{cell.name}: accept length {cell.speculative.counters.accept_length:.2f}"
-        axes.plot(
-            range(1, len(values) + 1), values, marker=MARKERS[i % len(MARKERS)], color=COLOURS[i % len(COLOURS)], label=label
-        )
-    axes.set_ylim(0, 1.02)
+        counters = cell.speculative.counters
+        label = f"{cell.name}: accept length {counters.accept_length:.2f} over {_count(counters.rounds, 'round')}"
+        style = {"marker": MARKERS[i % len(MARKERS)], "color": COLOURS[i % len(COLOURS)]}
+        axes.plot(range(1, len(values) + 1), values, label=label, **style)
+    axes.set_ylim(0, 1.04)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("depth in the draft tree (tokens behind the root)")
+    axes.set_xlabel("depth in the draft tree (tokens after the root)")
     axes.set_ylabel("accepted / reached")
     axes.set_title(f"{tag}Acceptance by depth, batch size {smallest}", fontsize=10)
     _clean(axes)
-    _legend_below(axes, 2)
+    _legend_below(axes, 1)
 
 
 def _legend_below(axes: Any, columns: int) -> None:
-    """Outside, where no bar or line can be."""
+    """Outside the axes, where no bar or line can be."""
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=columns)
 
 

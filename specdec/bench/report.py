@@ -1,4 +1,4 @@
-"""Shows a finished measurement: tables for people, legible at 80 columns.  Knows no model and measures nothing."""
+"""Shows a finished measurement to people, at any width of the terminal.  Knows no model and measures nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.bench.budget import PHASES
 from specdec.bench.budget_report import SYNTHETIC, print_budgets, tag_of
+from specdec.bench.layout import Grid
+from specdec.bench.legend import phases_shown, print_legend
 from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement
 
 DEPTHS_SHOWN = 10
@@ -21,22 +22,33 @@ SHOWN_DIVERGENCES = 3  # a cell; the JSON holds all
 def print_report(measurement: Measurement, console: Console) -> None:
     """Everything but the JSON."""
     console.print(_facts(measurement))
+    for failure in measurement.failures:
+        console.print(Text(f"\nbatch {failure.batch_size}, {failure.name}: FAILED: {failure.message}", "bold red"))
+    if measurement.cells:
+        _print_cells(measurement, console)
+    print_budgets(measurement, console)
+    print_legend(measurement, console)
+
+
+def _print_cells(measurement: Measurement, console: Console) -> None:
     cells, tag = measurement.cells, tag_of(measurement)
     _print(console, f"{tag}Speed", _speed_table(cells))
     for line in _warnings(cells, _router_note(measurement.settings)):
         console.print(line)
-    _print(console, f"{tag}Milliseconds by phase, from a separate pass that waits for each", _phase_table(cells))
-    depths = _depths(cells)
+    if any(cell.speed_up_factors for cell in cells):
+        _print(console, f"{tag}Why the speed-up is not the predicted one: predicted x all three = measured", _why_table(cells))
+    phases = _phase_table(cells, phases_shown(measurement))
+    _print(console, f"{tag}Milliseconds by phase, from a separate pass that waits for each", phases)
+    depths = max(len(cell.acceptance_by_depth) for cell in cells)
     more = f"; the first {DEPTHS_SHOWN} of {depths}, all in --json" if depths > DEPTHS_SHOWN else ""
-    _print(console, f"{tag}Acceptance by depth (accepted / reached{more})", _depth_table(cells, min(depths, DEPTHS_SHOWN)))
+    title = f"{tag}Acceptance by depth in the tree (accepted / reached{more})"
+    _print(console, title, _depth_table(cells, min(depths, DEPTHS_SHOWN)))
     _print(console, f"Memory (peak: {cells[0].memory.peak_of}), and text that repeats itself", _memory_table(cells))
-    print_budgets(measurement, console)
-    console.print(_definitions(measurement), style="dim")
 
 
-def _print(console: Console, title: str, table: Table) -> None:
+def _print(console: Console, title: str, grid: Grid) -> None:
     console.print(Text("\n" + title, "bold"))
-    console.print(table)
+    grid.print(console)
 
 
 def _facts(m: Measurement) -> Table:
@@ -59,7 +71,7 @@ def _facts(m: Measurement) -> Table:
         ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
         ("output", f"at most {sampling['max_tokens']} tokens, {how}" + (", EOS ignored" if sampling["ignore_eos"] else "")),
     ]
-    if s.get("prefix_caching"):  # the warm-up passes left the prompts there
+    if s.get("prefix_caching") and m.cells:  # the warm-up passes left the prompts there
         sides = [side.counters for cell in m.cells for side in (cell.baseline, cell.speculative)]
         found = sum(stats.cached_tokens for stats in sides) / sum(stats.prefill_tokens for stats in sides)
         rows.append(("prefixes", f"cached: {found:.0f} of a prompt's {tokens['sum'] / prompts['count']:.0f} tokens were found"))
@@ -80,7 +92,7 @@ def _facts(m: Measurement) -> Table:
 
 
 def _busy(machine: dict[str, Any]) -> str:
-    """What else the machine did: another program shows as load, another virtual machine as stolen CPU time."""
+    """What else the machine did: another program shows as load, and another virtual machine as stolen CPU time."""
     said = []
     if (machine["load_average"] or 0) > machine["cpus_usable"]:
         said.append(f"load {machine['load_average']:.1f} on {machine['cpus_usable']} CPUs before the start")
@@ -94,25 +106,19 @@ def _sampled(sampling: dict[str, object]) -> str:
     return "sampled with " + ", ".join(parts) + " (+ prompt number)"
 
 
-def _table(*columns: str, synthetic: bool = False) -> Table:
-    """A table whose first two columns name the cell, behind a mark on each row if its numbers come of forced acceptance."""
-    table = Table(box=None, padding=(0, 1), collapse_padding=synthetic, pad_edge=False, header_style="cyan")
-    for column in (*([""] if synthetic else []), "batch", "S,k,nd", *columns):
-        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
-    return table
+def _grid(cells: list[Cell], *columns: str, marked: bool = True) -> Grid:
+    """A grid whose first two columns name the cell.  marked: rows are tagged where acceptance was forced."""
+    is_synthetic = marked and any(cell.outputs.is_synthetic for cell in cells)
+    return Grid(("batch", "S,k,nd"), *columns, tag=SYNTHETIC if is_synthetic else "")
 
 
-def _cell_row(table: Table, cell: Cell, *values: str | Text, synthetic: bool = False) -> None:
-    mark = [Text(SYNTHETIC, "yellow")] if synthetic else []
-    table.add_row(*mark, str(cell.batch_size), cell.name, *values)
-
-
-def _speed_table(cells: list[Cell]) -> Table:
-    table = _table("accept\nlength", "baseline\ntok/s", "specdec\ntok/s", "speed-up", "predicted", "outputs")
+def _speed_table(cells: list[Cell]) -> Grid:
+    columns = ("accept\nlength", "baseline\ntok/s", "specdec\ntok/s", "speed-up", "predicted", "outputs")
+    grid = _grid(cells, *columns, marked=False)  # the last column says it
     for cell in cells:
-        _cell_row(
-            table,
-            cell,
+        grid.add(
+            str(cell.batch_size),
+            cell.name,
             f"{cell.speculative.counters.accept_length:.2f}",
             _number(cell.baseline.tokens_per_second),
             _number(cell.speculative.tokens_per_second),
@@ -120,7 +126,7 @@ def _speed_table(cells: list[Cell]) -> Table:
             "-" if cell.predicted_speed_up is None else f"{cell.predicted_speed_up:.2f}x",
             _outputs(cell),
         )
-    return table
+    return grid
 
 
 def _speed_up(value: float | None) -> Text:
@@ -131,11 +137,22 @@ def _speed_up(value: float | None) -> Text:
 
 def _outputs(cell: Cell) -> Text:
     verdict = cell.outputs.verdict
-    return Text(verdict, {"equal": "green", "near-tie": "yellow", "DIVERGED": "bold red", SYNTHETIC: "yellow"}[verdict])
+    styles = {"equal": "green", "near-tie": "yellow", "DIVERGED": "bold red", "EMPTY": "bold red", SYNTHETIC: "yellow"}
+    return Text(verdict, styles[verdict])
+
+
+def _why_table(cells: list[Cell]) -> Grid:
+    grid = _grid(cells, "predicted", "uneven\nends", "prefill", "other", "measured")
+    for cell in cells:
+        factors = cell.speed_up_factors
+        if factors is not None:
+            values = [f"x {factor:.2f}" for factor in factors]
+            grid.add(str(cell.batch_size), cell.name, f"{cell.predicted_speed_up:.2f}x", *values, f"{cell.speed_up:.2f}x")
+    return grid
 
 
 def _router_note(settings: dict[str, Any]) -> str:
-    """What else may part the outputs of a mixture of experts; empty for other targets, and in float32."""
+    """Another cause of differing outputs, which only a mixture of experts has; empty for other targets, and in float32."""
     if not settings.get("mixture_of_experts") or settings["dtype"] not in ("bfloat16", "float16"):
         return ""
     return f"mixture of experts: in {settings['dtype']} a router flip between passes can cause this; --dtype float32 decides"
@@ -153,6 +170,8 @@ def _warnings(cells: list[Cell], router_note: str) -> list[Text]:
         if cell.outputs.verdict == "DIVERGED":
             lines.append(Text(f"{name}speed-up not shown: outputs differ ({equal})", "bold red"))
             lines += [Text("  " + router_note, "yellow")] if router_note else []
+        if cell.outputs.empty:
+            lines.append(Text(name + _empty(cell), "bold red"))
         if cell.outputs.verdict == "near-tie":
             lines.append(Text(f"{name}outputs part at near-ties only ({equal})", "yellow"))
         shown = sorted(cell.outputs.differing, key=lambda part: part.verdict != "DIVERGED")[:SHOWN_DIVERGENCES]
@@ -168,6 +187,16 @@ def _warnings(cells: list[Cell], router_note: str) -> list[Text]:
     return lines
 
 
+def _empty(cell: Cell) -> str:
+    """What to do about outputs that hold nothing."""
+    empty, count = cell.outputs.empty, cell.outputs.prompts
+    which = ", ".join(str(i + 1) for i in empty[:SHOWN_DIVERGENCES]) + (", ..." if len(empty) > SHOWN_DIVERGENCES else "")
+    return (
+        f"speed-up not shown: {len(empty)} of {count} outputs are empty (prompt {which}); expected text. Look at the model's "
+        "weights, or if it ends at once by right: --ignore-eos"
+    )
+
+
 def _divergence(part: Divergence) -> str:
     where = f"prompt {part.prompt + 1}: {part.verdict} at output token {part.index}"
     if part.token_baseline is None or part.token_speculative is None:
@@ -177,51 +206,31 @@ def _divergence(part: Divergence) -> str:
     return f"{where}: {tokens}, the worse {margin} below the best, bound {part.bound:.3g}"
 
 
-def _phase_table(cells: list[Cell]) -> Table:
-    """A column of plain steps only where "auto" took some."""
-    has_plain = any("decode" in cell.speculative.phases.calls for cell in cells)
-    names = [name for name in (*PHASES, "rest") if name != "decode" or has_plain]
-    table = _table("plain\nstep", "whole\nround", *names, "all\nprefill", synthetic=_any(cells))
+def _phase_table(cells: list[Cell], names: list[str]) -> Grid:
+    grid = _grid(cells, "plain\nstep", "whole\nround", *names, "all\nprefill")
     for cell in cells:
         phases = cell.speculative.phases
         parts = [phases.ms(name) for name in names]
         numbers = [cell.baseline.phases.ms_per_round, phases.ms_per_round, *parts, phases.prefill_ms]
-        _cell_row(table, cell, *(f"{number:.2f}" for number in numbers), synthetic=_any(cells))
-    return table
+        grid.add(str(cell.batch_size), cell.name, *(f"{number:.2f}" for number in numbers))
+    return grid
 
 
-def _any(cells: list[Cell]) -> bool:
-    return any(cell.outputs.is_synthetic for cell in cells)
-
-
-def _depths(cells: list[Cell]) -> int:
-    return max(len(cell.acceptance_by_depth) for cell in cells)
-
-
-def _depth_table(cells: list[Cell], depths: int) -> Table:
-    table = _table(*(str(i + 1) for i in range(depths)), synthetic=_any(cells))
+def _depth_table(cells: list[Cell], depths: int) -> Grid:
+    grid = _grid(cells, *(str(i + 1) for i in range(depths)))
     for cell in cells:
-        values = ("-" if value is None else f"{value:.2f}" for value in cell.acceptance_by_depth[:depths])
-        _cell_row(table, cell, *values, synthetic=_any(cells))
-    return table
+        values = ["-" if value is None else f"{value:.2f}" for value in cell.acceptance_by_depth[:depths]]
+        grid.add(str(cell.batch_size), cell.name, *values, *[""] * (depths - len(values)))
+    return grid
 
 
-def _memory_table(cells: list[Cell]) -> Table:
-    table = _table("weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams")
+def _memory_table(cells: list[Cell]) -> Grid:
+    grid = _grid(cells, "weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams", marked=False)
     for cell in cells:
         memory = cell.memory
         sizes = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)]
-        _cell_row(table, cell, *sizes, f"{cell.repeat_ratio:.2f}")
-    return table
-
-
-def _definitions(measurement: Measurement) -> str:
-    repeats = measurement.settings["repeats"]
-    return (
-        "\nBaseline: specdec's own autoregressive decoding, same process and engine, same warm-up. tok/s: median of "
-        f"{repeats} alternating repeats, output tokens / wall seconds, prefill included. Accept length: tokens per verify, "
-        "bonus included. Predicted: accept length x baseline step / round. All definitions and raw counters: --json FILE."
-    )
+        grid.add(str(cell.batch_size), cell.name, *sizes, f"{cell.repeat_ratio:.2f}")
+    return grid
 
 
 def _number(value: float) -> str:

@@ -1,6 +1,6 @@
 """Measures a pair against its own autoregressive decoding: every batch size with every tree shape, in one process.
 
-Checks what was asked for, loads both models once, and fills a Measurement; how one cell is measured is cell's business.
+Checks what was asked for, loads both models once, and fills a Measurement.  How one cell is measured is cell's business.
 Prints nothing.
 """
 
@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 
+from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
 from specdec.bench.cell import measure_cell
-from specdec.bench.measurement import Measurement
+from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
+from specdec.bench.progress import Progress
 from specdec.bench.prompt_file import FilePrompt
+from specdec.bench.session import Session
 from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
@@ -35,18 +38,19 @@ from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.prompts import Tokenizer, check_length, encode_prompt
-from specdec.verify.synthetic import SyntheticAcceptance
 
 MAX_SEED = 2**63 - 1
-Progress = Callable[[str, int, int], None]  # what runs now, passes done, passes in all
+USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure.  sampling: for every prompt; when it samples, prompt i gets seed + i.  chat: apply the chat template.
+    """What to measure.  prompts: all that there are.  sampling: for every prompt; when it samples, prompt i gets seed + i.
 
-    max_seq_len None: what the longest prompt and max_tokens need.  profile: measure budgets too.  synthetic_acceptance: the
-    conditional probability of each level to force; EOS is then ignored, and greedy requests get seeds for the draws.
+    chat: apply the chat template.  max_seq_len None: what the longest prompt and max_tokens need.  profile: measure budgets
+    too.  synthetic_acceptance: the conditional probability of each level to force; EOS is then ignored, and greedy requests
+    get seeds for the draws.  num_prompts: how many of the prompts to take, from the first on; None takes USUAL_PROMPTS, or
+    as many as the largest batch needs to be full, or all where there are fewer than USUAL_PROMPTS.
     """
 
     target: str | Path
@@ -62,29 +66,26 @@ class BenchOptions:
     max_seq_len: int | None = None
     profile: bool = False
     synthetic_acceptance: Sequence[float] | None = None
+    num_prompts: int | None = None
 
     def __post_init__(self) -> None:
         require_int("repeats", self.repeats, 1)
         for size in self.batch_sizes:
             require_int("batch_sizes", size, 1)
-            if size > len(self.prompts):
-                raise ValueError(
-                    f"a batch of {size} needs at least {size} prompts to be full, got {len(self.prompts)}; nearest settings: "
-                    f"--num-prompts {size}, or --batch-sizes {len(self.prompts)}"
-                )
         _check_once("spec", [spec.label for spec in self.specs])
         _check_once("batch_sizes", list(map(str, self.batch_sizes)))
+        self._check_count()
         if self.sampling.max_tokens < 2:
             raise ValueError(
-                f"max_tokens must be >= 2, since the first token comes of the prefill and no round would run, got "
+                f"max_tokens must be >= 2, since the first token comes from the prefill and no round would run, got "
                 f"{self.sampling.max_tokens}; nearest setting that works: --max-tokens 2"
             )
         if self.sampling.temperature > 0 and self.sampling.seed is None:
             raise ValueError("sampling needs a seed: both sides must draw the same; nearest setting that works: seed=0")
-        highest = MAX_SEED - len(self.prompts) + 1
+        highest = MAX_SEED - len(self.taken) + 1
         if self.sampling.seed is not None and self.sampling.seed > highest:
             raise ValueError(
-                f"seed must be at most {highest}, since prompt i of {len(self.prompts)} gets seed + i, got "
+                f"seed must be at most {highest}, since prompt i of {len(self.taken)} gets seed + i, got "
                 f"{self.sampling.seed}; nearest setting that works: --seed {highest}"
             )
         if self.synthetic_acceptance is not None:
@@ -93,9 +94,36 @@ class BenchOptions:
             for spec in self.specs:
                 check_profile(self.sampling.max_tokens, spec)
 
+    def _check_count(self) -> None:
+        """ValueError unless there are as many prompts as were asked for, and enough for the largest batch."""
+        there, largest = len(self.prompts), max(self.batch_sizes)
+        if self.num_prompts is not None and require_int("--num-prompts", self.num_prompts, 1) > there:
+            raise ValueError(
+                f"{self.prompts_source} holds {there} prompts, {self.num_prompts} were asked for; nearest: --num-prompts "
+                f"{there}"
+            )
+        if largest <= len(self.taken):
+            return
+        needs = f"a batch of {largest} needs at least {largest} prompts to be full, "
+        if largest <= there:
+            raise ValueError(
+                f"{needs}got --num-prompts {self.num_prompts}; nearest settings: --num-prompts {largest}, or --batch-sizes "
+                f"{len(self.taken)}"
+            )
+        raise ValueError(
+            f"{needs}but {self.prompts_source} holds {there}; nearest settings: --batch-sizes {there}, or --prompts with a "
+            "file that holds more"
+        )
+
+    @property
+    def taken(self) -> Sequence[FilePrompt]:
+        """The prompts that are measured."""
+        count = max(USUAL_PROMPTS, *self.batch_sizes) if self.num_prompts is None else self.num_prompts
+        return self.prompts[:count]
+
     @property
     def effective_sampling(self) -> SamplingParams:
-        """What each prompt runs with, its own seed aside.  Forced acceptance draws by seed, and forces EOS tokens too."""
+        """The sampling of each prompt, except for its own seed.  Forced acceptance draws by seed, and may force EOS tokens."""
         if self.synthetic_acceptance is None:
             return self.sampling
         return replace(self.sampling, ignore_eos=True, seed=self.sampling.seed or 0)
@@ -110,7 +138,7 @@ def _check_once(name: str, values: Sequence[str]) -> None:
 
 
 def check_probabilities(probs: Sequence[float], specs: Sequence[SpecConfig]) -> None:
-    """ValueError unless there is one probability a level of every tree."""
+    """ValueError unless there is one probability for each level of every tree."""
     for i, value in enumerate(probs):
         require_float(f"synthetic_acceptance[{i}]", value, 0.0, 1.0)
     for spec in specs:
@@ -122,14 +150,14 @@ def check_probabilities(probs: Sequence[float], specs: Sequence[SpecConfig]) -> 
 
 
 def check_profile(max_tokens: int, spec: SpecConfig) -> None:
-    """ValueError unless a round of the shape has one cost, and outputs are long enough to measure it."""
+    """ValueError unless all rounds of the shape cost the same, and outputs are long enough to measure one."""
     if spec.is_auto:
         raise ValueError(f"a profile needs a number of levels, got num_steps={spec.num_steps!r}; nearest setting: num_steps=5")
     if rounds_in(max_tokens, spec) < 1:
         enough = next(n for n in count(max_tokens) if rounds_in(n, spec) >= 1)
         raise ValueError(
             f"a profile needs max_tokens of at least {enough} with num_steps={spec.num_steps}, so that a round can be measured "
-            f"behind the first ones; got {max_tokens}; nearest setting that works: --max-tokens {enough}"
+            f"after the first ones; got {max_tokens}; nearest setting that works: --max-tokens {enough}"
         )
 
 
@@ -142,7 +170,7 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     forced = options.synthetic_acceptance
     result = Measurement(
         machine_facts(settings.device),
-        versions(),
+        versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
         _settings(options, settings, model.config),
         _prompt_facts(options, prompts),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
@@ -150,11 +178,16 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     steal, total_cpu = steal_and_total()
     for number, (size, spec) in enumerate(product(options.batch_sizes, options.specs)):
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
-        decoder = SpecDecoder(model, head, replace(settings, spec=spec, max_batch_size=size), tokenizer)
+        session = Session(SpecDecoder(model, head, replace(settings, spec=spec, max_batch_size=size), tokenizer))
         if forced is not None:
-            decoder.engine.verifier.synthetic = SyntheticAcceptance.of(forced, model.config.vocab_size, settings.device)
-        _measure(options, decoder, prompts, result, partial(_report_pass, options, on_progress, number))
-        del decoder
+            session.force_acceptance(forced)
+        try:
+            _measure(options, session, prompts, result, partial(_report_pass, options, on_progress, number))
+        except RuntimeError as error:  # a request failed, or memory was short: the other cells may be fine
+            result.failures.append(
+                Failure(size, (spec.num_steps, spec.topk, spec.num_draft_tokens), f"{type(error).__name__}: {error}")
+            )
+        del session
     steal, total_cpu = (now - before for now, before in zip(steal_and_total(), (steal, total_cpu)))
     result.machine["cpu_steal"] = steal / total_cpu if total_cpu else 0.0
     if options.profile:
@@ -167,25 +200,25 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
 
 def _measure(
     options: BenchOptions,
-    decoder: SpecDecoder,
+    session: Session,
     prompts: list[list[int]],
     result: Measurement,
     on_pass: Callable[[str, int], None],
 ) -> None:
-    """One batch size with one tree shape: its cell, and if asked for its budgets; plain decoding's once a batch size."""
-    sampling, size = options.effective_sampling, decoder.settings.max_batch_size
-    result.cells.append(measure_cell(decoder, prompts, sampling, options.repeats, on_pass))
+    """One batch size with one tree shape: its cell, and if asked for its budgets.  Plain decoding has one a batch size."""
+    sampling, size = options.effective_sampling, session.settings.max_batch_size
+    result.cells.append(measure_cell(session, prompts, sampling, options.repeats, on_pass))
     if not options.profile:
         return
     done = any(budget.spec is None and budget.batch_size == size for budget in result.budgets)
     params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(size)]
     for speculate in (True,) if done else (False, True):
         on_pass("profile (speculative)" if speculate else "profile (plain)", 2 * (options.repeats + 2) + speculate)
-        result.budgets.append(profile_work(decoder, prompts[:size], params, speculate, bandwidth=math.nan))  # known later
+        result.budgets.append(profile_work(session, prompts[:size], params, speculate, bandwidth=math.nan))  # known later
 
 
 def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what: str, index: int) -> None:
-    """Passes of all cells, counted on."""
+    """Reports a pass of one cell by its number among the passes of all cells."""
     passes = 2 * (options.repeats + 2) + 2 * options.profile
     size, spec = list(product(options.batch_sizes, options.specs))[number]
     on_progress(
@@ -197,7 +230,7 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of all prompts, checked against the model's limits before its weights are read."""
     config = choose_target(resolve_folder(options.target, "target"), options.engine.get("backend", "auto")).config
     encoded = []
-    for i, prompt in enumerate(options.prompts):
+    for i, prompt in enumerate(options.taken):
         name = f"prompt {i + 1} of {options.prompts_source}"
         if options.chat and not isinstance(prompt, str):
             raise ValueError(f"{name} holds token ids, to which no chat template can be applied; leave --chat out")
@@ -209,7 +242,7 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead, EngineSettings]:
-    """Both models, once for all cells: with room in their position tables for the widest look-ahead."""
+    """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead)
     length = options.max_seq_len or longest_prompt + options.sampling.max_tokens
     engine: dict[str, Any] = {"device": "auto", "dtype": "auto", "attention": "auto", "page_size": 16, "cuda_graphs": "round"}
@@ -251,7 +284,7 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
 
 
 def _prompt_facts(options: BenchOptions, prompts: list[list[int]]) -> dict[str, Any]:
-    """sha256 is of the token ids as they ran, chat template included, written as JSON without spaces."""
+    """sha256 is of the token ids as they ran, with the chat template where it is applied, written as JSON without spaces."""
     text = json.dumps(prompts, separators=(",", ":"))
     return {
         "source": options.prompts_source,

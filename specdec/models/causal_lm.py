@@ -1,4 +1,4 @@
-"""Targets of the Llama family: Llama 2, 3 and later, Mistral, Qwen2 and Qwen3, told apart by switches of their config.
+"""Targets of the Llama family: Llama 2, 3 and 3.x, Mistral, Qwen2 and Qwen3, told apart by switches of their config.
 
 A forward pass takes token ids, positions and this pass's attention, and returns final hidden states and captured layer outputs.
 The caller asks for logits in a second call, so only the rows that somebody reads are multiplied with the vocabulary.  This file
@@ -106,7 +106,7 @@ class CausalLM(Target):
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         normed, captured = layers[0].input_layernorm(x), []
         last = len(layers) - 1
-        early = rows_R if last not in aux_layers else None
+        early = rows_R if last not in aux_layers else None  # the rows that the last layer is limited to
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             x, delta = layer(x, normed, rotation, attn, index, early if index == last else None)
             x, normed = next_norm.add(x, delta)

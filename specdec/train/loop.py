@@ -37,7 +37,7 @@ class Progress:
     """How far a run has come; a checkpoint holds it beside the weights.
 
     seconds: time spent in all runs that led here.  best_loss, best_step: the lowest evaluation loss so far, and its step.
-    history: (step, training loss, evaluation loss) of each evaluation; losses are in nats per token.
+    history: (step, training loss, evaluation loss) of each evaluation.
     """
 
     step: int = 0
@@ -128,8 +128,8 @@ def fit(
 ) -> Progress:
     """Trains the checkpoint's model from progress.step to schedule.steps, and returns the progress at the end.
 
-    loss_at: the training loss of a 0-based step, in nats per token.  A loss that depends on the step's number alone makes a
-    resumed run equal to an uninterrupted one.
+    loss_at: the training loss of a 0-based step.  Where batches depend on the step's number alone, a resumed run reads the same
+    batches as an uninterrupted one.
     evaluate: the evaluation loss of the model as it is.  on_best: called when that loss is the lowest so far.
     The loop evaluates and saves the checkpoint every schedule.eval_every steps and after the last one.  ValueError if the
     training loss is inf or NaN then.

@@ -1,16 +1,17 @@
-"""A decoder that is none: it counts what the benchmark asks of it, and answers at once."""
+"""A session with no decoder in it: it counts what the benchmark asks of it, and answers at once."""
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 
 from specdec.attention.kinds import FULL
+from specdec.bench.session import Session
 from specdec.config import SpecConfig
 from specdec.generation import Generation, Stats
-from specdec.runner.phase_clock import PhaseClock
-from toolkit.driver import stub_engine
 
 
 class StubModel(torch.nn.Module):
@@ -29,32 +30,70 @@ class StubModel(torch.nn.Module):
         return self.row.expand(hidden.shape[0], -1)
 
 
-class StubDecoder:
-    """Counts what is asked of it; speculates five times as fast, or writes `wrong` while it does.
+class StubPhases:
+    """Times of phases that a test can read."""
 
-    outputs: ids of a prompt, the same for every one.
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+
+class StubSession(Session):
+    """Speculates two rounds where plain decoding takes five, or writes `wrong` while it does.
+
+    right: ids of every prompt's output.  text: of every output; None is a decoder without a tokenizer.  reason: why it ended.
     """
 
+    model = settings = head = as_stored = None
+    num_graphs, kv_pool_bytes = 0, 1536
+
     def __init__(
-        self, wrong: list[int] | None = None, logits: list[float] = (0.0,) * 9, dtype=torch.float32, synthetic: bool = False
+        self,
+        wrong: list[int] | None = None,
+        logits: list[float] = (0.0,) * 9,
+        dtype=torch.float32,
+        synthetic: bool = False,
+        right: list[int] = (5, 6, 7, 8, 5, 6),
+        text: str | None = None,
+        reason: str = "length",
     ) -> None:
-        self.model, self.head = StubModel(list(logits)), None
+        self.model = StubModel(list(logits))
         self.settings = SimpleNamespace(
             spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4,
             cuda_graphs=False, kv_cache_dtype="auto",
         )  # fmt: skip
-        self.clock = PhaseClock(torch.device("cpu"))
-        stub_engine(self, self.clock, synthetic)
-        self.right, self.wrong = [5, 6, 7, 8, 5, 6], wrong
+        self.synthetic, self.right, self.wrong, self.text = synthetic, list(right), wrong, text
+        self.reason = reason
+        self.phases, self.is_timing = StubPhases(), False
         self.calls: list[tuple[bool, bool]] = []
 
-    def generate(self, prompts, params, *, speculate):
-        self.calls.append((speculate, self.clock.enabled))
-        self.asked = prompts, params
-        if self.clock.enabled:
+    @property
+    def writes_text(self) -> bool:
+        return self.text is not None
+
+    @property
+    def forces_acceptance(self) -> bool:
+        return self.synthetic
+
+    @contextmanager
+    def timed_phases(self):
+        self.phases.clear()
+        self.is_timing = True
+        try:
+            yield self.phases
+        finally:
+            self.is_timing = False
+
+    def generate(self, prompts, sampling, *, speculate):
+        self.calls.append((speculate, self.is_timing))
+        self.asked = prompts, sampling
+        if self.is_timing:
             for name in ("prefill", *(["draft", "verify", "extend"] if speculate else ["decode"] * 5)):
-                self.clock.seconds[name] += 0.001
-                self.clock.calls[name] += 1
+                self.phases.seconds[name] += 0.001
+                self.phases.calls[name] += 1
         ids = self.wrong if speculate and self.wrong else self.right
         return [self._output(prompt, ids, speculate) for prompt in prompts]
 
@@ -63,4 +102,4 @@ class StubDecoder:
         for _ in range(2 if speculate else 5):
             stats.count_round(3 if speculate else 0, 2 if speculate else 0, 2 if speculate else 0)
         stats.truncated = stats.emitted + 1 - len(ids)
-        return Generation(prompt, ids, "", "length", stats)
+        return Generation(prompt, ids, self.text or "", self.reason, stats)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -54,24 +53,6 @@ def new_request(
     return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming)
 
 
-def stub_engine(decoder: Any, clock: PhaseClock, is_synthetic: bool) -> None:
-    """Gives a decoder that is none what the benchmark reads of an engine."""
-    decoder.engine = SimpleNamespace(
-        runner=SimpleNamespace(
-            clock=clock,
-            num_graphs=0,
-            workers=SimpleNamespace(verifier=SimpleNamespace(synthetic="forced" if is_synthetic else None, cache=None)),
-        ),
-        scheduler=SimpleNamespace(admission=SimpleNamespace(pool=SimpleNamespace(num_pages=3))),
-    )
-
-
-def capture_graph(decoder: Any, most: int) -> None:
-    """The stub's engine has captured one more graph, up to `most`."""
-    runner = decoder.engine.runner
-    runner.num_graphs = min(most, runner.num_graphs + 1)
-
-
 class _Script:
     """A chooser of levels that plays back: levels for round 0, 1, ... and then always the last."""
 
@@ -102,7 +83,7 @@ class Driver:
 
     def submit(self, prompt: Any, sampling: SamplingParams, speculate: bool = True, streaming: bool = False) -> Request:
         """A prompt through the decoder's door, into the queue."""
-        request = self.decoder._request(prompt, sampling, "prompt", streaming=streaming)
+        request = self.decoder.new_request(prompt, sampling, streaming=streaming)
         self.decoder._submit([request], speculate)
         return request
 
@@ -200,7 +181,7 @@ class Driver:
         owned = [page for pages in pool._owned.values() for page in pages]
         assert sorted(owned + pool._free) == list(range(1, pool.num_pages))  # each page once, the dummy never
         if admission.cache is not None:
-            check_books(admission, self.running)
+            check_books(admission, [seat.request for seat in self._scheduler.seats])
 
     def assert_nothing_leaked(self) -> None:
         """With nothing to do: no request, no round in flight, every page free, every row padding."""

@@ -48,6 +48,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(H * V, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: HasLatent, layer: int, rows_R: Tensor | None = None) -> Tensor:
+        """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
         q, latent_TL = self.in_proj(x_TH).split(self.splits, dim=-1)
         if self.q_b_proj is not None:
             assert self.q_a_layernorm is not None

@@ -1,0 +1,118 @@
+"""What the experiments of this folder change or read inside a running engine, which no user can.
+
+This is the only script here that touches the engine's parts.  It knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.attend import PagedAttention
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.batch.tree import DraftTree
+from specdec.decoder import SpecDecoder
+from specdec.steps import RunChunk
+from specdec.verify.tables import tree_tables
+
+# ---- caches ----
+
+
+def target_cache(decoder: SpecDecoder) -> KVCache:
+    return decoder.engine.runner.workers.verifier.cache  # type: ignore[attr-defined]
+
+
+def caches(decoder: SpecDecoder) -> list[KVCache]:
+    """The target's, and the draft's if there is one."""
+    drafter: Any = decoder.engine.runner.workers.drafter  # type: ignore[attr-defined]
+    return [target_cache(decoder)] + ([drafter.cache] if drafter else [])
+
+
+def num_pages(decoder: SpecDecoder) -> int:
+    """Pages of the KV pool."""
+    return decoder.engine.scheduler.admission.pool.num_pages
+
+
+def without_prefill(decoder: SpecDecoder) -> None:
+    """From now on prompts enter as though they had been prefilled: the keys and values in their pages are there already."""
+
+    runner: Any = decoder.engine.runner
+    state = runner.workers.state
+
+    def run(chunk: RunChunk) -> Tensor:
+        device, parts = state.lens_B.device, chunk.parts
+        rows, ends, last = (
+            torch.tensor(numbers, device=device)
+            for numbers in ([p.row for p in parts], [p.end for p in parts], [int(p.is_last) for p in parts])
+        )
+        bonus = torch.randint(1000, 100000, (len(parts),), device=device)
+        state.level1_tokens_BK[rows] = torch.randint_like(state.level1_tokens_BK[rows], 1000, 90000)
+        state.level1_hidden_BH[rows] = torch.randn_like(state.level1_hidden_BH[rows])
+        state.start_rows(rows, ends.int(), last.int(), bonus)
+        return bonus
+
+    runner.prompts.run = run
+
+
+# ---- shared prefixes ----
+
+
+def set_sharing(decoder: SpecDecoder, shared: bool, in_every_pass: bool) -> None:
+    """Whether rows that name the same pages read them once.  in_every_pass: in passes of many queries too, which must be said
+    before anything is captured."""
+    sharing, runner = decoder.engine.scheduler.sharing, decoder.engine.runner
+    assert sharing is not None
+    sharing.least_saved = 0 if shared else math.inf
+    if in_every_pass:
+        runner.shared = runner.shared._replace(most_queries=10**6)  # type: ignore[attr-defined]
+
+
+def is_shared(decoder: SpecDecoder) -> bool:
+    """Whether the last round's rows read pages together."""
+    sharing = decoder.engine.scheduler.sharing
+    assert sharing is not None
+    return sharing.shares
+
+
+def give_copies(decoder: SpecDecoder) -> None:
+    """Every row but the first gets the shared pages as copies of its own, as without prefix caching."""
+    engine = decoder.engine
+    admission, state = engine.scheduler.admission, engine.runner.workers.state  # type: ignore[attr-defined]
+    pool, size = admission.pool, admission.pool.page_size
+    fixed = [admission.fixed_pages(request) for request in engine.running]
+    count = next(i for i, page in enumerate(fixed[0]) if page != fixed[1][i])
+    for row in range(1, len(engine.running)):
+        pages = torch.tensor(pool.admit(("copy", row), count * size), device=state.lens_B.device)
+        offsets = torch.arange(size, device=pages.device)
+        old = (state.page_table_BW[row, :count].long()[:, None] * size + offsets).flatten()
+        new = (pages[:, None] * size + offsets).flatten()
+        for cache in caches(decoder):
+            for layer in cache.kv:  # type: ignore[attr-defined]
+                layer[new] = layer[old]
+        state.page_table_BW[row, :count] = pages.int()
+
+
+def take_copies(decoder: SpecDecoder, rows: int) -> None:
+    """Gives the pages of `give_copies` back to the pool."""
+    for row in range(1, rows):
+        decoder.engine.scheduler.admission.pool.release(("copy", row))
+
+
+@torch.inference_mode()
+def sharing_difference(decoder: SpecDecoder, rows: int, num_heads: int, head_dim: int) -> float:
+    """How far one layer's attention, shared, is from the same attention unshared: ||a - b|| / ||b||, both in bf16."""
+    runner: Any = decoder.engine.runner
+    verifier, state, device = runner.workers.verifier, runner.workers.state.narrow(rows), runner.device
+    tree = DraftTree.chain(torch.zeros(rows, 6, dtype=torch.int64, device=device))
+    q = torch.randn(rows * 6, num_heads, head_dim, dtype=torch.bfloat16, device=device)
+    outs = []
+    for each in (state, state.sharing(runner.shared)):
+        tables = tree_tables(each, tree, verifier.page_size)
+        cache, backend = verifier.cache, verifier.backend
+        attn = PagedAttention(backend, cache, tables.plan, tables.slots_BN.flatten())
+        torch.cuda.synchronize()  # attention reads its tables before it waits: in a model they are much older
+        outs.append(backend.attend(q, cache.view(3), attn.prepared[cache.kinds[3]]).double())
+    return float((outs[1] - outs[0]).norm() / outs[0].norm())

@@ -1,0 +1,178 @@
+"""A decoder as the benchmark drives it: prompts go in, rounds run one by one, and times and sizes come out.
+
+This is the only file of bench/ that touches the engine inside a decoder.  It knows nothing of cells, budgets or reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from specdec.attention.caches.quant_cache import QuantCache
+from specdec.attention.eager.dense import StoreFn
+from specdec.build import kv_bytes_per_page
+from specdec.config import SamplingParams
+from specdec.decoder import SpecDecoder
+from specdec.draft.eagle import DraftHead
+from specdec.engine.request import Request
+from specdec.generation import Generation
+from specdec.loading import EngineSettings
+from specdec.models.target import Target
+from specdec.runner.phase_clock import PhaseClock
+from specdec.verify.synthetic import SyntheticAcceptance
+
+
+class StepTime(NamedTuple):
+    """Seconds of one round: all of it, and the part in which the host waited for the device."""
+
+    wall: float
+    waited: float
+
+
+class Submitted:
+    """One prompt that was handed to the engine."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @property
+    def is_done(self) -> bool:
+        return self._request.is_done
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made the request fail, if it did."""
+        return self._request.error
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return len(self._request.prompt_ids) + len(self._request.output.token_ids)
+
+
+class PhaseTimes:
+    """Seconds and calls of each phase since the last `clear`."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return dict(self._clock.seconds)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        return dict(self._clock.calls)
+
+    def clear(self) -> None:
+        self._clock.clear()
+
+
+class Session:
+    """Drives one decoder.  Whoever submits prompts must `cancel` them in the end; finished ones don't mind."""
+
+    def __init__(self, decoder: SpecDecoder) -> None:
+        self.decoder = decoder
+        self._submitted: list[Request] = []
+
+    # ---- what the decoder is made of ----
+
+    @property
+    def model(self) -> Target:
+        return self.decoder.model
+
+    @property
+    def head(self) -> DraftHead | None:
+        return self.decoder.head
+
+    @property
+    def settings(self) -> EngineSettings:
+        return self.decoder.settings
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether outputs have a text; without a tokenizer they only have token ids."""
+        return self.decoder.tokenizer.is_present
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured so far."""
+        return self.decoder.engine.runner.num_graphs
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """Bytes of the KV pool over both models."""
+        return self.decoder.engine.scheduler.admission.pool.num_pages * kv_bytes_per_page(self.model, self.head, self.settings)
+
+    @property
+    def as_stored(self) -> StoreFn | None:
+        """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
+        cache = self.decoder.engine.runner.workers.verifier.cache
+        return cache.as_stored if isinstance(cache, QuantCache) else None
+
+    # ---- forced acceptance ----
+
+    @property
+    def forces_acceptance(self) -> bool:
+        return self.decoder.engine.runner.workers.verifier.synthetic is not None
+
+    def force_acceptance(self, probs: Sequence[float]) -> None:
+        """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
+        forced = SyntheticAcceptance.of(probs, self.model.config.vocab_size, self.settings.device)
+        self.decoder.engine.runner.workers.verifier.synthetic = forced
+
+    # ---- whole prompts, as users run them ----
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool
+    ) -> list[Generation]:
+        """RuntimeError if a request fails."""
+        return self.decoder.generate(list(prompts), list(sampling), speculate=speculate)
+
+    # ---- round by round ----
+
+    def submit(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool) -> list[Submitted]:
+        """Queues prompts; the next steps prefill them."""
+        requests = [self.decoder.new_request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        self.decoder.engine.submit(requests, speculate)
+        self._submitted += requests
+        return [Submitted(request) for request in requests]
+
+    @property
+    def num_running(self) -> int:
+        """Prompts that are prefilled and not finished."""
+        return len(self.decoder.engine.running)
+
+    @property
+    def num_entering(self) -> int:
+        """Prompts that hold a row, and of which a part is yet to be prefilled."""
+        return len(self.decoder.engine.scheduler.seats) - self.num_running
+
+    def step(self) -> None:
+        """Runs one chunk of prompts, or one round."""
+        self.decoder.engine.step()
+
+    def timed_step(self) -> StepTime:
+        readback = self.decoder.engine.runner.readback
+        waited, start = readback.wait_seconds, time.perf_counter()
+        self.decoder.engine.step()
+        return StepTime(time.perf_counter() - start, readback.wait_seconds - waited)
+
+    def cancel(self) -> None:
+        """Ends everything that was submitted and is not finished, and frees its place."""
+        for request in self._submitted:
+            self.decoder.engine.cancel(request)
+        self._submitted.clear()
+
+    @contextmanager
+    def timed_phases(self) -> Iterator[PhaseTimes]:
+        """Inside, every phase is waited for and timed, from zero.  That slows rounds."""
+        clock = self.decoder.engine.runner.clock
+        clock.clear()
+        clock.enabled = True
+        try:
+            yield PhaseTimes(clock)
+        finally:
+            clock.enabled = False

@@ -1,0 +1,236 @@
+"""What the benchmark shows while it runs and afterwards: progress, tables of any width, words that are explained, a plot."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from toolkit.bench import StubSession
+
+from specdec.bench import plots
+from specdec.bench.budget import Budget, RoundBytes
+from specdec.bench.cell import measure_cell
+from specdec.bench.kernels import Span, split
+from specdec.bench.legend import terms_of
+from specdec.bench.measurement import Cell, Failure, Measurement, Phases
+from specdec.bench.progress import LEAST_SECONDS, PlainLines, show_progress
+from specdec.bench.report import print_report
+from specdec.config import SamplingParams
+from specdec.generation import Stats
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+GREEDY = SamplingParams(max_tokens=9)
+NUMBER = re.compile(r"\d[\d.,]*\d|\d")
+
+
+def cell_of(seconds: tuple[list[float], list[float]] = ([2.0, 2.5, 4.0], [1.0, 0.5, 0.8]), **stub: object) -> Cell:
+    """A cell of round numbers: 12 output tokens in each pass.  seconds: of the baseline's repeats and of specdec's."""
+    cell = measure_cell(StubSession(**stub), PROMPTS, GREEDY, 3)
+    plain = Phases(0.062, {"prefill": 0.012, "decode": 0.049}, {"prefill": 1, "decode": 5})
+    fast = Phases(0.035, {"prefill": 0.015, "draft": 0.004, "verify": 0.012, "extend": 0.003},
+                  {"prefill": 1, "draft": 2, "verify": 2, "extend": 2})  # fmt: skip
+    baseline = replace(cell.baseline, seconds=seconds[0], phases=plain)
+    return replace(cell, baseline=baseline, speculative=replace(cell.speculative, seconds=seconds[1], phases=fast))
+
+
+def budget(**changes: object) -> Budget:
+    """A budget as a GPU gives it."""
+    spans = [Span("nvjet_tst_64x8", 0, 6000), Span("void paged_attention_kernel", 5990, 7000), Span("grow_kernel", 7500, 8000)]
+    fields = {
+        "batch_size": 32, "spec": (5, 1, 6), "context": 32768.0, "bandwidth": 3e12, "graphs": "round",
+        "bytes": RoundBytes(15_000_000_000, 130_000_000, 3_700_000_000, 4_000_000, 5), "round_ms": [8.0, 7.0, 9.0],
+        "host_ms": 0.3, "phases_ms": {"draft": 1.2, "verify": 6.0, "extend": 0.4, "rest": 1.0}, "kernels": split(spans, 1),
+    }  # fmt: skip
+    return Budget(**{**fields, **changes})
+
+
+def measured(*cells: Cell, **changes: object) -> Measurement:
+    sampling = {name: getattr(GREEDY, name) for name in GREEDY.__dataclass_fields__}
+    settings = {
+        "target": "/folder/of/a/target/model", "draft": "/folder/of/its/draft/head", "device": "cpu", "dtype": "float32",
+        "attention": "torch", "attention_reason": "there is no GPU", "cuda_graphs": False, "page_size": 16, "max_seq_len": 64,
+        "repeats": 3, "sampling": sampling,
+    }  # fmt: skip
+    prompts = {
+        "source": "p.jsonl", "count": 17, "tokens": {"min": 2, "max": 3, "sum": 5}, "sha256": "0" * 64, "chat_template": False
+    }  # fmt: skip
+    machine = {"runs_on": "a CPU", "gpus": [], "driver": None, "load_average": 3.0, "cpus_usable": 2, "cpu_steal": 0.5}
+    return Measurement(machine, {"specdec": "0", "torch": "2"}, settings, prompts, list(cells), **changes)
+
+
+def shown(measurement: Measurement, width: int = 80) -> str:
+    out = io.StringIO()
+    print_report(measurement, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def everything() -> Measurement:
+    """A measurement in which every table and every kind of line occurs."""
+    wide = replace(cell_of(), spec=(64, 64, 1024), batch_size=4096)
+    stats = replace(wide.speculative.counters, reached_by_depth=[99] * 12, accepted_by_depth=[55] * 12)
+    wide = replace(wide, speculative=replace(wide.speculative, counters=stats))
+    budgets = [budget(spec=None, phases_ms={"decode": 5.0, "rest": 0.5}), budget()]
+    failures = [Failure(7, (5, 4, 16), "RuntimeError: the request failed while it ran")]
+    return measured(wide, cell_of(), cell_of(wrong=[5, 6, 1, 8, 5, 6]), budgets=budgets, failures=failures)
+
+
+@pytest.mark.parametrize("is_synthetic", [False, True])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_every_number_is_there_and_whole_at_any_width(width: int, is_synthetic: bool) -> None:
+    """Keeps out: tables that are cut with dots or wrap inside a number where the terminal is narrow."""
+    measurement = everything()
+    if is_synthetic:
+        cells = [replace(cell, outputs=replace(cell.outputs, is_synthetic=True)) for cell in measurement.cells]
+        measurement = replace(measurement, cells=cells, synthetic_acceptance=[0.8, 0.5])
+    whole, text = shown(measurement, 500), shown(measurement, width)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width and "…" not in text
+    missing = Counter(NUMBER.findall(whole)) - Counter(NUMBER.findall(text))
+    assert not missing, missing
+    assert {"4096", "64,64,1024", "32,768", "75.0%", "15.0"} <= {*re.findall(r"[\d.,]+\d%?", text)}
+
+
+def test_a_block_names_every_number() -> None:
+    """Keeps out: a narrow layout whose numbers have lost their column's name, and lines for cells that are empty."""
+    lines = [line.strip() for line in shown(measured(cell_of(), budgets=[budget()]), 40).splitlines()]
+    speed = lines[lines.index("Speed") :]
+    assert speed[1:4] == ["batch 2, S,k,nd 2,2,4", "accept length: 3.00", "baseline tok/s: 4.8"]
+    part = lines[lines.index("verify") :]
+    assert part[1:6] == ["ms: 6.00", "share: 69.8%", "limit ms: 5.04", "x limit: 1.19", "extend"]
+    assert part[6:9] == ["ms: 0.400", "share: 4.7%", "limit ms: 0.247"]
+
+
+def test_every_column_is_explained() -> None:
+    """Keeps out: S, k, nd, rest, plain step, SYNTHETIC, near-tie and the like, which nothing on the screen explains."""
+    measurement = everything()
+    terms = {word for term, _ in terms_of(measurement) for word in term.replace(",", "").split()}
+    columns = """S k nd batch accept length baseline speed-up predicted plain step whole round draft verify extend rest prefill
+        KV pool repeated limit x idle GPU phases uneven ends other equal DIVERGED rank bound""".split()
+    assert set(columns) <= terms, set(columns) - terms
+    text = shown(measurement).split("What the words mean")[1]
+    assert all(re.search(rf"^{re.escape(term)}\s", text, re.MULTILINE) for term, _ in terms_of(measurement))
+
+
+def test_only_words_that_occur_are_explained() -> None:
+    """Keeps out: a page of definitions under a report of two tables."""
+    terms = {term for term, _ in terms_of(measured(cell_of()))}
+    assert "equal" in terms and not terms & {"SYNTHETIC", "near-tie", "DIVERGED", "EMPTY", "decode", "GPU", "limit ms", "rank"}
+    forced = measured(cell_of(synthetic=True), synthetic_acceptance=[1.0, 1.0])
+    assert "SYNTHETIC" in {term for term, _ in terms_of(forced)}
+    assert terms_of(measured()) == []
+
+
+def test_the_reasons_turn_the_prediction_into_the_measurement() -> None:
+    """Keeps out: a predicted speed-up of 3.65x beside a measured one of 2.13x, and no word about why."""
+    cell = cell_of()
+    assert cell.predicted_speed_up == pytest.approx(3 * 10 / 10)
+    factors = cell.speed_up_factors
+    assert factors.uneven_ends == pytest.approx((5 / 2) / 3), "five steps against two rounds of three tokens"
+    assert factors.prefill == pytest.approx((62 / 35) / (50 / 20))
+    assert factors.other == pytest.approx(cell.speed_up / (62 / 35))
+    assert cell.predicted_speed_up * factors.uneven_ends * factors.prefill * factors.other == pytest.approx(cell.speed_up)
+    table = shown(measured(cell)).split("Why the speed-up is not the predicted one")[1].split("\n\n")[0]
+    assert table.splitlines()[-1].split() == "2 2,2,4 3.00x x 0.83 x 0.71 x 1.76 3.12x".split()
+    derived = measured(cell).as_json()["cells"][0]["derived"]
+    assert derived["speed_up_factors"] == factors._asdict()
+    wrong = cell_of(wrong=[5, 6, 1, 8, 5, 6])
+    assert wrong.speed_up_factors is None and "Why the speed-up" not in shown(measured(wrong))
+
+
+@pytest.mark.parametrize(
+    ("stub", "verdict"),
+    [
+        ({"text": ""}, "EMPTY"),  # tokens that show as nothing, as from NaN logits
+        ({"right": [1], "text": "", "reason": "eos"}, "EMPTY"),
+        ({"right": [1], "reason": "eos"}, "EMPTY"),
+        ({"right": []}, "EMPTY"),
+        ({"right": [1], "text": "a"}, "equal"),
+        ({"right": [1]}, "equal"),
+        ({"text": "", "synthetic": True}, "EMPTY"),
+        ({"text": "", "wrong": [5, 6, 1]}, "DIVERGED"),
+    ],
+)
+def test_empty_outputs_are_no_success(stub: dict[str, object], verdict: str) -> None:
+    """Keeps out: a target with NaN weights that benches as "2.04x, equal, exit code 0", since nothing equals nothing."""
+    measurement = measured(measure_cell(StubSession(**stub), PROMPTS, GREEDY, 2))
+    (cell,), text = measurement.cells, " ".join(shown(measurement).split())
+    assert cell.outputs.verdict == verdict
+    assert measurement.diverged == (cell.speed_up is None) == (verdict != "equal")
+    assert ("2 of 2 outputs are empty (prompt 1, 2)" in text) == ("text" in stub and not stub["text"] or verdict == "EMPTY")
+    if verdict == "EMPTY":
+        assert measurement.as_json()["cells"][0]["outputs"]["empty"] == [0, 1]
+        assert cell.outputs.num_equal in (0, None)
+
+
+def test_a_cell_that_failed_is_named_and_no_success() -> None:
+    """Keeps out: exit code 0 for a run in which a request failed, and a report that dies because it has no cell."""
+    measurement = measured(failures=[Failure(8, (5, 4, 16), "RuntimeError: a request failed: logits are not finite")])
+    text = " ".join(shown(measurement).split())
+    assert "batch 8, 5,4,16: FAILED: RuntimeError: a request failed: logits are not finite" in text
+    assert measurement.diverged and measurement.as_json()["failures"][0]["batch_size"] == 8
+    assert "FAILED" in plots.draw(measurement).get_suptitle()
+
+
+def test_progress_has_plain_lines_where_nobody_watches_a_bar() -> None:
+    """Keeps out: a log that is silent for a minute, one with a line for each of a thousand passes, and control characters."""
+    out, now = io.StringIO(), [100.0]
+    lines = PlainLines(out, lambda: now[0])
+    lines("loading", 0, 1)
+    for index in range(60):
+        lines(f"pass {index}", index, 60)
+        now[0] += 0.5 * LEAST_SECONDS
+    said = out.getvalue().splitlines()
+    assert said[0] == "specdec: bench: loading (0 s)"
+    assert said[1] == "specdec: bench: pass 2 (10 s, 2 of 60 passes done)"
+    assert len(said) == 30 and "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_asks_the_stream_what_it_is(is_terminal: bool) -> None:
+    """Keeps out: a bar in a file, and plain lines that push a terminal's text away."""
+    out = io.StringIO()
+    out.isatty = lambda: is_terminal
+    with show_progress(out) as report:
+        report("warm-up", 3, 10)
+    assert ("specdec: bench: warm-up (0 s, 3 of 10 passes done)\n" == out.getvalue()) == (not is_terminal)
+
+
+def test_the_plot_shows_counts_and_spread() -> None:
+    """Keeps out: bars from one lucky repeat that look like many, and a figure that doesn't say how much was measured."""
+    cell = cell_of()
+    figure = plots.draw(measured(cell, replace(cell, batch_size=1)))
+    title, (left, right) = " ".join(figure.get_suptitle().split()), figure.axes
+    assert "17 prompts, at most 9 output tokens each, greedy; 3 timed repeats" in title and "whiskers" in title
+    assert "36 output tokens timed a bar" in left.get_xlabel()
+    spreads = [
+        container.errorbar.lines[2][0].get_segments()[0] for container in left.containers if hasattr(container, "errorbar")
+    ]
+    lows, highs = ([segment[i][1] for segment in spreads if segment is not None] for i in (0, 1))
+    for rates in (cell.baseline.rates, cell.speculative.rates):
+        assert min(rates) in lows and max(rates) in highs
+    assert [text.get_text() for text in left.texts] == ["3.12x", "3.12x"]
+    assert right.get_legend().get_texts()[0].get_text() == "2,2,4: accept length 3.00 over 12 rounds"
+    bad = plots.draw(measured(cell_of(wrong=[5, 6, 1, 8, 5, 6]))).axes[0]
+    assert [text.get_text() for text in bad.texts] == ["outputs\ndiffer"]
+
+
+def test_one_repeat_has_no_spread() -> None:
+    """Keeps out: whiskers of no length that look like perfect agreement."""
+    cell = measure_cell(StubSession(), PROMPTS, GREEDY, 1)
+    measurement = measured(cell)
+    measurement.settings["repeats"] = 1
+    figure = plots.draw(measurement)
+    assert "1 timed repeat" in figure.get_suptitle() and "whiskers" not in figure.get_suptitle()
+    assert not any(getattr(container, "errorbar", None) for container in figure.axes[0].containers)
+
+
+def test_rounds_of_nobody_are_no_division_by_zero() -> None:
+    """Keeps out: a crash in the report where every request ended with its first token."""
+    cell = cell_of()
+    phases = Phases(0.01, {"prefill": 0.01}, {"prefill": 1})
+    idle = replace(cell.speculative, phases=phases, counters=Stats(prefill_tokens=6))
+    cell = replace(cell, speculative=idle)
+    assert cell.predicted_speed_up is None and cell.speed_up_factors is None and "What the words mean" in shown(measured(cell))
