@@ -30,7 +30,6 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import HEADROOM, QuantCache
-from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
 from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.attention.kinds import FULL
 from specdec.bench.byte_limit import byte_limit
@@ -39,8 +38,9 @@ from specdec.bench.profile import Work, full_rounds
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.session import Session
 from specdec.build import kv_bytes_per_page
-from specdec.loading import EngineSettings
+from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
+from specdec.resolve import resolve_settings
 
 KV_DTYPES = ("auto", "fp8", "int8")
 SHAPES = ("5,1,6", "5,8,32")
@@ -130,7 +130,7 @@ def pool_bytes(decoder: SpecDecoder) -> int:
 
 
 def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
-    settings = replace(decoder.settings, kv_cache_dtype="auto", dtype=torch.bfloat16)
+    settings = replace(decoder.settings.with_options(kv_cache_dtype="auto"), dtype=torch.bfloat16)
     return num_pages(decoder) * kv_bytes_per_page(decoder.model, decoder.head, settings)
 
 
@@ -157,9 +157,11 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     import round_8b
 
     spec = round_8b.spec_of(shape)
-    device = torch.device("cuda", 0)
-    choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device), kv_dtype=kind))
-    settings = EngineSettings(spec, BATCH, CONTEXT + 1024, 16, choice, "round", device, torch.bfloat16, kv_cache_dtype=kind)
+    options = EngineOptions(
+        device="cuda:0", dtype="bfloat16", max_batch_size=BATCH, max_seq_len=CONTEXT + 1024, attention="triton",
+        kv_cache_dtype=kind,
+    )  # fmt: skip
+    settings = resolve_settings(options, spec, model.config)
     decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
     for cache in caches(decoder):
         fill(cache)

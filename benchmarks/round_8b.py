@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds, rounds_in
@@ -30,11 +29,12 @@ from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
-from specdec.loading import EngineSettings, attention_needs
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
+from specdec.resolve import choose_attention, resolve_settings
 
 TARGET = ModelConfig(
     family="llama", hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -94,10 +94,11 @@ def spec_of(text: str) -> SpecConfig | None:
 def make_decoder(
     model: CausalLM, head: DraftHead, spec: SpecConfig | None, batch: int, context: int, graphs: GraphMode
 ) -> SpecDecoder:
-    device = torch.device("cuda", 0)
-    settings = EngineSettings(spec, batch, context + 1024, 16, BackendChoice("auto", ""), graphs, device, torch.bfloat16)
-    needs = attention_needs(settings, model.config, head.config.model)
-    settings = replace(settings, attention=choose_backend("auto", needs))
+    options = EngineOptions(
+        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs
+    )
+    settings = resolve_settings(options, spec, model.config)
+    settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")))
 
 

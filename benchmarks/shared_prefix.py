@@ -29,16 +29,16 @@ import triton
 from engine_internals import give_copies, is_shared, set_sharing, sharing_difference, take_copies
 from round_8b import TARGET, random_pair, spec_of
 
-from specdec.attention.capabilities import AttentionNeeds, architecture_of, choose_backend
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
-from specdec.loading import EngineSettings
 from specdec.models.causal_lm import CausalLM
+from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
+from specdec.resolve import resolve_settings
 
 SPECS = ("plain", "5,1,6", "5,4,16", "5,8,32")
 ROWS, SHARED, OWN = 32, 8192, 256
@@ -48,11 +48,12 @@ WARM, TRACED = 3, 8
 
 
 def make_decoder(model: CausalLM, head: DraftHead, spec: str, prefix_caching: bool) -> SpecDecoder:
-    device, shape = torch.device("cuda", 0), spec_of(spec)
-    choice = choose_backend("auto", AttentionNeeds(device, torch.bfloat16, architecture_of(device)))
-    settings = EngineSettings(
-        shape, ROWS, SHARED + OWN + MAX_TOKENS + 64, 16, choice, "round", device, torch.bfloat16, prefix_caching=prefix_caching
-    )
+    shape = spec_of(spec)
+    options = EngineOptions(
+        device="cuda:0", dtype="bfloat16", max_batch_size=ROWS, max_seq_len=SHARED + OWN + MAX_TOKENS + 64,
+        attention="triton", prefix_caching=prefix_caching,
+    )  # fmt: skip
+    settings = resolve_settings(options, shape, model.config)
     return SpecDecoder(model, head if shape else None, settings, Tokenizer(Path("/nonexistent")))
 
 

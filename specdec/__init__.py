@@ -11,16 +11,18 @@ if TYPE_CHECKING:
     from specdec.config import SamplingParams, SpecConfig
     from specdec.decoder import SpecDecoder
     from specdec.generation import Chunk, Generation, Stats
+    from specdec.options import EngineOptions
 
 __version__ = "0.1.0"
-__all__ = ["Chunk", "Generation", "SamplingParams", "SpecConfig", "SpecDecoder", "Stats"]
+__all__ = ["Chunk", "EngineOptions", "Generation", "SamplingParams", "SpecConfig", "SpecDecoder", "Stats"]
 
 _HOMES = {
     "SpecDecoder": "specdec.decoder",
     "SpecConfig": "specdec.config",
     "SamplingParams": "specdec.config",
-    "Generation": "specdec.generation",
+    "EngineOptions": "specdec.options",
     "Chunk": "specdec.generation",
+    "Generation": "specdec.generation",
     "Stats": "specdec.generation",
 }
 

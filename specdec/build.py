@@ -25,10 +25,10 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
-from specdec.loading import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
 from specdec.models.target import Target
+from specdec.resolve import EngineSettings
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Drafter, Workers
 from specdec.startup import STARTUP
@@ -57,31 +57,31 @@ ATTENTION_EFFICIENCY = 0.55  # of attention over long contexts against the matri
 def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine:
     """KV pool, caches and workers around loaded models, and a scheduler for them."""
     kinds = model.config.layer_kinds + (head.config.model.layer_kinds if head else ())
-    ring = ring_of((kind.span for kind in kinds), settings.lookahead, settings.page_size, settings.pages_per_sequence)
-    ring = None if settings.prefix_caching else ring  # what a ring overwrites can't be kept for others
-    pool = PagePool(_pool_pages(model, head, settings, ring), settings.page_size, ring)
+    ring = ring_of((kind.span for kind in kinds), settings.lookahead, settings.options.page_size, settings.pages_per_sequence)
+    ring = None if settings.options.prefix_caching else ring  # what a ring overwrites can't be kept for others
+    pool = PagePool(_pool_pages(model, head, settings, ring), settings.options.page_size, ring)
     workers = _workers(model, head, settings, pool)
     STARTUP.lap("KV pool")
     spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
     heads = heads_a_key(model.config)
-    shared = shared_room(workers.state, MOST_PACKED, heads) if settings.prefix_caching else None
+    shared = shared_room(workers.state, MOST_PACKED, heads) if settings.options.prefix_caching else None
     runner = DeviceRunner(workers, graphs, most_captured_tokens(model, head), shared)
-    admission = Admission(pool, settings.lookahead, settings.prefix_caching)
+    admission = Admission(pool, settings.lookahead, settings.options.prefix_caching)
     scheduler = Scheduler(
         admission,
         chunk_budget(model.config, settings, admission.max_chunk_tokens),
         Speculation(spec, CAPTURE_SECONDS if graphs else 0.0),
-        settings.max_batch_size,
+        settings.options.max_batch_size,
         pads_rows=bool(graphs),
-        sharing=None if shared is None else RowSharing(settings.page_size, LEAST_SAVED[device]),
+        sharing=None if shared is None else RowSharing(settings.options.page_size, LEAST_SAVED[device]),
     )
     return Engine(scheduler, runner, DEPTH[device])
 
 
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pool: PagePool) -> Workers:
-    backend = make_backend(settings.attention)
+    backend, page_size = make_backend(settings.attention_backend), settings.options.page_size
     aux_layers = head.config.aux_layers if head else ()
-    verifier = TargetVerifier(model, _cache(model, model.config, pool, settings), backend, settings.page_size, aux_layers)
+    verifier = TargetVerifier(model, _cache(model, model.config, pool, settings), backend, page_size, aux_layers)
     drafter: Drafter | None = None
     spec = settings.spec if head else None
     if head is not None:
@@ -91,9 +91,9 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
             raise ValueError(
                 f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
             )
-        drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk, settings.page_size)
+        drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk, page_size)
     state = BatchState.empty(
-        settings.max_batch_size + 1,  # the last row is always padding
+        settings.options.max_batch_size + 1,  # the last row is always padding
         settings.pages_per_sequence,
         spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,
@@ -145,8 +145,8 @@ def most_captured_tokens(model: Target, head: DraftHead | None) -> int:
 
 def kv_bytes_per_page(model: Target, head: DraftHead | None, settings: EngineSettings) -> int:
     """Bytes of one page of KV over both models."""
-    configs = [model.config] + ([head.config.model] if head else [])
-    return settings.page_size * sum(kv_token_bytes(config, settings.kv_cache_dtype, settings.dtype) for config in configs)
+    configs, options = [model.config] + ([head.config.model] if head else []), settings.options
+    return options.page_size * sum(kv_token_bytes(config, options.kv_cache_dtype, settings.dtype) for config in configs)
 
 
 def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings, ring: int | None) -> int:
@@ -155,9 +155,9 @@ def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings,
     With prefix caching more, where memory holds them, so that pages outlive their requests: on a GPU up to KEPT_TOKENS, on a
     CPU up to HOST_KEPT_BATCHES such batches too.
     """
-    wanted = settings.max_batch_size * (ring or settings.pages_per_sequence) + 1
-    if settings.prefix_caching:
-        most = KEPT_TOKENS // settings.page_size
+    wanted = settings.options.max_batch_size * (ring or settings.pages_per_sequence) + 1
+    if settings.options.prefix_caching:
+        most = KEPT_TOKENS // settings.options.page_size
         kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * (wanted - 1) + 1)
         wanted = max(wanted, kept)
     fits = int(_pool_bytes(settings.device) // kv_bytes_per_page(model, head, settings))
@@ -176,5 +176,5 @@ def _pool_bytes(device: torch.device) -> float:
 
 def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: EngineSettings) -> KVCache:
     """config: the model's."""
-    slots = pool.num_pages * settings.page_size
-    return make_cache(model, config, slots, settings.kv_cache_dtype, settings.dtype, settings.device)
+    slots = pool.num_pages * settings.options.page_size
+    return make_cache(model, config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -27,3 +29,31 @@ def require_float(name: str, value: Any, low: float, high: float, *, above_low: 
         hint = "" if above_low and nearest == low else f"; nearest setting that works: {name}={nearest}"
         raise ValueError(f"{name} must be in {bounds}, got {value}{hint}")
     return float(value)
+
+
+def require_bool(name: str, value: Any, nearest: bool) -> bool:
+    """The value, if it is True or False.  nearest: the setting that the error proposes."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}; nearest setting that works: {name}={nearest}")
+    return value
+
+
+def require_choice(name: str, value: Any, choices: Sequence[Any], default: Any) -> Any:
+    """The value, if it is one of the choices; a torch dtype may stand for its name.
+
+    The error proposes the choice that is spelled most like the value, or the default.
+    """
+    plain = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+    if any(plain == choice and type(plain) is type(choice) for choice in choices):
+        return value
+    *others, last = map(repr, choices)
+    expected = f"{name} must be {', '.join(others)} or {last}, got {value!r}"
+    if type(plain) not in {type(choice) for choice in choices}:
+        raise TypeError(f"{expected} of type {type(value).__name__}; nearest setting that works: {name}={default!r}")
+    alike = nearest_name(plain, [choice for choice in choices if isinstance(choice, str)]) if isinstance(plain, str) else ""
+    raise ValueError(f"{expected}; nearest setting that works: {name}={(alike or default)!r}")
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name that is spelled most like this one; empty if none is alike."""
+    return next(iter(get_close_matches(name, list(known), 1)), "")

@@ -7,17 +7,17 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec.build import build_engine
-from specdec.config import GraphMode, SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.eagle import DraftHead
 from specdec.engine.loop import Engine
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
-from specdec.loading import EngineSettings, load_pair
+from specdec.loading import load_pair
 from specdec.models.target import Target
+from specdec.options import EngineOptions, shows_options
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
+from specdec.resolve import EngineSettings
 from specdec.startup import STARTUP
 
 
@@ -30,50 +30,30 @@ class SpecDecoder:
         self._eos_ids = frozenset(model.config.eos_ids)
 
     @classmethod
+    @shows_options
     def from_pretrained(
         cls,
         target: str | Path,
         draft: str | Path | None = None,
         spec: SpecConfig | None = None,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        max_batch_size: int = 8,
-        max_seq_len: int | None = None,
-        page_size: int = 16,
-        attention: str = "auto",
-        cuda_graphs: GraphMode = "round",
-        kv_cache_dtype: str = "auto",
-        backend: str = "auto",
-        prefix_caching: bool = False,
+        *,
+        options: EngineOptions | None = None,
+        **settings: Any,
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
 
         target, draft: folders or hub ids.  draft None: plain autoregressive decoding.  spec: the draft tree's shape,
-        SpecConfig() if None.  device, dtype: "auto" or what torch understands.  max_batch_size: requests that run at once;
-        more wait.  max_seq_len: prompt and output of one request together, None for the model's own limit.  page_size:
-        tokens per KV page.  attention: "auto", "torch", "triton", "fa2", "fa3" or "fa4".  cuda_graphs: capture a whole
-        "round" as one CUDA graph, each phase ("step") as one, or nothing (False); without a GPU it means nothing.
-        kv_cache_dtype: keep keys and values in the models' own dtype ("auto"), or in "fp8" or "int8", half the bytes of 16 bit.
-        backend: compute the target by our own modules ("native"), by "transformers"' code with our attention, or by the first
-        of them that can ("auto").
-        prefix_caching: keep the KV of finished prompts and texts while memory lasts, so that prompts that begin alike start
-        behind it, and rows that run together read it once where that is faster.  The KV pool, else of max_batch_size longest
-        sequences, is then larger: on a GPU 85% of the memory free behind the weights (at most 2**24 tokens), on a CPU 16 times
-        as large (at most 40% of the host's memory, which is taken as it fills).  Off: what runs now never depends on what
-        ran before (in 16 bit, a text computed in other pieces may differ where two tokens tie).
+        SpecConfig() if None.  Engine settings are given one by one, by name, or together as `options`.
 
         ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.
         """
+        chosen = EngineOptions.of(options, settings)
         if spec is not None and draft is None:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
-        spec = SpecConfig() if spec is None else spec
-        model, head, settings, folder = load_pair(
-            target, draft, spec, device, dtype, max_batch_size, max_seq_len, page_size, attention, cuda_graphs,
-            kv_cache_dtype, backend, prefix_caching,
-        )  # fmt: skip
+        model, head, resolved, folder = load_pair(target, draft, SpecConfig() if spec is None else spec, chosen)
         tokenizer = Tokenizer(folder)
         STARTUP.lap("tokenizer")
-        return cls(model, head, settings, tokenizer)
+        return cls(model, head, resolved, tokenizer)
 
     def generate(
         self,

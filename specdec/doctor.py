@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from specdec.attention.capabilities import (
     why_not,
 )
 from specdec.attention.capability_table import table_as_markdown
-from specdec.loading import resolve_device, resolve_dtype
 from specdec.models.checkpoints.loader import read_target_config
+from specdec.options import EngineOptions, setting_of
+from specdec.resolve import resolve_device, resolve_dtype
+from specdec.threads import allowed_threads, usable_cpus
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
@@ -56,7 +59,7 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cpus_usable": _usable_cpus(),
+        "cpus_usable": usable_cpus(),
         "torch_threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
@@ -86,25 +89,43 @@ def run_doctor(console: Console) -> None:
     _print_pairs(console, "Versions", [*found.items(), ("not installed", ", ".join(absent) or "nothing")])
     console.print(_backend_table())
     console.print()
-    _print_pairs(console, "What auto takes", _auto_rows())
+    console.print(_settings_table())
+    console.print()
     pair = "complete" if shipped.is_complete() else "incomplete: bench and generate need --target and --draft"
     _print_pairs(console, "Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)])
 
 
-def _auto_rows() -> list[tuple[str, str]]:
+def _settings_table() -> Table:
+    """Every engine setting: its default, or what "auto" takes on this machine, and what it means."""
+    table = Table(title="Engine settings", title_justify="left", title_style="bold", box=None, padding=(0, 2))
+    table.add_column("name", style="cyan", no_wrap=True)
+    table.add_column("default here", overflow="fold", ratio=2)
+    table.add_column("meaning", overflow="fold", ratio=3)
+    taken = _taken_here()
+    for item in fields(EngineOptions):
+        default = "off" if item.default is False else str(item.default)
+        found = taken.get(item.name)
+        table.add_row(item.name, Text(f"{default}: {found}" if found else default), Text(setting_of(item).meaning))
+    return table
+
+
+def _taken_here() -> dict[str, str]:
+    """What the defaults of options come to on this machine, where the machine decides."""
     device = resolve_device("auto")
     if (shipped.FOLDER / "target" / "config.json").is_file():
         dtype = resolve_dtype("auto", read_target_config(shipped.target_folder()), device)
     else:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     choice = choose_backend("auto", AttentionNeeds(device, dtype, architecture_of(device)))
-    graphs = "on" if device.type == "cuda" else "off: they need a GPU"
-    return [
-        ("device", str(device)),
-        ("dtype", str(dtype).removeprefix("torch.") + (", as the checkpoint" if device.type == "cuda" else "")),
-        ("attention", f"{choice.name}: {choice.reason}"),
-        ("CUDA graphs", graphs),
-    ]
+    on_gpu, most = device.type == "cuda", allowed_threads()
+    return {
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch.") + (", as the checkpoint" if on_gpu else ""),
+        "attention": f"{choice.name} ({choice.reason})",
+        "cuda_graphs": "" if on_gpu else "off, they need a GPU",
+        "max_seq_len": "the model's own limit",
+        "threads": "torch's are left alone" if on_gpu else f"1 to {most}, by the model" if most > 1 else "1",
+    }
 
 
 def _backend_table() -> Table:
@@ -174,10 +195,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def steal_and_total() -> tuple[int, int]:

@@ -102,7 +102,7 @@ def test_a_request_that_fails_leaves_the_other_cells(zoo: Zoo, monkeypatch: pyte
     generate = Session.generate
 
     def failing(self: Session, *args: Any, **kwargs: Any) -> Any:
-        if self.settings.max_batch_size == 2 and kwargs["speculate"]:
+        if self.settings.options.max_batch_size == 2 and kwargs["speculate"]:
             raise RuntimeError("the request failed while it ran: logits are not finite")
         return generate(self, *args, **kwargs)
 

@@ -20,10 +20,10 @@ from transformers import CONFIG_MAPPING
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import KV_DTYPES, AttentionNeeds, choose_backend
-from specdec.loading import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.transformers_backend.config import read_transformers_config
+from specdec.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 
 SPEC_ERRORS = [
     (dict(num_steps=0), ValueError, "num_steps must be in \\[1, 64\\], got 0; nearest .* num_steps=1"),
@@ -158,14 +158,14 @@ LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(page_size=16.0), TypeError, "page_size must be an int"),
     (dict(max_seq_len=1), ValueError, "max_seq_len must be >= 2, got 1; nearest .* max_seq_len=2"),
     (dict(max_seq_len=257), ValueError, "max_seq_len must be at most 256, its max_position_embeddings; got 257; .* 256"),
-    (dict(device="gpu"), ValueError, "device must be 'auto' or a torch device, got 'gpu'; nearest .* 'auto'"),
-    (dict(device="meta"), ValueError, "device must be a CPU or a CUDA device, got 'meta'"),
-    (dict(dtype="int8"), ValueError, "dtype must be 'auto' or one of float32.* got 'int8'; nearest .* 'auto'"),
-    (dict(dtype=torch.int8), ValueError, "dtype must be one of .* got torch.int8; nearest .* 'auto'"),
-    (dict(attention="flash"), ValueError, "one of auto, torch, triton, fa2, fa3, fa4; got 'flash'; nearest .* 'auto'"),
+    (dict(device="gpu"), ValueError, "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'; nearest .* device='auto'"),
+    (dict(device="meta"), ValueError, "device must be 'auto', .* got 'meta'"),
+    (dict(dtype="int8"), ValueError, "dtype must be 'auto', 'float32', .* got 'int8'; nearest .* dtype='auto'"),
+    (dict(dtype=torch.int8), ValueError, "dtype must be 'auto', .* got torch.int8; nearest .* dtype='auto'"),
+    (dict(attention="flash"), ValueError, "attention must be 'auto', .* or 'fa4', got 'flash'; nearest .* attention='auto'"),
     (dict(kv_cache_dtype="int4"), ValueError, "kv_cache_dtype must be {}, {} or {}, got 'int4'".format(*map(repr, KV_DTYPES))),
     (dict(cuda_graphs="yes"), ValueError, "cuda_graphs must be 'round', 'step' or False, got 'yes'"),
-    (dict(cuda_graphs=True), ValueError, "got True; nearest setting: 'round'"),
+    (dict(cuda_graphs=True), ValueError, "got True; nearest setting that works: cuda_graphs='round'"),
     (dict(spec=(5, 4, 16)), TypeError, "spec must be a SpecConfig, got \\(5, 4, 16\\) of type tuple"),
     (dict(spec=SpecConfig(1, 30, 31)), ValueError, "topk must be at most the draft vocabulary, 26, got 30"),
 ]
@@ -197,15 +197,15 @@ def test_latents_in_8_bits_are_refused_at_the_door(tmp_path: Path, monkeypatch: 
             said = f"attention='torch' reads MLA's latent cache in the model's own dtype, got kv_cache_dtype='{kept}'; nearest"
             with pytest.raises(ValueError, match=f"{said} setting that works: kv_cache_dtype='auto'$"):
                 SpecDecoder.from_pretrained(folder, kv_cache_dtype=kept, **settings)
-    assert SpecDecoder.from_pretrained(folder, kv_cache_dtype="auto", **settings).settings.kv_cache_dtype == "auto"
+    assert SpecDecoder.from_pretrained(folder, kv_cache_dtype="auto", **settings).settings.options.kv_cache_dtype == "auto"
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
 def test_8_bit_kv_on_flash_attn_is_refused_at_the_door(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a door that asks the table for less than was asked of it.  The GPU is a stand-in: weights are never read."""
     fake_flash.install(monkeypatch)
-    monkeypatch.setattr("specdec.loading.resolve_device", torch.device)
-    monkeypatch.setattr("specdec.loading.architecture_of", lambda device: (9, 0))
+    monkeypatch.setattr("specdec.resolve.resolve_device", torch.device)
+    monkeypatch.setattr("specdec.resolve.architecture_of", lambda device: (9, 0))
 
     class WeightsRead(Exception):
         pass

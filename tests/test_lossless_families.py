@@ -47,7 +47,7 @@ def test_generate_equals_transformers(
 ) -> None:
     """More prompts than places, so that rows leave and enter in the middle of others' rounds."""
     decoder = load(families, name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=batch)
-    assert decoder.settings.backend == "transformers"
+    assert decoder.settings.target_backend == "transformers"
     outputs = decoder.generate(PROMPTS, SAMPLING)
     for out, max_tokens in zip(outputs, MAX_TOKENS, strict=True):
         assert len(out.token_ids) == max_tokens
@@ -70,7 +70,10 @@ def test_native_modules_agree(families: Families, name: str) -> None:
     """Two implementations of one model: the same ids, and drafts accepted alike, since features agree too."""
     spec = SpecConfig(5, 4, 16)
     native, other = (load(families, name, "eagle3", spec, backend=backend) for backend in ("native", "transformers"))
-    assert native.settings.backend == "native" and load(families, name, None, backend="auto").settings.backend == "native"
+    assert (
+        native.settings.target_backend == "native"
+        and load(families, name, None, backend="auto").settings.target_backend == "native"
+    )
     for mine, theirs in zip(native.generate(PROMPTS, SAMPLING), other.generate(PROMPTS, SAMPLING), strict=True):
         assert mine.token_ids == theirs.token_ids and mine.stats.accepted_per_round == theirs.stats.accepted_per_round
         assert_greedy(families.hf(name), mine)
@@ -78,4 +81,7 @@ def test_native_modules_agree(families: Families, name: str) -> None:
 
 def test_auto_takes_transformers_without_a_native_module(families: Families) -> None:
     settings = load(families, "gemma2", None, backend="auto").settings
-    assert (settings.backend, settings.backend_reason) == ("transformers", "there is no native module for model_type 'gemma2'")
+    assert (settings.target_backend, settings.target_backend_reason) == (
+        "transformers",
+        "there is no native module for model_type 'gemma2'",
+    )

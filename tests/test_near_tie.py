@@ -4,7 +4,7 @@ import pytest
 import torch
 from toolkit.bench import StubSession
 
-from specdec import SamplingParams
+from specdec import EngineOptions, SamplingParams
 from specdec.bench.measurement import Divergence
 from specdec.bench.near_tie import explain_divergence, first_divergence
 
@@ -57,6 +57,6 @@ def test_an_output_that_ends_early_has_diverged():
 def test_over_8_bit_kv_the_noise_of_its_steps_counts_too(kept, below, verdict):
     """Keeps out: a bound that follows the size of the logits, which rounding of keys and values does not."""
     session = StubSession(logits=[90.0, 100.0, 98.0, 100.0 - below, *[90.0, 98.0] * 15], dtype=torch.float32)
-    session.settings.kv_cache_dtype = kept
+    session.settings.options = EngineOptions(kv_cache_dtype=kept)
     part = explain_divergence(session, 0, [1, 2], [9, 1], [9, 3], GREEDY)
     assert part.verdict == verdict, (part.margin, part.bound)

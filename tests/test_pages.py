@@ -195,7 +195,7 @@ def test_the_pool_of_a_prefix_cache_has_bounds(zoo: Zoo, monkeypatch: pytest.Mon
 
     def pages(device: str, free: int, page_size: int = 4) -> int:
         monkeypatch.setattr(specdec.build, "_pool_bytes", lambda device: free)
-        changed = replace(settings, device=torch.device(device), page_size=page_size)
+        changed = replace(settings.with_options(page_size=page_size), device=torch.device(device))
         return specdec.build._pool_pages(model, None, changed, None)
 
     assert pages("cpu", 2**50) == 16 * batch + 1 and pages("cuda", 1000 * a_page) == 1000 and pages("cpu", 99 * a_page) == 99

@@ -22,6 +22,7 @@ from specdec.bench import near_tie
 from specdec.bench.near_tie import LOGIT_NOISE
 from specdec.bench.session import Session
 from specdec.build import kv_bytes_per_page
+from specdec.cli.flags import engine_of
 from specdec.generation import Generation
 
 CASES = [
@@ -45,7 +46,7 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
     attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored)
     logits_TV = model.logits(model(ids_T, torch.arange(len(ids_T)), attn).hidden_TH)
     logits_TV = logits_TV[len(out.prompt_token_ids) - 1 :]
-    noise = LOGIT_NOISE[decoder.settings.kv_cache_dtype] * logits_TV.std()
+    noise = LOGIT_NOISE[decoder.settings.options.kv_cache_dtype] * logits_TV.std()
     best, second = logits_TV.topk(2).values.unbind(-1)
     below = best - logits_TV.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
     assert (below <= noise).all(), (below.tolist(), noise)
@@ -222,4 +223,4 @@ def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> No
 def test_the_command_line_passes_it_on() -> None:
     for command in (["generate", "x"], ["bench"]):
         args = cli.build_parser().parse_args([*command, "--kv-cache-dtype", "fp8"])
-        assert cli._engine(args)["kv_cache_dtype"] == "fp8"
+        assert engine_of(args).kv_cache_dtype == "fp8"

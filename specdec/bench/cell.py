@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, Side, repeat_ratio
+from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, PlainCell, Side, repeat_ratio
 from specdec.bench.near_tie import explain_divergence, first_divergence
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
@@ -34,7 +34,7 @@ def measure_cell(
 
     Where acceptance is forced, the two sides' outputs are not compared.
     """
-    params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
+    params = _with_seeds(sampling, len(prompts))
     sides = {speculate: _SideRun(session, list(prompts), params, speculate) for speculate in (False, True)}
     done = 0
 
@@ -58,7 +58,7 @@ def measure_cell(
     spec = session.settings.spec
     assert spec is not None
     return Cell(
-        session.settings.max_batch_size,
+        session.settings.options.max_batch_size,
         (spec.num_steps, spec.topk, spec.num_draft_tokens),
         baseline.side(),
         speculative.side(),
@@ -66,6 +66,36 @@ def measure_cell(
         repeat_ratio([output.token_ids for output in baseline.passes[0]]),
         memory,
     )
+
+
+def measure_plain(
+    session: Session,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    repeats: int,
+    on_pass: Callable[[str, int], None] = lambda *_: None,
+) -> PlainCell:
+    """The passes of `measure_cell` for a target without a draft, which has only plain decoding."""
+    run = _SideRun(session, list(prompts), _with_seeds(sampling, len(prompts)), speculate=False)
+    for warm_up in range(WARM_UPS):
+        graphs = session.num_graphs
+        on_pass(f"warm-up {warm_up + 1}", 0)
+        run.warm_up()
+        if session.num_graphs == graphs:
+            break
+    for repeat in range(repeats):
+        on_pass(f"repeat {repeat + 1} of {repeats}", repeat + 1)
+        run.time()
+    memory = _memory(session)  # before phases get graphs of their own
+    on_pass("phases", repeats + 1)
+    run.time_phases()
+    ratio = repeat_ratio([output.token_ids for output in run.passes[0]])
+    return PlainCell(session.settings.options.max_batch_size, run.side(), _empty_prompts(session, run.passes), ratio, memory)
+
+
+def _with_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
+    """The sampling of each prompt: prompt i has the seed + i."""
+    return [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(count)]
 
 
 class _SideRun:

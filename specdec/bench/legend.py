@@ -84,6 +84,10 @@ def terms_of(measurement: Measurement) -> list[tuple[str, str]]:
         shown = {"plain step", "whole round", *phases_shown(measurement), "all prefill"}
         found += [(term, meaning) for term, meaning in PHASE_TIMES.items() if term in shown]
         found += MEMORY
+    if measurement.plain_cells:
+        meanings = dict(SPEED) | PHASE_TIMES
+        words = ("tok/s", "plain step", "all prefill")
+        found += [(term, meanings[term].format(repeats=repeats)) for term in words] + MEMORY
     if measurement.budgets:
         found += BUDGETS
     if any(budget.kernels for budget in measurement.budgets):

@@ -22,6 +22,7 @@ DEFINITIONS = {
     "included, before trimming",
     "acceptance_by_depth": "conditional: rounds accepted at depth i / rounds that reached depth i (all shallower ones "
     "accepted); null where none did",
+    "plain_cells": "what was measured where no draft was given: plain decoding, which is one side, so nothing is compared",
     "tokens_per_second": "median over the timed repeats of output tokens (trimmed) / wall seconds of generate(), prefill "
     "included, for all prompts together",
     "speed_up": "tokens_per_second of speculative / tokens_per_second of specdec's own autoregressive decoding: same "
@@ -231,23 +232,38 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A batch size and tree shape that could not be measured to the end."""
+class PlainCell:
+    """One batch size of a target without a draft: plain decoding alone, with nothing to be compared with.
+
+    empty: numbers of the prompts for which some pass wrote nothing.
+    """
 
     batch_size: int
-    spec: tuple[int | str, int, int]
+    baseline: Side
+    empty: list[int]
+    repeat_ratio: float
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A batch size and tree shape that could not be measured to the end.  spec: None for a target without a draft."""
+
+    batch_size: int
+    spec: tuple[int | str, int, int] | None
     message: str
 
     @property
     def name(self) -> str:
-        return ",".join(map(str, self.spec))
+        return "plain decoding" if self.spec is None else ",".join(map(str, self.spec))
 
 
 @dataclass(frozen=True)
 class Measurement:
     """All cells, budgets if they were asked for, and what is needed to repeat them.
 
-    synthetic_acceptance: the probabilities that acceptance was forced to, by depth.  failures: what failed.
+    synthetic_acceptance: the probabilities that acceptance was forced to, by depth.  failures: what failed.  plain_cells: there
+    instead of cells where the target has no draft.
     """
 
     machine: dict[str, Any]
@@ -258,17 +274,26 @@ class Measurement:
     budgets: list[Budget] = field(default_factory=list)
     synthetic_acceptance: list[float] | None = None
     failures: list[Failure] = field(default_factory=list)
+    plain_cells: list[PlainCell] = field(default_factory=list)
 
     @property
     def diverged(self) -> bool:
         """Whether anything went wrong with the outputs: some differ, are empty, or were never written."""
-        return bool(self.failures) or any(cell.outputs.are_wrong for cell in self.cells)
+        wrong = any(cell.outputs.are_wrong for cell in self.cells) or any(cell.empty for cell in self.plain_cells)
+        return bool(self.failures) or wrong
 
     def as_json(self) -> dict[str, Any]:
         """Raw fields, and beside each cell's the numbers derived from them."""
         data = asdict(self)
         for cell, raw in zip(self.cells, data["cells"], strict=True):
             raw["derived"] = _derived(cell)
+        for plain, raw in zip(self.plain_cells, data["plain_cells"], strict=True):
+            phases = plain.baseline.phases
+            raw["derived"] = {
+                "tokens_per_second": plain.baseline.tokens_per_second,
+                "ms_per_step": phases.ms_per_round,
+                "prefill_ms": phases.prefill_ms,
+            }
         data["budgets"] = [budget.as_json() for budget in self.budgets]
         return {"format": "specdec bench 1", "definitions": DEFINITIONS, **data}
 

@@ -64,7 +64,7 @@ def explain_divergence(
     if index >= min(len(ids_a), len(ids_b)):  # one goes on where the other ends: no two tokens to compare
         return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
     logits_V = _last_logits(session, [*prompt_ids, *ids_a[:index]])
-    dtype, noise = session.settings.dtype, LOGIT_NOISE.get(session.settings.kv_cache_dtype, 0.0)
+    dtype, noise = session.settings.dtype, LOGIT_NOISE.get(session.settings.options.kv_cache_dtype, 0.0)
     bound = NEAR_TIE_ULPS * (_ulp(logits_V.max().item(), dtype) + noise * logits_V.std().item())
     scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
     if sampling.temperature > 0:

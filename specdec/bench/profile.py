@@ -52,7 +52,7 @@ def profile_work(
         (spec.max_steps, spec.topk, spec.num_draft_tokens) if spec else None,
         context,
         bandwidth,
-        byte_limit(session.model, session.head, spec, len(prompts), context, settings.kv_cache_dtype),
+        byte_limit(session.model, session.head, spec, len(prompts), context, settings.options.kv_cache_dtype),
         settings.cuda_graphs,
         [1e3 * step.wall for step, _ in found],
         1e3 * median(step.wall - step.waited for step, _ in found) if is_gpu else None,

@@ -11,7 +11,7 @@ from rich.text import Text
 from specdec.bench.budget_report import SYNTHETIC, print_budgets, tag_of
 from specdec.bench.layout import Grid
 from specdec.bench.legend import phases_shown, print_legend
-from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement
+from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement, PlainCell
 
 DEPTHS_SHOWN = 10
 NOISY = 1.15  # a speed-up whose repeats lie further apart is said to be noisy
@@ -26,6 +26,11 @@ def print_report(measurement: Measurement, console: Console) -> None:
         console.print(Text(f"\nbatch {failure.batch_size}, {failure.name}: FAILED: {failure.message}", "bold red"))
     if measurement.cells:
         _print_cells(measurement, console)
+    if measurement.plain_cells:
+        _print(console, "Plain decoding: no draft was given, so there is one side", _plain_table(measurement.plain_cells))
+        for cell in measurement.plain_cells:
+            if cell.empty:
+                console.print(Text(f"batch {cell.batch_size}: {_empty(cell.empty, measurement.prompts['count'])}", "bold red"))
     print_budgets(measurement, console)
     print_legend(measurement, console)
 
@@ -64,15 +69,16 @@ def _facts(m: Measurement) -> Table:
         ("versions", f"specdec {m.versions['specdec']}, torch {torch_version}"),
         ("target", s["target"]),
         *([("", f"by {s['backend']}: {s['backend_reason']}")] if s.get("backend", "native") != "native" else []),
-        ("draft", s["draft"]),
+        ("draft", s["draft"] or "none: plain decoding alone is measured"),
         ("runs in", f"{s['dtype']}{kept}, CUDA graphs {graphs}, page size {s['page_size']}, max_seq_len {s['max_seq_len']}"),
         ("attention", f"{s['attention']} ({s['attention_reason']})"),
         ("prompts", f"{prompts['count']} of {tokens['min']} to {tokens['max']} tokens from {prompts['source']}"),
         ("", f"sha256 of the ids {prompts['sha256'][:16]}" + (", chat template applied" if prompts["chat_template"] else "")),
         ("output", f"at most {sampling['max_tokens']} tokens, {how}" + (", EOS ignored" if sampling["ignore_eos"] else "")),
     ]
-    if s.get("prefix_caching") and m.cells:  # the warm-up passes left the prompts there
-        sides = [side.counters for cell in m.cells for side in (cell.baseline, cell.speculative)]
+    sides = [side.counters for cell in m.cells for side in (cell.baseline, cell.speculative)]
+    sides += [cell.baseline.counters for cell in m.plain_cells]
+    if s.get("prefix_caching") and sides:  # the warm-up passes left the prompts there
         found = sum(stats.cached_tokens for stats in sides) / sum(stats.prefill_tokens for stats in sides)
         rows.append(("prefixes", f"cached: {found:.0f} of a prompt's {tokens['sum'] / prompts['count']:.0f} tokens were found"))
     if m.synthetic_acceptance is not None:
@@ -129,6 +135,17 @@ def _speed_table(cells: list[Cell]) -> Grid:
     return grid
 
 
+def _plain_table(cells: list[PlainCell]) -> Grid:
+    times = ("tok/s", "plain\nstep", "all\nprefill")
+    grid = Grid(("batch",), *times, "weights", "KV pool", "peak", f"repeated\n{REPEAT_N}-grams")
+    for cell in cells:
+        memory, phases = cell.memory, cell.baseline.phases
+        sizes = [_bytes(size) for size in (memory.weights, memory.kv_pool, memory.peak)]
+        ms = [f"{phases.ms_per_round:.2f} ms", f"{phases.prefill_ms:.2f} ms"]
+        grid.add(str(cell.batch_size), _number(cell.baseline.tokens_per_second), *ms, *sizes, f"{cell.repeat_ratio:.2f}")
+    return grid
+
+
 def _speed_up(value: float | None) -> Text:
     if value is None:
         return Text("not shown", "bold red")
@@ -171,7 +188,8 @@ def _warnings(cells: list[Cell], router_note: str) -> list[Text]:
             lines.append(Text(f"{name}speed-up not shown: outputs differ ({equal})", "bold red"))
             lines += [Text("  " + router_note, "yellow")] if router_note else []
         if cell.outputs.empty:
-            lines.append(Text(name + _empty(cell), "bold red"))
+            said = _empty(cell.outputs.empty, cell.outputs.prompts)
+            lines.append(Text(f"{name}speed-up not shown: {said}", "bold red"))
         if cell.outputs.verdict == "near-tie":
             lines.append(Text(f"{name}outputs part at near-ties only ({equal})", "yellow"))
         shown = sorted(cell.outputs.differing, key=lambda part: part.verdict != "DIVERGED")[:SHOWN_DIVERGENCES]
@@ -187,12 +205,11 @@ def _warnings(cells: list[Cell], router_note: str) -> list[Text]:
     return lines
 
 
-def _empty(cell: Cell) -> str:
-    """What to do about outputs that hold nothing."""
-    empty, count = cell.outputs.empty, cell.outputs.prompts
+def _empty(empty: list[int], count: int) -> str:
+    """What to do about outputs that hold nothing.  empty: numbers of their prompts, of `count`."""
     which = ", ".join(str(i + 1) for i in empty[:SHOWN_DIVERGENCES]) + (", ..." if len(empty) > SHOWN_DIVERGENCES else "")
     return (
-        f"speed-up not shown: {len(empty)} of {count} outputs are empty (prompt {which}); expected text. Look at the model's "
+        f"{len(empty)} of {count} outputs are empty (prompt {which}); expected text. Look at the model's "
         "weights, or if it ends at once by right: --ignore-eos"
     )
 

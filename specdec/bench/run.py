@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
-from specdec.bench.cell import measure_cell
+from specdec.bench.cell import measure_cell, measure_plain
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.progress import Progress
@@ -32,12 +32,14 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
-from specdec.loading import EngineSettings, load_pair
+from specdec.loading import load_pair
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
+from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer, check_length, encode_prompt
+from specdec.resolve import EngineSettings
 
 MAX_SEED = 2**63 - 1
 USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more
@@ -47,14 +49,16 @@ USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more
 class BenchOptions:
     """What to measure.  prompts: all that there are.  sampling: for every prompt; when it samples, prompt i gets seed + i.
 
-    chat: apply the chat template.  max_seq_len None: what the longest prompt and max_tokens need.  profile: measure budgets
-    too.  synthetic_acceptance: the conditional probability of each level to force; EOS is then ignored, and greedy requests
-    get seeds for the draws.  num_prompts: how many of the prompts to take, from the first on; None takes USUAL_PROMPTS, or
-    as many as the largest batch needs to be full, or all where there are fewer than USUAL_PROMPTS.
+    draft: None measures plain decoding alone; specs is empty then.  chat: apply the chat template.  engine: its
+    max_batch_size is replaced by each of batch_sizes, and its max_seq_len, if it is None, by what the longest prompt and
+    max_tokens need.  profile: measure budgets too.  synthetic_acceptance: the conditional probability of each level to force;
+    EOS is then ignored, and greedy requests get seeds for the draws.  num_prompts: how many of the prompts to take, from the
+    first on; None takes USUAL_PROMPTS, or as many as the largest batch needs to be full, or all where there are fewer than
+    USUAL_PROMPTS.
     """
 
     target: str | Path
-    draft: str | Path
+    draft: str | Path | None
     prompts: Sequence[FilePrompt]
     prompts_source: str
     specs: Sequence[SpecConfig]
@@ -62,8 +66,7 @@ class BenchOptions:
     sampling: SamplingParams
     repeats: int = 3
     chat: bool = False
-    engine: dict[str, Any] = field(default_factory=dict)  # device, dtype, attention, page_size, cuda_graphs
-    max_seq_len: int | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
     profile: bool = False
     synthetic_acceptance: Sequence[float] | None = None
     num_prompts: int | None = None
@@ -72,7 +75,12 @@ class BenchOptions:
         require_int("repeats", self.repeats, 1)
         for size in self.batch_sizes:
             require_int("batch_sizes", size, 1)
-        _check_once("spec", [spec.label for spec in self.specs])
+        if self.draft is not None:
+            _check_once("spec", [spec.label for spec in self.specs])
+        elif self.specs or self.synthetic_acceptance is not None:
+            raise ValueError(
+                "specs and synthetic_acceptance say how to draft, but draft is None; leave them out, or give a draft"
+            )
         _check_once("batch_sizes", list(map(str, self.batch_sizes)))
         self._check_count()
         if self.sampling.max_tokens < 2:
@@ -114,6 +122,16 @@ class BenchOptions:
             f"{needs}but {self.prompts_source} holds {there}; nearest settings: --batch-sizes {there}, or --prompts with a "
             "file that holds more"
         )
+
+    @property
+    def sides(self) -> int:
+        """1 for plain decoding alone, 2 where a draft is compared with it."""
+        return 1 if self.draft is None else 2
+
+    @property
+    def work(self) -> list[tuple[int, SpecConfig | None]]:
+        """Batch size and tree shape of every cell."""
+        return [(size, spec) for size in self.batch_sizes for spec in self.specs or (None,)]
 
     @property
     def taken(self) -> Sequence[FilePrompt]:
@@ -176,17 +194,16 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )
     steal, total_cpu = steal_and_total()
-    for number, (size, spec) in enumerate(product(options.batch_sizes, options.specs)):
+    for number, (size, spec) in enumerate(options.work):
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
-        session = Session(SpecDecoder(model, head, replace(settings, spec=spec, max_batch_size=size), tokenizer))
+        session = Session(SpecDecoder(model, head, replace(settings.with_options(max_batch_size=size), spec=spec), tokenizer))
         if forced is not None:
             session.force_acceptance(forced)
         try:
             _measure(options, session, prompts, result, partial(_report_pass, options, on_progress, number))
         except RuntimeError as error:  # a request failed, or memory was short: the other cells may be fine
-            result.failures.append(
-                Failure(size, (spec.num_steps, spec.topk, spec.num_draft_tokens), f"{type(error).__name__}: {error}")
-            )
+            shape = (spec.num_steps, spec.topk, spec.num_draft_tokens) if spec else None
+            result.failures.append(Failure(size, shape, f"{type(error).__name__}: {error}"))
         del session
     steal, total_cpu = (now - before for now, before in zip(steal_and_total(), (steal, total_cpu)))
     result.machine["cpu_steal"] = steal / total_cpu if total_cpu else 0.0
@@ -206,29 +223,32 @@ def _measure(
     on_pass: Callable[[str, int], None],
 ) -> None:
     """One batch size with one tree shape: its cell, and if asked for its budgets.  Plain decoding has one a batch size."""
-    sampling, size = options.effective_sampling, session.settings.max_batch_size
-    result.cells.append(measure_cell(session, prompts, sampling, options.repeats, on_pass))
+    sampling, size = options.effective_sampling, session.settings.options.max_batch_size
+    if session.head is None:
+        result.plain_cells.append(measure_plain(session, prompts, sampling, options.repeats, on_pass))
+    else:
+        result.cells.append(measure_cell(session, prompts, sampling, options.repeats, on_pass))
     if not options.profile:
         return
     done = any(budget.spec is None and budget.batch_size == size for budget in result.budgets)
     params = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(size)]
-    for speculate in (True,) if done else (False, True):
-        on_pass("profile (speculative)" if speculate else "profile (plain)", 2 * (options.repeats + 2) + speculate)
+    kinds = (False,) if session.head is None else (True,) if done else (False, True)
+    for speculate in kinds:
+        on_pass("profile (speculative)" if speculate else "profile (plain)", options.sides * (options.repeats + 2) + speculate)
         result.budgets.append(profile_work(session, prompts[:size], params, speculate, bandwidth=math.nan))  # known later
 
 
 def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what: str, index: int) -> None:
     """Reports a pass of one cell by its number among the passes of all cells."""
-    passes = 2 * (options.repeats + 2) + 2 * options.profile
-    size, spec = list(product(options.batch_sizes, options.specs))[number]
-    on_progress(
-        f"batch {size}, {spec.label}: {what}", number * passes + index, len(options.batch_sizes) * len(options.specs) * passes
-    )
+    passes = options.sides * (options.repeats + 2 + options.profile)
+    size, spec = options.work[number]
+    name = spec.label if spec else "plain decoding"
+    on_progress(f"batch {size}, {name}: {what}", number * passes + index, len(options.work) * passes)
 
 
 def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of all prompts, checked against the model's limits before its weights are read."""
-    config = choose_target(resolve_folder(options.target, "target"), options.engine.get("backend", "auto")).config
+    config = choose_target(resolve_folder(options.target, "target"), options.engine.backend).config
     encoded = []
     for i, prompt in enumerate(options.taken):
         name = f"prompt {i + 1} of {options.prompts_source}"
@@ -236,20 +256,19 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
             raise ValueError(f"{name} holds token ids, to which no chat template can be applied; leave --chat out")
         message = [{"role": "user", "content": prompt}]
         ids = encode_prompt(message if options.chat else prompt, name, tokenizer, config.vocab_size)
-        check_length(ids, options.effective_sampling, name, options.max_seq_len or config.max_position)
+        check_length(ids, options.effective_sampling, name, options.engine.max_seq_len or config.max_position)
         encoded.append(ids)
     return encoded
 
 
-def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead, EngineSettings]:
+def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead | None, EngineSettings]:
     """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
-    widest = max(options.specs, key=lambda spec: spec.lookahead)
-    length = options.max_seq_len or longest_prompt + options.sampling.max_tokens
-    engine: dict[str, Any] = {"device": "auto", "dtype": "auto", "attention": "auto", "page_size": 16, "cuda_graphs": "round"}
-    engine |= {"max_batch_size": max(options.batch_sizes), "max_seq_len": length} | options.engine
-    model, head, settings, _ = load_pair(options.target, options.draft, widest, **engine)
-    assert head is not None
+    widest = max(options.specs, key=lambda spec: spec.lookahead, default=SpecConfig())  # without a draft it is not looked at
+    length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
+    engine = replace(options.engine, max_batch_size=max(options.batch_sizes), max_seq_len=length)
+    model, head, settings, _ = load_pair(options.target, options.draft, widest, engine)
     for spec in options.specs:
+        assert head is not None
         if spec.topk > head.config.draft_vocab_size:
             raise ValueError(f"topk must be at most the draft vocabulary {head.config.draft_vocab_size}, got {spec.topk}")
         if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
@@ -265,19 +284,11 @@ def _settings(options: BenchOptions, settings: EngineSettings, config: ModelConf
     sampling = options.effective_sampling
     return {
         "target": str(options.target),
-        "draft": str(options.draft),
-        "device": str(settings.device),
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "attention": settings.attention.name,
-        "attention_reason": settings.attention.reason,
-        "cuda_graphs": settings.cuda_graphs,
-        "page_size": settings.page_size,
-        "kv_cache_dtype": settings.kv_cache_dtype,
-        "prefix_caching": settings.prefix_caching,
-        "backend": settings.backend,
-        "backend_reason": settings.backend_reason,
+        "draft": None if options.draft is None else str(options.draft),
+        **settings.by_option(),
+        "attention_reason": settings.attention_backend.reason,
+        "backend_reason": settings.target_backend_reason,
         "mixture_of_experts": config.has_experts,
-        "max_seq_len": settings.max_seq_len,
         "repeats": options.repeats,
         "sampling": {name: getattr(sampling, name) for name in sampling.__dataclass_fields__},
     }

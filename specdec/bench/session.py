@@ -18,8 +18,8 @@ from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.engine.request import Request
 from specdec.generation import Generation
-from specdec.loading import EngineSettings
 from specdec.models.target import Target
+from specdec.resolve import EngineSettings
 from specdec.runner.phase_clock import PhaseClock
 from specdec.verify.synthetic import SyntheticAcceptance
 

@@ -16,6 +16,9 @@ from specdec.train.settings import HeadRun, TargetRun
 Run = TypeVar("Run", HeadRun, TargetRun)
 
 
+THREADS = "threads on a CPU; default: as many as torch takes by itself, since a training step has work for all of them"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of both commands.  Parsed flags hold `run`, the function that executes the command, and `prog`, its name."""
     parser = argparse.ArgumentParser(prog="python -m specdec.train", description="Train small models for specdec.")
@@ -39,6 +42,7 @@ def _head_flags(parser: argparse.ArgumentParser) -> None:
     add("--aux-layers", type=_layers, metavar="I,J,K", help="0-based target layers whose outputs are the features")
     add("--resume", action="store_true", help="go on from DIR's checkpoint and self-generated text")
     add("--device", default="auto", help="default: the GPU if there is one")
+    add("--threads", type=int, metavar="N", help=THREADS)
     _setting_flags(parser, HeadRun)
 
 
@@ -50,6 +54,7 @@ def _target_flags(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", metavar="FILE", help="default: DIR/checkpoint.pt")
     add("--resume", action="store_true", help="go on from the checkpoint")
     add("--device", help="default: cuda where there is one, else cpu")
+    add("--threads", type=int, metavar="N", help=THREADS)
     add("--compile", action="store_true", help="torch.compile the layers (worth it on a GPU)")
     add("--prompts", type=int, default=0, metavar="N", help="write N held-out openings")
     _setting_flags(parser, TargetRun)
@@ -77,7 +82,10 @@ def _head(args: argparse.Namespace) -> None:
 
     from specdec.train.head import train_head
 
-    train_head(run, args.target, args.text, args.out, aux_layers=args.aux_layers, resume=args.resume, device=args.device)
+    train_head(
+        run, args.target, args.text, args.out, aux_layers=args.aux_layers, resume=args.resume, device=args.device,
+        threads=args.threads,
+    )  # fmt: skip
 
 
 def _target(args: argparse.Namespace) -> None:
@@ -92,7 +100,7 @@ def _target(args: argparse.Namespace) -> None:
     done = train_target(
         run, args.text, args.out, extra=args.extra_text, checkpoint=args.checkpoint, resume=args.resume,
         device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"), compile_layers=args.compile,
-        prompts=args.prompts,
+        prompts=args.prompts, threads=args.threads,
     )  # fmt: skip
     print(f"best held-out loss {done.best_loss:.4f} at step {done.best_step}, {done.seconds:.0f} s -> {args.out}")
 

@@ -24,6 +24,7 @@ from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.layers import RMSNorm
 from specdec.models.target import Target
+from specdec.threads import set_training_threads
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
 from specdec.train.settings import MEASURED, HeadRun
@@ -40,6 +41,7 @@ def train_head(
     aux_layers: tuple[int, ...] | None = None,
     resume: bool = False,
     device: str = "auto",
+    threads: int | None = None,
 ) -> Progress:
     """Trains a head, saves it in the folder `out`, and measures its accept length.
 
@@ -48,6 +50,7 @@ def train_head(
     out: gets config.json and model.safetensors of the weights with the lowest evaluation loss, training.json with the settings
     and results, and the two files that `resume` reads: checkpoint.pt and self_text.pt.
     aux_layers: 0-based numbers of the target layers whose outputs are the head's features; None stands for EAGLE-3's choice.
+    threads: of torch, for a run on a CPU; None for as many as torch takes by itself.
 
     Returns the progress at the end.  ValueError for text, settings or files that can't work.
     """
@@ -56,6 +59,7 @@ def train_head(
     torch.manual_seed(run.seed)
     train, held = load_documents(texts, run.held_out)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
+    set_training_threads(decoder.settings.device, threads)
     rows = _rows(decoder, train, run, folder / "self_text.pt", resume).to(decoder.settings.device)
     model = decoder.model
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
@@ -191,7 +195,7 @@ def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, p
     found = {}
     for spec in MEASURED:
         lookahead = spec.lookahead
-        measured = replace(settings, spec=spec, max_batch_size=32, max_seq_len=run.width - lookahead)
+        measured = replace(settings.with_options(max_batch_size=32), spec=spec, max_seq_len=run.width - lookahead)
         pair = SpecDecoder(decoder.model, head, measured, decoder.tokenizer)
         sampling = SamplingParams(max_tokens=run.width - run.longest_prompt - lookahead)
         stats = Stats.total([output.stats for output in pair.generate(prompts, sampling)])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.threads import set_training_threads
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.settings import TargetRun
 from specdec.train.text import (
@@ -163,6 +164,7 @@ def train_target(
     device: str = "cpu",
     compile_layers: bool = False,
     prompts: int = 0,
+    threads: int | None = None,
 ) -> Progress:
     """Trains a target and leaves the weights with the lowest held-out loss in the folder `out`.
 
@@ -170,11 +172,13 @@ def train_target(
     extra: files of further text, which only the early part of the run reads.
     checkpoint: the file that `resume` goes on from; None stands for checkpoint.pt in `out`.
     compile_layers: whether torch.compile compiles the decoder layers.
+    threads: of torch, for a run on a CPU; None for as many as torch takes by itself.
     prompts: how many openings of held-out documents are written to prompts.jsonl in `out`.
 
     Returns the progress at the end.  ValueError for text, settings or files that can't work.
     """
     out = Path(out)
+    set_training_threads(torch.device(device), threads)
     tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, device, prompts)
     out.mkdir(parents=True, exist_ok=True)
     if heldout_openings:

@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SEARCHED = ("specdec", "draft", "verify", "attention", "tests", "scripts", "examples", "docs", "benchmarks", ".ci")
 TEXT = {".py", ".md", ".sh", ".toml", ".txt", ""}
 # `specdec` as something that pip fetches: with an extra, or after `pip install`; a path, a flag or specdec-runtime is neither.
-FETCHED = re.compile(r"specdec\[|pip3? install[^\n#;&|]*?(?<=[ '\"])specdec(?![-\w./])")
+FETCHED = re.compile(r"specdec\[\w|pip3? install[^\n#;&|]*?(?<=[ '\"])specdec(?![-\w./])")
 
 
 def texts() -> list[Path]:

@@ -167,8 +167,8 @@ def test_generation_config_ends_texts_by_token_ids(tmp_path: Path) -> None:
         (dict(target=None), r"target.* must be a folder or a hub id, a str or a Path; got None of type NoneType"),
         (dict(draft=3), r"draft.* must be a folder or a hub id, a str or a Path; got 3 of type int"),
         (dict(draft=b"x"), r"draft.* must be a folder or a hub id, .* of type bytes"),
-        (dict(attention=["torch"]), r"attention must be a str, auto or torch or .*, got \['torch'\] of type list"),
-        (dict(attention=None), r"attention must be a str, .*, got None of type NoneType"),
+        (dict(attention=["torch"]), r"attention must be 'auto', 'torch', .*, got \['torch'\] of type list"),
+        (dict(attention=None), r"attention must be 'auto', .*, got None of type NoneType"),
     ],
 )
 def test_arguments_of_another_type(zoo: Zoo, arguments: dict[str, Any], match: str) -> None:

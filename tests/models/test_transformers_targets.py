@@ -319,7 +319,7 @@ def test_backends_by_name(families: Families) -> None:
     assert choose_target(families.target("llama")).backend == "native"
     with pytest.raises(ValueError, match="no native module for model_type 'gemma2'.* works: backend='transformers'"):
         choose_target(families.target("gemma2"), "native")
-    with pytest.raises(ValueError, match="backend must be one of auto, native, transformers, got 'vllm'"):
+    with pytest.raises(ValueError, match="backend must be 'auto', 'native' or 'transformers', got 'vllm'"):
         SpecDecoder.from_pretrained(families.target("llama"), backend="vllm", device="cpu")
 
 

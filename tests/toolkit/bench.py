@@ -12,6 +12,7 @@ from specdec.attention.kinds import FULL
 from specdec.bench.session import Session
 from specdec.config import SpecConfig
 from specdec.generation import Generation, Stats
+from specdec.options import EngineOptions
 
 
 class StubModel(torch.nn.Module):
@@ -62,8 +63,8 @@ class StubSession(Session):
     ) -> None:
         self.model = StubModel(list(logits))
         self.settings = SimpleNamespace(
-            spec=SpecConfig(2, 2, 4), max_batch_size=2, device=torch.device("cpu"), dtype=dtype, page_size=4,
-            cuda_graphs=False, kv_cache_dtype="auto",
+            options=EngineOptions(max_batch_size=2, page_size=4), spec=SpecConfig(2, 2, 4), device=torch.device("cpu"),
+            dtype=dtype, cuda_graphs=False,
         )  # fmt: skip
         self.synthetic, self.right, self.wrong, self.text = synthetic, list(right), wrong, text
         self.reason = reason

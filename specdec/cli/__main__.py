@@ -1,0 +1,7 @@
+"""`python -m specdec.cli` is the command `specdec`."""
+
+import sys
+
+from specdec.cli.entry import main
+
+sys.exit(main())

@@ -1,0 +1,119 @@
+"""`specdec bench`: measures a pair against its own plain decoding, prints the report, then writes the files asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.cli.flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    engine_of,
+    floats,
+    ints,
+    not_empty,
+    pair_of,
+    sampling_of,
+    tree_shape,
+)  # fmt: skip
+from specdec.cli.output import check_files, console, write_files
+from specdec.config import SpecConfig
+
+if TYPE_CHECKING:
+    from specdec.bench.measurement import Measurement
+    from specdec.bench.run import BenchOptions
+
+HELP = "measure a pair against its own autoregressive decoding"
+DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    shapes = " and ".join(s.label for s in DEFAULT_SPECS)
+    lines = "text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)"
+    add("--prompts", type=not_empty, metavar="FILE", help=lines)
+    add("--num-prompts", type=int, metavar="N", help="the file's first N; default: 8, or as many as the largest batch")
+    spec = f"shape of the draft tree, may be given several times; S may be auto; default: {shapes}"
+    add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
+    add("--batch-sizes", type=ints, default=(1, 8), metavar="N,N", help="default: 1,8")
+    add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
+    add("--repeats", type=int, default=3, metavar="N", help="timed passes a side; default: %(default)s")
+    add("--chat", action="store_true", help="apply the target's chat template to the prompts")
+    add("--profile", action="store_true", help="print where each millisecond of a round goes, beside the byte limit")
+    forced = "force acceptance, one probability a level, for capacity planning; the numbers are marked SYNTHETIC"
+    add("--synthetic-acceptance", type=floats, metavar="P,P,..", help=forced)
+    add("--json", type=not_empty, metavar="FILE", help="write raw counters, all times, settings and definitions")
+    add("--plot", type=not_empty, metavar="FILE.png", help="write a figure (needs matplotlib)")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, "bench")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_files({flag: path for flag, path in (("--json", args.json), ("--plot", args.plot)) if path})
+    if args.plot:
+        from specdec.bench import plots
+
+        plots.require(Path(args.plot))
+    measurement = _measure(_options(args))
+    try:
+        from specdec.bench.report import print_report
+
+        print_report(measurement, console())
+    finally:  # printed first: a disk that is full loses no measurement; but files are written even if nobody reads the report
+        write_files(_writers(args, measurement))
+    return 1 if measurement.diverged else 0
+
+
+def _options(args: argparse.Namespace) -> BenchOptions:
+    from specdec import shipped
+    from specdec.bench.prompt_file import read_prompts
+
+    flags = {"--spec": args.spec, "--synthetic-acceptance": args.synthetic_acceptance, "--plot": args.plot}
+    target, draft = pair_of(args, [flag for flag, value in flags.items() if value])
+    sampling = sampling_of(args)
+    if sampling.temperature > 0 and sampling.seed is None:
+        sampling = replace(sampling, seed=0)
+    source, engine = Path(args.prompts) if args.prompts else shipped.prompts_file(), engine_of(args)
+    prompts = read_prompts(source, args.num_prompts)
+    from specdec.bench.run import BenchOptions
+
+    return BenchOptions(
+        target=target,
+        draft=draft,
+        prompts=prompts,
+        num_prompts=args.num_prompts,
+        prompts_source=str(source),
+        specs=tuple(args.spec or DEFAULT_SPECS) if draft is not None else (),
+        batch_sizes=args.batch_sizes,
+        sampling=sampling,
+        repeats=args.repeats,
+        chat=args.chat,
+        engine=engine,
+        profile=args.profile,
+        synthetic_acceptance=args.synthetic_acceptance,
+    )
+
+
+def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Callable[[Path], object]]:
+    """What writes each file that was asked for."""
+    writers: dict[str, Callable[[Path], object]] = {}
+    if args.json:
+        writers[args.json] = lambda path: path.write_text(json.dumps(measurement.as_json(), indent=1) + "\n")
+    if args.plot:
+        from specdec.bench import plots
+
+        writers[args.plot] = lambda path: plots.write_plot(measurement, path)
+    return writers
+
+
+def _measure(options: BenchOptions) -> Measurement:
+    """Runs the benchmark, and says on stderr how far it is."""
+    from specdec.bench.progress import show_progress
+    from specdec.bench.run import run_bench
+
+    with show_progress() as progress:
+        return run_bench(options, progress)

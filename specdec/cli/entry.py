@@ -1,0 +1,70 @@
+"""From arguments to an exit code: finds the command, runs it, and turns what went wrong into one line on stderr.
+
+Knows no command's flags and imports nothing heavy: every command does that when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from specdec import __version__
+from specdec.cli import bench, doctor, generate
+from specdec.cli.flags import Parser
+from specdec.cli.output import complain
+
+EPILOG = """exit codes:
+  0    done
+  1    bench: outputs of the two sides differ or are empty, or a part of the run failed
+  2    something that was given is wrong, or the run failed; one line on stderr says what
+  130  interrupted by Ctrl-C
+  141  whoever read the output stopped reading (specdec bench | head)
+
+SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    show, warnings.showwarning = warnings.showwarning, _show_warning
+    try:
+        code = args.run(args)
+        sys.stdout.flush()  # a reader that went away is noticed here, not by a traceback when Python exits
+        return code
+    except KeyboardInterrupt:
+        print("specdec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        if os.environ.get("SPECDEC_DEBUG"):
+            raise
+        complain(f"{error.strerror}: {error.filename}" if error.filename and error.strerror else str(error))
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a request that failed while it ran
+        if os.environ.get("SPECDEC_DEBUG"):
+            raise
+        complain(str(error))
+    finally:
+        warnings.showwarning = show
+    return 2
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="specdec", description="Speculative decoding with EAGLE heads.", epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"specdec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in (("bench", bench), ("generate", generate), ("doctor", doctor)):
+        added = commands.add_parser(name, help=command.HELP, description=command.HELP, epilog=EPILOG)
+        command.add_flags(added)
+        added.set_defaults(run=command.run, parser=added)
+    return parser
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_line: Any) -> None:
+    """As Python's own, but one line that says nothing of code."""
+    complain(str(message), "warning")

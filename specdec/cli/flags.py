@@ -1,0 +1,182 @@
+"""Flags that commands share, and what their values mean.  The flags of the engine come from the fields of EngineOptions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specdec.checks import nearest_name
+from specdec.cli.output import complain
+from specdec.config import SamplingParams, SpecConfig
+from specdec.options import EngineOptions, setting_of
+
+OFF = "off"  # how the command line spells the choice False
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but what is wrong is one line, and a flag that does not exist brings the nearest one that does."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, extra = self.parse_known_args(args, namespace)
+        if extra:
+            command: Parser = getattr(found, "parser", self)
+            command.error(f"unrecognized arguments: {' '.join(extra)}{command.nearest_flags(extra)}")
+        return found
+
+    def nearest_flags(self, unknown: Sequence[str]) -> str:
+        """The flag that exists for each that does not; empty if none is alike."""
+        names = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
+        known = [flag.lstrip("-") for flag in self._option_string_actions]  # without dashes, in which all flags are alike
+        alike = ["--" + name for name in (nearest_name(name, known) for name in names) if name]
+        return f"; nearest: {', '.join(alike)}" if alike else ""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{message}; see {self.prog} --help")
+        sys.exit(2)
+
+
+# ---- sampling ----
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together have this probability")
+    add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    add("--seed", type=int, metavar="N", help="bench samples with 0 unless told otherwise, generate with a random one")
+    add("--ignore-eos", action="store_true", help="go on after the end of text")
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Flags that greedy decoding would not look at are errors: nothing is ignored."""
+    given = {name: getattr(args, name) for name in ("top_p", "top_k", "seed") if getattr(args, name) is not None}
+    idle = given.keys() - ({"seed"} if getattr(args, "synthetic_acceptance", None) else set())  # forced draws have one
+    if args.temperature == 0 and idle:
+        flags = ", ".join(flag_of(name) for name in given if name in idle)
+        raise ValueError(f"{flags} would do nothing at --temperature 0 (greedy); give a temperature, or leave it out")
+    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos, **given)
+
+
+# ---- models and engine ----
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    """--target, --draft and a flag for every engine option, but for those that the command decides in another way."""
+    decided = [setting_of(item).decided_by.get(command, "") for item in fields(EngineOptions)]
+    group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
+    target = "folder or hub id of the model; default: the pair that ships with specdec"
+    group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
+    draft = "folder or hub id of its EAGLE head; without one, a --target decodes plainly"
+    group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
+    for item in fields(EngineOptions):
+        if command not in setting_of(item).decided_by:
+            group.add_argument(flag_of(item.name), **_flag_details(item))
+
+
+def engine_of(args: argparse.Namespace, **decided: Any) -> EngineOptions:
+    """The engine options of a command line.  decided: the values of options that have no flag in this command."""
+    given = {item.name: getattr(args, item.name) for item in fields(EngineOptions) if item.name in args}
+    return EngineOptions(**given, **decided)
+
+
+def pair_of(args: argparse.Namespace, needs_draft: Sequence[str]) -> tuple[str | Path, str | Path | None]:
+    """Target and draft; the draft is None where a target was given alone.
+
+    needs_draft: flags that were given and would do nothing then, which is an error.
+    """
+    from specdec import shipped
+
+    if args.target and not args.draft:
+        if needs_draft:
+            raise ValueError(
+                f"{', '.join(needs_draft)} would do nothing without --draft: the shipped head fits the shipped target only"
+            )
+        return args.target, None
+    return args.target or shipped.target_folder(), args.draft or shipped.draft_folder()
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _flag_details(item: Field[Any]) -> dict[str, Any]:
+    """What argparse is to know of an option."""
+    setting = setting_of(item)
+    meaning = setting.meaning.replace("%", "%%")
+    if isinstance(item.default, bool):
+        return {"action": "store_true", "help": meaning}
+    details: dict[str, Any] = {"default": item.default, "help": meaning}
+    if item.default is not None:
+        details["help"] += f"; default: {item.default}"
+    if setting.choices:
+        spelled = {OFF if choice is False else choice: choice for choice in setting.choices}
+        return {**details, "type": _one_of(spelled), "metavar": "{" + ",".join(spelled) + "}"}
+    if setting.low is None:
+        return {**details, "type": not_empty}
+    return {**details, "type": _auto_or_int if item.default == "auto" else int, "metavar": setting.metavar or "N"}
+
+
+# ---- values ----
+
+
+def not_empty(text: str) -> str:
+    """An empty name is a variable of the user's shell that was not set: taking the default instead would hide that."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, got an empty value; leave the flag out for its default")
+    return text
+
+
+def _one_of(spelled: dict[str, Any]) -> Callable[[str], Any]:
+    def choice(text: str) -> Any:
+        if text not in spelled:
+            alike = nearest_name(text, spelled)
+            hint = f"; nearest: {alike}" if alike else ""
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(spelled)}, got {text!r}{hint}")
+        return spelled[text]
+
+    return choice
+
+
+def _auto_or_int(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected auto or a number, got {text!r}") from None
+
+
+def tree_shape(text: str) -> SpecConfig:
+    """S,k,nd or S,k."""
+    try:
+        steps, topk, *nodes = (part if part == "auto" and not i else int(part) for i, part in enumerate(text.split(",")))
+        if len(nodes) > 1:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected S,k,nd such as 5,4,16, or S,k such as 5,4, or auto,4,16: only S can be auto; got {text!r}"
+        ) from None
+    given = dict(zip(("num_steps", "topk", "num_draft_tokens"), (steps, topk, *nodes)))
+    try:
+        return SpecConfig(**given)  # type: ignore[arg-type]  # "auto" is the first alone
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def ints(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,8, got {text!r}") from None
+
+
+def floats(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected probabilities such as 0.8,0.7,0.6, got {text!r}") from None

@@ -1,0 +1,92 @@
+"""`specdec generate`: streams one text to stdout, and nothing else there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specdec.cli.flags import add_engine_flags, add_sampling_flags, engine_of, not_empty, pair_of, sampling_of, tree_shape
+from specdec.config import SamplingParams
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpecDecoder
+
+HELP = "stream a text"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="default: read from stdin")
+    add("--spec", type=tree_shape, metavar="S,k,nd", help="shape of the draft tree; S may be auto; default: 5,4,16")
+    add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
+    add("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
+    add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")
+    add("--stats", action="store_true", help="print accept length and tok/s to stderr")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, "generate")
+
+
+def run(args: argparse.Namespace) -> int:
+    sampling = replace(sampling_of(args), stop=args.stop, stop_token_ids=args.stop_token_id)
+    target, draft = _pair(args)
+    options, prompt = engine_of(args, max_batch_size=1), _read_prompt(args.prompt)
+    from specdec.decoder import SpecDecoder
+
+    decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=options)
+    if not decoder.tokenizer.is_present:
+        raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
+    stats = _stream(decoder, [{"role": "user", "content": prompt}] if args.chat else prompt, sampling)
+    if args.stats:
+        from specdec.startup import STARTUP
+
+        print(f"{stats}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
+    return 0
+
+
+def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Target and draft; the draft is None for plain decoding, and then flags about it are errors."""
+    if not args.no_speculate:
+        return pair_of(args, ["--spec"] if args.spec else [])
+    if args.draft or args.spec:
+        raise ValueError("--draft and --spec would do nothing with --no-speculate; leave one or the other out")
+    from specdec import shipped
+
+    return args.target or shipped.target_folder(), None
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is None and sys.stdin.isatty():
+        raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
+    prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
+    if not prompt:
+        raise ValueError("PROMPT is empty: expected text")
+    return prompt
+
+
+def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams) -> str:
+    """Writes the text to stdout as it comes; returns a line about it."""
+    start = time.perf_counter()
+    stream = decoder.stream(prompt, sampling)
+    while True:
+        try:
+            print(next(stream).text, end="", flush=True)
+        except StopIteration as end:  # a finished stream hands over its Generation
+            generation = end.value
+            break
+    print(flush=True)
+    seconds, stats, tokens = time.perf_counter() - start, generation.stats, len(generation.token_ids)
+    line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
+    if decoder.settings.options.prefix_caching:
+        line += f", {stats.cached_tokens} of {len(generation.prompt_token_ids)} prompt tokens cached"
+    if decoder.settings.target_backend != "native":
+        line += f", target by {decoder.settings.target_backend}"
+    if decoder.head is None:
+        return line + "; plain decoding"
+    if not stats.rounds:
+        return line + "; no round ran"
+    return f"{line}; accept length {stats.accept_length:.2f} over {stats.rounds} rounds"

@@ -1,0 +1,54 @@
+"""Where the command line writes: one-line messages on stderr, tables on stdout, and files that were checked before the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def complain(message: str, kind: str = "error") -> None:
+    print(f"specdec: {kind}: " + " ".join(message.split()), file=sys.stderr)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """rich's console, but a reader that went away is an error that `main` sees: rich itself would exit with 1, which here means
+    that outputs differ."""
+    from rich.console import Console
+
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PipeConsole(stderr=stderr)
+
+
+def check_files(paths: dict[str, str]) -> None:
+    """ValueError unless every file could be written.  paths: of each flag that was given.  To be asked before a long run."""
+    for flag, name in paths.items():
+        path = Path(name).absolute()
+        if path.is_dir():
+            raise ValueError(f"{flag} {name} can't be written: it is a folder; expected the name of a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"{flag} {name} can't be written: the folder {path.parent} does not exist")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{flag} {name} can't be written: permission is denied")
+    if len({Path(name).resolve() for name in paths.values()}) < len(paths):
+        raise ValueError(f"{' and '.join(paths)} name the same file, {next(iter(paths.values()))}; give each its own")
+
+
+def write_files(writers: dict[str, Callable[[Path], object]]) -> None:
+    """Calls every writer with its path; OSError names each that failed, after all were tried."""
+    failed = []
+    for name, write in writers.items():
+        try:
+            write(Path(name))
+        except OSError as error:
+            failed.append(f"{name} was not written: {error.strerror or error}")
+    if failed:
+        raise OSError("; ".join(failed))

@@ -1,0 +1,192 @@
+"""Every engine setting, once: its name, default, bounds, meaning and command-line flag.
+
+`SpecDecoder.from_pretrained`, the command line, `doctor` and `bench` are derived from the fields of EngineOptions, so a new
+setting is a new field here and its use in the engine.  This file knows no torch, no model and no file: what "auto" becomes on
+a machine and for a model is decided in resolve.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from specdec.checks import nearest_name, require_bool, require_choice, require_int
+from specdec.config import GraphMode
+from specdec.threads import usable_cpus
+
+if TYPE_CHECKING:
+    import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What users are told of an option, and which values it takes.
+
+    meaning: one sentence, for help and tables.  details: more of it, for the documentation of from_pretrained.
+    choices, or low and high, or pattern (a regular expression and what it stands for): the values allowed besides the
+    default.  high: a number, or a function where the machine decides.  metavar: what the command line calls the value.
+    decided_by: commands that have no flag for the option, and what their help says instead.
+    """
+
+    meaning: str
+    details: str = ""
+    choices: tuple[Any, ...] = ()
+    low: int | None = None
+    high: float | Callable[[], int] = math.inf
+    pattern: tuple[str, str] | None = None
+    metavar: str | None = None
+    decided_by: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, name: str, value: Any, default: Any) -> None:
+        """ValueError or TypeError unless the value is allowed."""
+        if self.choices:
+            require_choice(name, value, self.choices, default)
+        elif isinstance(default, bool):
+            require_bool(name, value, default)
+        elif self.pattern is not None:
+            if not re.fullmatch(self.pattern[0], str(value)):
+                expected = f"{name} must be {self.pattern[1]}"
+                raise ValueError(f"{expected}, got {value!r}; nearest setting that works: {name}={default!r}")
+        elif self.low is not None and (value != default or type(value) is not type(default)):
+            if isinstance(default, str) and not isinstance(value, int):
+                raise TypeError(f"{name} must be {default!r} or an int, got {value!r} of type {type(value).__name__}")
+            require_int(name, value, self.low, self.high() if callable(self.high) else self.high)
+
+
+def option(default: Any, meaning: str, **more: Any) -> Any:
+    """A field of EngineOptions."""
+    return field(default=default, metadata={"setting": Setting(meaning, **more)})
+
+
+def setting_of(field: Field[Any]) -> Setting:
+    return field.metadata["setting"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a decoder runs: every engine setting, checked when the object is made.
+
+    "auto" and None are decided by the machine and the model when the decoder is built.
+    """
+
+    device: str | torch.device = option(
+        "auto",
+        "where the models run: auto (the GPU if there is one), cpu, cuda or cuda:1",
+        pattern=(r"auto|cpu|cuda(:\d+)?", "'auto', 'cpu', 'cuda' or 'cuda:N'"),
+    )
+    dtype: str | torch.dtype = option(
+        "auto",
+        "numbers that the models compute in; auto: the checkpoint's on a GPU, float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    max_batch_size: int = option(
+        8,
+        "requests that run at once; more wait for their turn",
+        low=1,
+        high=4096,
+        decided_by={
+            "generate": "max_batch_size is 1: there is one prompt",
+            "bench": "max_batch_size is what --batch-sizes says",
+        },
+    )
+    max_seq_len: int | None = option(
+        None,
+        "most tokens of a request, prompt and output together; default: the model's own limit, in bench what its prompts need",
+        low=2,
+    )
+    page_size: int = option(16, "tokens of a page, the unit in which memory for keys and values is given out", low=1, high=4096)
+    attention: str = option(
+        "auto",
+        "which attention backend reads the cached keys and values; `specdec doctor --table` says what each can do",
+        choices=("auto", "torch", "triton", "fa2", "fa3", "fa4"),
+    )
+    cuda_graphs: GraphMode = option(
+        "round",
+        "capture a whole round as one CUDA graph, each phase (step) as one, or nothing; without a GPU nothing is captured",
+        choices=("round", "step", False),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "how keys and values are kept; auto: as the models compute them; fp8 and int8 take half the bytes of 16 bit",
+        choices=("auto", "fp8", "int8"),
+    )
+    backend: str = option(
+        "auto",
+        "who computes the target: specdec's own modules (native), transformers' code with specdec's attention, or the first of "
+        "them that can (auto)",
+        choices=("auto", "native", "transformers"),
+    )
+    prefix_caching: bool = option(
+        False,
+        "keep keys and values of earlier prompts and texts, so that a prompt that begins as one of them did starts after it",
+        details="Rows that run together read a common beginning once where that is faster.  The memory for keys and values, "
+        "otherwise that of max_batch_size longest sequences, is then larger: on a GPU 85% of what is free after the weights "
+        "(at most 2**24 tokens), on a CPU 16 times as large (at most 40% of the host's memory, which is taken as it fills).  "
+        "Without prefix caching, what runs now never depends on what ran before (in 16 bit, a text computed in other pieces "
+        "may differ where two tokens tie).",
+    )
+    threads: int | Literal["auto"] = option(
+        "auto",
+        "CPU threads of a decoder on a CPU; auto: by the size of the model, 1 for a tiny one",
+        details="torch has one number of threads for the whole process: building a decoder on a CPU sets it, for other "
+        "decoders and for everything else that uses torch in the process.  A decoder on a GPU leaves it alone.",
+        low=1,
+        high=usable_cpus,
+        metavar="N",
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            setting_of(item).check(item.name, getattr(self, item.name), item.default)
+
+    @classmethod
+    def of(cls, options: EngineOptions | None, settings: dict[str, Any]) -> EngineOptions:
+        """The object if one was given, else one of the single settings.  TypeError for both, or an unknown name."""
+        known = [item.name for item in fields(cls)]
+        for name in settings:
+            if name not in known:
+                alike = nearest_name(name, [*known, "target", "draft", "spec", "options"])
+                hint = f"nearest: {alike}" if alike else f"known: {', '.join(known)}"
+                raise TypeError(f"there is no engine setting {name!r}; {hint}")
+        if options is None:
+            return cls(**settings)
+        if not isinstance(options, EngineOptions):
+            raise TypeError(f"options must be an EngineOptions, got {options!r} of type {type(options).__name__}")
+        if settings:
+            raise TypeError(
+                f"options already holds every engine setting, but {', '.join(settings)} was given too; "
+                f"nearest: dataclasses.replace(options, {next(iter(settings))}=...)"
+            )
+        return options
+
+
+def shows_options(function: F) -> F:
+    """Shows the fields of EngineOptions, which the function takes as **settings, in its signature and its documentation."""
+    signature = inspect.signature(function)
+    listed = [
+        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type)
+        for item in fields(EngineOptions)
+    ]
+    kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=[*kept, *listed])  # type: ignore[attr-defined]
+    if function.__doc__:  # python -OO strips it
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nEngine settings:\n\n{options_as_text()}"
+    return function
+
+
+def options_as_text() -> str:
+    """One paragraph a setting: name, default, meaning and details."""
+    paragraphs = []
+    for item in fields(EngineOptions):
+        assert item.default is not MISSING
+        setting = setting_of(item)
+        text = f"{item.name} (default {item.default!r}): {setting.meaning}.  {setting.details}".strip()
+        paragraphs.append(textwrap.fill(text, 120, initial_indent="  ", subsequent_indent="      "))
+    return "\n".join(paragraphs)

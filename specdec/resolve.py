@@ -1,0 +1,162 @@
+"""What engine options mean on this machine and for these models: every "auto" becomes a device, a dtype, a backend.
+
+Everything that can be wrong with a combination of options is said here, before the weights are read.  Loads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend
+from specdec.checks import require_int
+from specdec.config import GraphMode, SpecConfig
+from specdec.models.checkpoints.loader import DTYPES
+from specdec.models.config import ModelConfig
+from specdec.models.kv import heads_a_key, keeps_latents
+from specdec.options import EngineOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How an engine runs: the options as they were given, and what was resolved of them.
+
+    spec: the shape of the draft tree; None without a draft.  max_seq_len: prompt and output of one request together, in
+    tokens.  attention_backend: which one reads the cache, and why.  cuda_graphs: False without a GPU.  target_backend: who
+    computes the target, "native" modules or "transformers"; target_backend_reason: why.
+    """
+
+    options: EngineOptions
+    spec: SpecConfig | None
+    device: torch.device
+    dtype: torch.dtype
+    max_seq_len: int
+    cuda_graphs: GraphMode
+    attention_backend: BackendChoice
+    target_backend: str
+    target_backend_reason: str
+
+    @property
+    def lookahead(self) -> int:
+        return self.spec.lookahead if self.spec else 2
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-(self.max_seq_len + self.lookahead) // self.options.page_size)
+
+    def with_options(self, **changes: Any) -> EngineSettings:
+        """The same with other options, of which nothing has to be resolved again (max_batch_size, page_size and the like)."""
+        return replace(self, options=replace(self.options, **changes))
+
+    def by_option(self) -> dict[str, Any]:
+        """Every option's name with the value that runs, as plain data; an "auto" that is left is decided elsewhere."""
+        resolved = {
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_seq_len": self.max_seq_len,
+            "cuda_graphs": self.cuda_graphs,
+            "attention": self.attention_backend.name,
+            "backend": self.target_backend,
+        }
+        given = {item.name: getattr(self.options, item.name) for item in fields(EngineOptions)}
+        if self.device.type == "cpu":  # the decoder has set them by now
+            resolved["threads"] = torch.get_num_threads()
+        return given | resolved
+
+
+def resolve_settings(
+    options: EngineOptions,
+    spec: SpecConfig | None,
+    target: ModelConfig,
+    target_backend: str = "native",
+    target_backend_reason: str = "asked for by name",
+) -> EngineSettings:
+    """The options as they run with that target.  spec: None without a draft.
+
+    The attention backend is chosen for the target alone; where there is a draft head too, `choose_attention` chooses again.
+    """
+    device = resolve_device(options.device)
+    if device.type != "cpu" and options.threads != "auto":
+        raise ValueError(
+            f"threads={options.threads} is for a decoder on a CPU, but this one runs on {device}; nearest setting that works: "
+            "threads='auto'"
+        )
+    settings = EngineSettings(
+        options=options,
+        spec=spec,
+        device=device,
+        dtype=resolve_dtype(options.dtype, target, device),
+        max_seq_len=resolve_max_seq_len(options.max_seq_len, target),
+        cuda_graphs=options.cuda_graphs if device.type == "cuda" else False,
+        attention_backend=BackendChoice(options.attention, ""),
+        target_backend=target_backend,
+        target_backend_reason=target_backend_reason,
+    )
+    return replace(settings, attention_backend=choose_attention(settings, target))
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """`auto`: the GPU if there is one.  ValueError if the device asked for is not there."""
+    if str(device) == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    resolved = torch.device(device)
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r} asks for a GPU, but torch sees none; nearest: device='cpu'")
+        if (resolved.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} GPUs; nearest: device='cuda:0'")
+        return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto`: the checkpoint's dtype on a GPU, float32 on a CPU."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return DTYPES.get(config.dtype or "", torch.bfloat16) if device.type == "cuda" else torch.float32
+    return DTYPES[dtype]
+
+
+def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
+    """None: all the model was made for."""
+    limit = config.max_position
+    if max_seq_len is None:
+        return limit
+    require_int("max_seq_len", max_seq_len, 2)
+    if max_seq_len > limit:
+        raise ValueError(
+            f"max_seq_len must be at most {limit}, its {config.max_position_why}; got {max_seq_len}; nearest setting: {limit}"
+        )
+    return max_seq_len
+
+
+def choose_attention(settings: EngineSettings, *configs: ModelConfig) -> BackendChoice:
+    """The attention backend for these models, target first.  ValueError if the one asked for can't do what they need."""
+    return choose_backend(settings.options.attention, attention_needs(settings, *configs))
+
+
+def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> AttentionNeeds:
+    """What these models, target first, ask of attention under these settings."""
+    spec, target = settings.spec, configs[0]
+    return AttentionNeeds(
+        settings.device,
+        settings.dtype,
+        architecture_of(settings.device),
+        head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not keeps_latents(c))),
+        kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
+        softcap=any(c.softcap is not None for c in configs),
+        sinks=any(c.has_sinks for c in configs),
+        kv_dtype=settings.options.kv_cache_dtype,
+        mla=keeps_latents(target),
+        page_size=settings.options.page_size,
+        tree=spec is not None and spec.topk > 1,
+        graphs=settings.cuda_graphs,
+        shared_prefixes=settings.options.prefix_caching,
+        rows=settings.options.max_batch_size,
+        tokens=settings.max_seq_len,
+        kv_heads=target.num_kv_heads,
+        packed=(spec.num_draft_tokens if spec else 1) * heads_a_key(target),
+    )

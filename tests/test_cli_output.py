@@ -1,0 +1,103 @@
+"""What the command line writes: results first, files after; nothing is lost or misread when one of them can't be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specdec import cli, shipped
+from specdec.cli.output import check_files, write_files
+from specdec.decoder import SpecDecoder
+
+TINY = "--num-prompts 1 --batch-sizes 1 --spec 2,2,4 --max-tokens 4 --repeats 1 --device cpu".split()
+
+
+def test_files_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: minutes of measuring that end in "Is a directory" or "Permission denied"."""
+    good = tmp_path / "o.json"
+    check_files({"--json": str(good), "--plot": str(tmp_path / "o.png")})
+    assert not good.exists(), "a check leaves nothing behind"
+    for name, said in ((str(tmp_path), "it is a folder"), (str(tmp_path / "no" / "o.json"), "the folder .*no does not exist")):
+        with pytest.raises(ValueError, match=f"--json .* can't be written: {said}"):
+            check_files({"--json": name})
+    with pytest.raises(ValueError, match="--json and --plot name the same file"):
+        check_files({"--json": str(good), "--plot": str(tmp_path / "." / "o.json")})
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(Path(path)) or False)
+    with pytest.raises(ValueError, match="--plot .* can't be written: permission is denied"):
+        check_files({"--plot": str(good)})
+    good.touch()
+    with pytest.raises(ValueError, match="permission is denied"):
+        check_files({"--plot": str(good)})
+    assert asked == [tmp_path, good], "the folder where there is no file yet, else the file"
+
+
+def test_every_file_is_tried(tmp_path: Path) -> None:
+    """Keeps out: a figure that is lost because the JSON before it could not be written."""
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "o.txt"
+    with pytest.raises(OSError, match="^a.json was not written: No space left on device; b.json was not written: No space"):
+        write_files({"a.json": full, str(out): lambda path: path.write_text("x"), "b.json": full})
+    assert out.read_text() == "x"
+
+
+def test_a_late_write_error_loses_no_result(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Keeps out: a full disk that takes the printed table with it."""
+
+    def full(self: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert cli.main(["bench", *TINY, "--json", str(tmp_path / "o.json")]) == 2
+    out, err = capsys.readouterr()
+    assert "speed-up" in out and "accept" in out
+    assert err.endswith(f"specdec: error: {tmp_path / 'o.json'} was not written: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["bench", "doctor", "generate"])
+def test_a_reader_that_went_away_is_141(command: str, tmp_path: Path) -> None:
+    """Keeps out: `specdec bench | head`, which exited with 1 ("outputs differ"); tracebacks when Python exits; files that were
+    asked for and not written because nobody read the report."""
+    out = tmp_path / "o.json"
+    flags = {"bench": [*TINY, "--json", str(out)], "doctor": [], "generate": ["Once", "--max-tokens", "4", "--device", "cpu"]}
+    read, write = os.pipe()
+    os.close(read)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "specdec.cli", command, *flags[command]], cwd=tmp_path, env=env, stdout=write,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 141, done.stderr
+    assert "Traceback" not in done.stderr and "Broken" not in done.stderr and "error" not in done.stderr
+    if command == "bench":
+        assert json.loads(out.read_text())["cells"]
+
+
+def test_a_request_that_fails_while_it_runs_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: forty lines of stack for a model whose weights are broken."""
+
+    def stream(self: SpecDecoder, prompt: Any, sampling: Any) -> Any:
+        yield SimpleNamespace(text="Once")
+        raise RuntimeError("the request failed while it ran: the logits of\nposition 3 are not finite")
+
+    monkeypatch.setattr(SpecDecoder, "stream", stream)
+    assert cli.main(["generate", "Once upon", "--target", str(shipped.target_folder()), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "Once"
+    assert err == "specdec: error: the request failed while it ran: the logits of position 3 are not finite\n"

@@ -1,0 +1,82 @@
+"""CPU threads are chosen by the size of the model, and set where a decoder is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from toolkit.models import Zoo
+
+from specdec import shipped
+from specdec import threads as threads_module
+from specdec.loading import set_threads
+from specdec.models.checkpoints.loader import read_target_config
+from specdec.threads import LEAST_BYTES_A_THREAD, allowed_threads, set_training_threads, threads_for, usable_cpus, use_threads
+
+
+@pytest.fixture(autouse=True)
+def threads_as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(threads_module, "_seen", {})
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_small_models_run_on_one_thread_and_large_ones_on_all() -> None:
+    """Keeps out: two threads for matrices of 36 KiB, which ran 17 times slower beside one busy core."""
+    config = read_target_config(shipped.target_folder())
+    assert threads_for(12_000_000, config.num_layers, 64) == 1
+    layers_8b, bytes_8b = 32, 16_000_000_000
+    assert threads_for(bytes_8b, layers_8b, 64) == 64 and threads_for(bytes_8b, layers_8b, 1) == 1
+    assert threads_for(0, 0, 8) == 1
+    counts = [threads_for(size << 20, 10, 8) for size in range(0, 1000, 10)]
+    assert counts == sorted(counts) and set(counts) == set(range(1, 9)), "more weights never mean fewer threads"
+    assert threads_for(30 * LEAST_BYTES_A_THREAD, 10, 8) == 3
+
+
+def test_a_decoder_sets_torchs_threads(zoo: Zoo) -> None:
+    """Keeps out: a rule that is known and not applied, for callers of the library or of the command line."""
+    torch.set_num_threads(2)
+    zoo.decoder("llama")
+    assert torch.get_num_threads() == 1
+    most = usable_cpus()
+    zoo.decoder("llama", threads=most)
+    assert torch.get_num_threads() == most
+
+
+def test_a_gpu_decoder_leaves_them_alone(zoo: Zoo) -> None:
+    """Keeps out: a GPU decoder that slows down the rest of the program."""
+    decoder = zoo.decoder("llama")
+    torch.set_num_threads(2)
+    set_threads(decoder.model, replace(decoder.settings, device=torch.device("cuda", 0)))
+    assert torch.get_num_threads() == 2
+
+
+def test_training_takes_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a training run on one thread, because the decoder that writes its text is tiny."""
+    monkeypatch.setattr(threads_module, "usable_cpus", lambda: 8)
+    torch.set_num_threads(3)
+    use_threads(1)
+    set_training_threads(torch.device("cuda", 0), None)
+    assert torch.get_num_threads() == 1
+    set_training_threads(torch.device("cpu"), None)
+    assert torch.get_num_threads() == 3
+    set_training_threads(torch.device("cpu"), 2)
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match=r"threads must be in \[1, 8\], got 9; nearest setting that works: threads=8"):
+        set_training_threads(torch.device("cpu"), 9)
+
+
+def test_a_small_decoder_does_not_hold_back_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: one thread for everything built after a tiny model, and more threads than the program asked torch for."""
+    monkeypatch.setattr(threads_module, "usable_cpus", lambda: 8)
+    torch.set_num_threads(2)
+    assert allowed_threads() == 2
+    use_threads(1)
+    assert allowed_threads() == 2, "1 was specdec's own choice"
+    torch.set_num_threads(3)
+    assert allowed_threads() == 3, "3 is what the program said since"
+    monkeypatch.setattr(threads_module, "usable_cpus", lambda: 2)
+    assert allowed_threads() == 2
