@@ -1,4 +1,4 @@
-"""What each attention backend can do, in one table: `auto`, errors, `specdec doctor` and docs/SETTINGS.md are made from it.
+"""What each attention backend can do, in one table: `auto`, errors, `specdec doctor` and the README are made from it.
 
 Knows what is asked for (`AttentionNeeds`), not by which model; imports no backend and no library.
 """

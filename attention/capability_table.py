@@ -1,4 +1,4 @@
-"""The capability table in words: for `specdec doctor --table`, and docs/SETTINGS.md, which a test holds to it."""
+"""The capability table in words: for `specdec doctor --table`, and the README, which a test holds to it."""
 
 from __future__ import annotations
 
