@@ -1,4 +1,4 @@
-"""Attention over paged KV: segments, builders, states, caches and the backends that run them.
+"""Attention over paged keys and values: segments and plans, partial softmax states, caches, and the attention backends.
 
-Knows tensors only: no trees, no requests, no EAGLE.
+This package works on tensors only: it does not know draft trees, requests or draft heads.
 """

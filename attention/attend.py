@@ -1,6 +1,7 @@
-"""The one place where models meet attention: store this pass's keys and values, then attend.
+"""The one place where models meet attention: it stores this pass's keys and values, then attends.
 
-Also makes the backend that was chosen.  Knows neither trees nor phases: a plan says who reads what.
+This module also constructs the attention backend that was chosen.  It knows neither trees nor phases: a plan says which query
+reads which keys.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.capabilities import BackendChoice
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.latent import LatentFn
+from specdec.attention.latent.mla import MLAttention
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
 
 
 class PagedAttention:
-    """One forward pass's attention, called by each layer with its qkv projection: `attn(layer, qkv_TXD, prep) -> out_TQD`.
+    """One forward pass's attention, which each layer calls with its qkv projection: `attn(layer, qkv_TXD, prep) -> out_TQD`.
 
-    cache: where keys and values go; plan: who reads what; slots_T: int64, where this pass's tokens are stored.  rows_plan:
-    who reads what where a layer asks for some rows only, `attn(layer, qkv_TXD, prep, rows_R) -> out_RQD`.  Both are given
-    as a full layer reads them; what other kinds of layers read is made from them here, once for all layers of a kind.
+    Shapes: T tokens, Q query heads, X = Q + 2 * kv heads, D head dim, R selected tokens.
+    cache: where the pass's keys and values are stored.
+    plan: which query reads which keys.
+    slots_T: int64, the cache slot of each of this pass's tokens.
+    rows_plan: the plan of the selected tokens where a layer wants the attention of some tokens only: `attn(layer, qkv_TXD,
+        prep, rows_R) -> out_RQD`.
+    Both plans describe layers that read every key.  For windowed and chunked layers this class derives plans from them, once
+    for all layers of a kind.
     """
 
     def __init__(
@@ -55,16 +62,19 @@ class PagedAttention:
         return self.backend.attend(q_RQD, view, self.rows_prepared[kind], scoring)
 
     def latent(self) -> LatentFn:
-        """The same pass for layers of latent attention, whose cache keeps latents; what they share is made once."""
+        """The same pass for layers of latent attention, whose cache holds latents.  The object is made once and shared by all
+        layers.
+        """
         if self._latent is None:
-            from specdec.attention.latent.mla import MLAttention  # which imports this file
-
-            self._latent = MLAttention(self)
+            self._latent = MLAttention(self.backend, self.cache, self.plan, self.slots_T, self.prepared, self.rows_prepared)
         return self._latent
 
 
 def make_backend(choice: BackendChoice | str) -> Backend:
-    """The backend chosen, or of that name.  Imports its library only now: `import specdec` needs neither triton nor a GPU."""
+    """The attention backend that was chosen, or the one of that name ("torch", "triton", "fa2", "fa3" or "fa4").
+
+    The backend's library is imported here and not before, so `import specdec` needs neither triton nor a GPU.
+    """
     name, by_rule = (choice, False) if isinstance(choice, str) else (choice.name, choice.by_rule)
     if name == "torch":
         from specdec.attention.eager.torch_backend import TorchBackend

@@ -1,4 +1,7 @@
-"""What an attention backend is: store, prepare, attend.  Knows no kernel."""
+"""The interface of an attention backend: `store`, `prepare` and `attend`.  This module knows no kernel.
+
+Shapes: T queries or tokens, X = Q + 2K heads of a token, Q (also H) query heads, K kv heads, D head dim.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,38 @@ from specdec.ops.rope import HeadPrep
 
 
 class Backend(ABC):
-    """`run` answers one segment; `attend` a whole plan.  A backend that can fuse segments overrides `attend`."""
+    """An attention backend.  `run` answers one segment, `attend` a whole plan.
+
+    A backend that computes several segments in one launch overrides `attend`.
+    """
 
     name: ClassVar[str]
-    reads_no_lengths: ClassVar[bool] = False  # never from the device, so that packed prompts can be captured too
+    reads_no_lengths: ClassVar[bool] = False  # True: lengths stay on the device, so packed prompts can be graph-captured too
 
     @abstractmethod
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        """The state of every query over the keys of its row.  Sinks are not in it: they belong to no segment."""
+        """The partial softmax state of every query over the keys of its row.
+
+        The state leaves attention sinks out: they belong to no segment, and `attend` adds them once.
+        """
 
     def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
-        """Norms and rotates as `prep` says, writes keys and values to their slots (int64), and returns the queries.
+        """Norms and rotates heads as `prep` says, writes keys and values to their slots (int64 [T]), returns the queries [T, Q,
+        D].
 
-        Slots that occur twice (padding) get either value.  The input may be changed.
+        If a slot occurs twice (padding tokens share one), it ends up with either token's values.  The input may be changed.
         """
         q_TQD, kv_T2KD = prep.apply_(qkv_TXD)
         view.write(slots_T, kv_T2KD)
         return q_TQD
 
     def prepare(self, plan: AttentionPlan) -> Any:
-        """Work on a plan that all layers share, done once a forward pass.  What it returns goes to `attend`."""
+        """The work on a plan that all layers share, done once a forward pass.  `attend` receives what this method returns."""
         return plan
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> Tensor:
-        """Attention over all segments of the prepared plan, and the sinks: out [T, H, D]."""
-        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in prepared.segments]
+        """Attention [T, H, D] over all parts of the prepared plan, with the layer's sinks added."""
+        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in prepared.parts]
         for other in rest:
             state = merge_states(state, other)
         return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD

@@ -1,6 +1,7 @@
-"""What each attention backend can do, in one table: `auto`, errors, `specdec doctor` and the README are made from it.
+"""The capability table: what each attention backend can do.  `auto`, errors, `specdec doctor` and the README use it.
 
-Knows what is asked for (`AttentionNeeds`), not by which model; imports no backend and no library.
+This module knows what a pair of models needs (`AttentionNeeds`), not which models they are.  It imports no attention backend
+and no backend's library.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class HeadDims(NamedTuple):
+    """The head dims that an attention backend takes: `least` to `most`, in multiples of `multiple`."""
+
     least: int
     most: int
     multiple: int
@@ -36,13 +39,27 @@ class HeadDims(NamedTuple):
 
 @dataclass(frozen=True)
 class Capability:
-    """One backend.
+    """One attention backend and its limits.
 
-    kinds: of layers whose keys it reads itself; `ours`: of layers that our kernels read for it, as they read shared prefixes
-    then.  unread_pages: sizes of pages it would read whole, slots that nobody wrote (NaN) included.  mla: whether it reads
-    latent caches, and if so whether with softcap and sinks; in 8 bits none does.  package: whose import it needs, at least
-    that version.  architectures: majors of the GPU's compute capability; empty: any.  fp8_from: the least for fp8 KV.
-    run_on: the hardware its own tests have passed on.
+    prefix_by: what reads the prefix, as shown in the table of capabilities.
+    run_on: the hardware on which this backend's own tests have passed.
+    devices: device types.
+    package, least_version: the package that must be installed, and its lowest version.
+    architectures: the major numbers of the GPU's compute capability that work; empty: any.
+    dtypes: the dtypes in which it computes.
+    head_dims: the head dims that it takes; None: any.
+    page_multiple: page sizes must be a multiple of this.
+    unread_pages: page sizes that it can't use, because at these sizes it also reads the unwritten slots of a page, which may
+        hold NaN.
+    kinds: the kinds of layers that its own kernel reads.
+    ours: the kinds of layers that specdec's Triton kernels read in its place.  Where this is not empty, they read shared
+        prefixes too.
+    kv_dtypes: the settings of kv_cache_dtype that it takes.
+    fp8_from: the lowest compute capability for fp8 KV.
+    mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").  No
+        backend reads latents in 8 bits.
+    tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
+        reads shared prefixes.
     """
 
     name: str
@@ -68,7 +85,7 @@ class Capability:
     shared_prefixes: bool = True
 
 
-UNSEEN = "not run on hardware"  # tested against stand-ins (tests/toolkit/fake_flash.py)
+UNSEEN = "not run on hardware"  # only tested against a fake library (tests/toolkit/fake_flash.py)
 TABLE = {
     c.name: c
     for c in (
@@ -94,17 +111,28 @@ TABLE = {
     )
 }  # fmt: skip
 BACKENDS = tuple(TABLE)
-PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2")  # which to name first where another can't run
+PREFERRED = (
+    "triton",
+    "torch",
+    "fa4",
+    "fa3",
+    "fa2",
+)  # the order in which errors suggest a backend instead of one that can't run
 
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a pair of models and its settings ask of attention.
+    """What a pair of models and its settings need of attention.
 
-    architecture: the GPU's compute capability; None on a CPU.  head_dims, kinds: of all layers of both models; an MLA layer
-    has no head dim here.  kv_dtype: as the door's kv_cache_dtype.  tree: whether drafts branch.  graphs: as cuda_graphs.
-    rows, tokens: the most sequences, and of one.  kv_heads, and packed (queries x heads of a group in one sequence's verify
-    pass): of the target.
+    architecture: the GPU's compute capability; None on a CPU.
+    head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
+    kv_dtype: the setting kv_cache_dtype.
+    tree: whether draft trees branch.
+    graphs: the setting cuda_graphs.
+    rows: the most sequences in a batch.
+    tokens: the most tokens of one sequence.
+    kv_heads: the target's number of kv heads.
+    packed: the target's queries of one sequence in one verify pass, times the query heads that share a kv head.
     """
 
     device: torch.device
@@ -127,15 +155,20 @@ class AttentionNeeds:
 
 
 def architecture_of(device: torch.device) -> tuple[int, int] | None:
+    """The GPU's compute capability (major, minor); None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def kind_name(kind: LayerKind) -> str:
+    """The kind's name in KINDS: "full", "window" or "chunk"."""
     return "window" if kind.window else "chunk" if kind.chunk else "full"
 
 
 def installed(package: str) -> str | None:
-    """Its version, or None.  Imports nothing (flash-attn 2 and 4 share a package, so a module's name would not tell)."""
+    """The version of an installed package, or None.
+
+    Nothing is imported: flash-attn 2 and 4 share a module name, so only the package's metadata tells them apart.
+    """
     try:
         return version(package)
     except PackageNotFoundError:  # some builds of torch bring triton under another name
@@ -143,10 +176,12 @@ def installed(package: str) -> str | None:
 
 
 def short(dtype: torch.dtype) -> str:
+    """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def listed(numbers: tuple[int, ...]) -> str:
+    """Numbers as text: 1, 2 or 3."""
     return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
@@ -156,11 +191,16 @@ def _major_minor(text: str) -> tuple[int, int]:
     return major, minor
 
 
-# ---- why not ----
+# ---- why a backend can't be used ----
 
 
 class Fault(NamedTuple):
-    """What is wrong, and a setting that would mend it, with the needs as they were then."""
+    """A need that a backend can't meet.
+
+    problem: what is wrong, as the end of a sentence that starts with the backend's name.
+    setting: a setting that removes the fault; None: there is none.
+    mended: the needs with that setting.
+    """
 
     problem: str
     setting: str | None = None
@@ -168,7 +208,7 @@ class Fault(NamedTuple):
 
 
 def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
-    """Everything that keeps a backend from answering these needs."""
+    """Everything that keeps a backend from answering these needs, the most fundamental fault first."""
     yield from _machine_faults(c, n)
     if n.dtype not in c.dtypes:
         names = " or ".join(short(dtype) for dtype in c.dtypes)
@@ -219,7 +259,7 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
 
 
 def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
-    """Of what every backend here does; a new one may not."""
+    """Limits that no backend in the table has today; a new backend may have them."""
     if n.softcap and not c.softcap:
         yield Fault("has no softcap, which these models use")
     if n.sinks and not c.sinks:
@@ -246,7 +286,9 @@ def _first_fault(name: str, needs: AttentionNeeds) -> Fault | None:
 
 
 def _nearest(name: str, needs: AttentionNeeds, fault: Fault) -> str:
-    """Settings of which each by itself makes the needs answerable; each was asked of the table."""
+    """The nearest settings that work.  Each was checked against the table and is enough by itself, except where "with" joins
+    two.
+    """
     ways = [fault.setting] if fault.mended and not _first_fault(name, fault.mended) else []
     others = [other for other in PREFERRED if other != name]
     works = next((other for other in others if not _first_fault(other, needs)), None)
@@ -261,11 +303,13 @@ def _nearest(name: str, needs: AttentionNeeds, fault: Fault) -> str:
     return " or ".join(filter(None, ways))
 
 
-# ---- choice ----
+# ---- choosing a backend ----
 
 
 class BackendChoice(NamedTuple):
-    """name: one of BACKENDS; reason: why it was taken.  by_rule: it answers where it measured faster, and ours elsewhere."""
+    """name: one of BACKENDS.  reason: why it was chosen.  by_rule: it reads where it measured faster, the Triton kernels
+    elsewhere.
+    """
 
     name: str
     reason: str
@@ -273,7 +317,11 @@ class BackendChoice(NamedTuple):
 
 
 def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
-    """Resolves `auto`, or holds a named backend against the needs.  Raises ValueError if it can't answer them."""
+    """Resolves `auto`, or checks a backend that was named against the needs.
+
+    Raises TypeError if the name is no string, and ValueError with the nearest setting that works if the backend can't answer
+    the needs.
+    """
     if not isinstance(name, str):
         raise TypeError(f"attention must be a str, auto or {' or '.join(BACKENDS)}, got {name!r} of type {type(name).__name__}")
     if name != "auto":

@@ -1,4 +1,4 @@
-"""The capability table in words: for `specdec doctor --table`, and the README, which a test holds to it."""
+"""The capability table as text, for `specdec doctor --table` and for the README; a test keeps the README equal to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from specdec.attention.capabilities import BACKENDS, KINDS, KV_DTYPES, TABLE, Ca
 
 
 def table_rows() -> list[list[str]]:
-    """The table as text: a heading, then a line for each thing one may need."""
+    """The table as text: a heading, then a line for each need, with a cell for each attention backend."""
     cs = list(TABLE.values())
     lines: dict[str, list[str]] = {
         "keys are read by": [c.prefix_by for c in cs],
@@ -29,6 +29,7 @@ def table_rows() -> list[list[str]]:
 
 
 def table_as_markdown() -> str:
+    """The table in Markdown, as it stands in the README."""
     head, *rows = table_rows()
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
@@ -62,7 +63,7 @@ def _kv(c: Capability, kv: str) -> str:
 
 
 def _mla(c: Capability) -> str:
-    """8-bit KV is listed above, and no backend reads latents in 8 bits."""
+    """The cell on latent caches.  No backend reads latents in 8 bits, so the cell only mentions the model's own dtype."""
     own = "KV in the model's own dtype"
     return {"any scoring": own, "plain": f"{own}, without softcap or sinks", "": "no"}[c.mla]
 

@@ -1,6 +1,6 @@
-"""What distinguishes one attention layer from another: which keys it may read, and how products become softmax weights.
+"""How one attention layer differs from another: which keys it may read, and how products become softmax weights.
 
-Knows no model: a target's config is read elsewhere.  Layers of one kind share their plans.
+This module knows no model: other modules read a target's config.  Layers of one kind share their plans.
 
 Shapes: T queries, H heads.
 """
@@ -14,10 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Which keys a query at position p reads, besides being causal.
+    """Which keys a query at position p reads; none lies after p.
 
-    window W: the keys at p - W + 1 .. p (Mistral, Gemma, gpt-oss).  chunk C: those of its own chunk, p // C * C .. p
-    (Llama 4).  Neither: all.
+    window W: the keys p - W + 1 to p (Mistral, Gemma, gpt-oss).
+    chunk C: the keys of p's own chunk up to p, (p // C) * C to p (Llama 4).
+    If neither is set, the query reads all keys up to p.
     """
 
     window: int | None = None
@@ -29,11 +30,11 @@ class LayerKind:
 
     @property
     def span(self) -> int | None:
-        """The most keys that one query reads; None: no bound."""
+        """The most keys that one query reads; None: there is no bound."""
         return self.window or self.chunk
 
     def first_keys(self, positions: Tensor) -> Tensor:
-        """The first position that a query at each of these positions reads.  Not for the full kind."""
+        """The first position that a query at each of these positions reads.  Not defined for full layers."""
         if self.window is not None:
             return (positions - (self.window - 1)).clamp_(min=0)
         assert self.chunk is not None
@@ -48,10 +49,11 @@ FULL = LayerKind()
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer's products of queries and keys become softmax weights.
+    """How a layer turns products of queries and keys into softmax weights.
 
-    scale: of the products; None: head_dim ** -0.5.  softcap c: logits are c * tanh(logit / c), before the mask (Gemma 2).
-    sinks_H: a logit per head that takes its share of the softmax and has no value (gpt-oss); float32.
+    scale: the factor of the products; None: head_dim ** -0.5.
+    softcap: with a softcap c, logits become c * tanh(logit / c) before the mask (Gemma 2).
+    sinks_H: float32, a logit per head that takes part in the softmax's sum and has no value (gpt-oss).
     """
 
     scale: float | None = None
@@ -59,11 +61,11 @@ class Scoring:
     sinks_H: Tensor | None = None
 
     def factor(self, head_dim: int) -> float:
-        """What products are multiplied by."""
+        """The factor of the products."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Scaled products with the softcap, if there is one."""
+        """Applies the softcap, if there is one, to scaled products."""
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
 

@@ -1,7 +1,8 @@
-"""Builders: who reads which keys, written as segments.  Pure tensor code, free of host reads, so it runs inside CUDA graphs.
+"""Builders of segments: they turn page tables and lengths into descriptions of which query reads which keys.
 
-A builder that fills a table writes into `out`, which is fresh or a view of a static buffer; it can't tell.  On a GPU a round
-fills its tables by kernels (`next_tokens` here; a tree's in its own rooms), for which these builders are the definition.
+Builders are pure tensor code without host reads, so they run inside CUDA graphs.  A builder that fills a table writes into its
+argument `out`, which is fresh memory or a view of a static buffer; the builder can't tell which.  On a GPU, kernels fill a
+round's tables (`next_tokens` here; a tree's tables in draft/ and verify/); these builders are the kernels' definition.
 
 Shapes: B sequences, K topk, N tree nodes, S draft steps, W table width, P queries per sequence.
 """
@@ -18,15 +19,15 @@ from specdec.ops.index import use_index_kernels
 
 
 def slots_at(page_table_BW: Tensor, positions_BP: Tensor, page_size: int) -> Tensor:
-    """[B, P] int64 slots of the given positions of each sequence."""
+    """[B, P] int64: the cache slots of the given positions of each sequence."""
     pages_BP = page_table_BW.gather(1, positions_BP // page_size)
     return pages_BP.long() * page_size + positions_BP % page_size
 
 
 class NextTokens(NamedTuple):
-    """Where the next P tokens of each sequence stand, [B, P], or [P, B] by step; int64.
+    """The next P tokens of each sequence: positions and slots, int64, [B, P], or [P, B] if `by_step`.
 
-    ends_PB: int32, the keys that each of them may read: all before it, and its own.
+    ends_PB: int32, how many keys each token may read: all keys before the token, and its own.
     """
 
     positions: Tensor
@@ -35,7 +36,11 @@ class NextTokens(NamedTuple):
 
 
 def next_tokens(page_table_BW: Tensor, lens_B: Tensor, count: int, page_size: int, by_step: bool = False) -> NextTokens:
-    """The next `count` tokens behind lens_B.  by_step: they are run one after the other, so each step's rows lie together."""
+    """The next `count` tokens after the first lens_B (int32) of each sequence.
+
+    by_step: the tokens are processed in `count` steps, one token of each sequence a step; the result is [P, B], so that each
+        step's tokens are contiguous.
+    """
     if use_index_kernels(lens_B):
         from specdec.attention.kernels.tables_triton import launch_next_tokens
 
@@ -50,7 +55,7 @@ def next_tokens(page_table_BW: Tensor, lens_B: Tensor, count: int, page_size: in
 
 
 def prefix_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, page_size: int) -> Segment:
-    """Every query of a sequence reads the whole committed prefix.  Copies nothing: the segment is a view of its inputs."""
+    """Every query of a sequence reads the whole committed prefix.  Nothing is copied: the segment is a view of its inputs."""
     cu_seqlens_q = uniform_cu_seqlens(lens_B.shape[0], queries_per_row, lens_B.device)
     return Segment(page_table_BW, lens_B, cu_seqlens_q, queries_per_row, False, page_size)
 
@@ -58,14 +63,17 @@ def prefix_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, 
 def causal_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, page_size: int) -> Segment:
     """The last `queries_per_row` tokens of each sequence read everything up to themselves (chain, extend, decode).
 
-    lens_B counts the queries' own tokens too, whose keys are already stored.
+    lens_B includes the queries' own tokens, whose keys have been stored before.
     """
     cu_seqlens_q = uniform_cu_seqlens(lens_B.shape[0], queries_per_row, lens_B.device)
     return Segment(page_table_BW, lens_B, cu_seqlens_q, queries_per_row, queries_per_row > 1, page_size)
 
 
 def ragged_causal_segment(page_table_BW: Tensor, query_lens: list[int], lens: list[int], page_size: int) -> Segment:
-    """Prompts of different lengths, packed one behind the other (prefill); each brings the last of its `lens` tokens."""
+    """Prompts of different lengths, packed one after the other (prefill).
+
+    Prompt b's queries are the last query_lens[b] of its first lens[b] tokens; each reads everything up to itself.
+    """
     cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
     lens_B = torch.tensor(lens, dtype=torch.int32)
     device, ragged = page_table_BW.device, min(query_lens) < max(query_lens)
@@ -75,16 +83,16 @@ def ragged_causal_segment(page_table_BW: Tensor, query_lens: list[int], lens: li
 
 
 def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> None:
-    """Topk-expanded draft suffix: the branch in row b * K + k reads the step + 1 slots of its own path, itself last."""
+    """Topk-expanded draft suffix: the branch in row b * K + k reads the step + 1 slots of its own path, its own slot last."""
     out.page_table.copy_(ancestor_slots_BKS[..., : step + 1].flatten(0, 1))
     out.cache_seqlens.fill_(step + 1)
 
 
 def fill_tree_suffix(out: Segment, tree_slots_BN: Tensor, mask_BNN: Tensor) -> None:
-    """Mask-sorted tree suffix: node n reads its ancestors and itself, packed to the left.
+    """Mask-sorted tree suffix: node n reads its ancestors and itself, whose slots are packed to the left of its row.
 
-    Slots 8 9 10 under the mask row 1 0 1 become 8 10 (9 falls behind the row's length).  The table may be as narrow as
-    the deepest node's count of ancestors, itself included.
+    Example: slots 8 9 10 under the mask row 1 0 1 become 8 10; slot 9 lands past the row's length and is not read.
+    The table may be as narrow as the longest path: the most ancestors of any node, plus the node itself.
     """
     B, N = tree_slots_BN.shape
     W = out.page_table.shape[1]

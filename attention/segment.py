@@ -1,4 +1,4 @@
-"""What one attention kernel call reads.  Knows nothing of who asks, or of which kernel answers.
+"""Segments and plans: descriptions of what one attention call reads.  They do not say who asks, nor which kernel answers.
 
 Shapes: R rows, W table width, T queries, B sequences.
 """
@@ -16,19 +16,22 @@ from specdec.ops.index import kept, use_index_kernels
 
 @dataclass(frozen=True)
 class Segment:
-    """Row r holds the queries cu_seqlens_q[r]:cu_seqlens_q[r+1]; each reads the row's first cache_seqlens[r] keys.
+    """A table of rows of keys, and the queries of each row.
 
-    page_table: [R, W] int32, page numbers.  With page_size 1 they are slots (one token's place each).
-    cache_seqlens: [R] int32, keys readable in the row.
-    cu_seqlens_q: [R + 1] int32, FlashAttention's cumulative query counts.
-    max_seqlen_q: the most queries any row holds; host knowledge, so that nobody has to read the device.
+    Row r holds the queries cu_seqlens_q[r] to cu_seqlens_q[r + 1]; each of them reads the row's first cache_seqlens[r] keys.
+
+    page_table: [R, W] int32 page numbers.  With page_size 1 they are slots (one token's place each).
+    cache_seqlens: [R] int32, the number of readable keys in each row.
+    cu_seqlens_q: [R + 1] int32, cumulative query counts as in FlashAttention.
+    max_seqlen_q: the most queries that any row holds.  The host knows this number, so no one has to read it from the device.
     causal: query i of n reads keys up to cache_seqlens - n + i (bottom-right aligned, as in FlashAttention).
     page_size: tokens per page of page_table.
-    ragged: rows hold different numbers of queries (packed prompts).
-    base_B: int32, the position of the first key in the rows of each sequence, whose rows lie together; None: 0.
-    starts_T: int32, the first key of its row that each query reads (windows, chunks, a prefix read elsewhere); None: 0.
-    span: the most keys between any query's first and its last one; host knowledge; None: no bound but the row.
-    max_cached: the most keys that any row of a prompt has before its own queries'; host knowledge; None: not told.
+    ragged: the rows hold different numbers of queries (packed prompts).
+    base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
+    starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
+        reads).  None: key 0.
+    span: the most keys between any query's first and its last key; known to the host.  None: a query may read its whole row.
+    max_cached: the most keys that any row of a prompt holds before its own queries' keys; known to the host.  None: not given.
     """
 
     page_table: Tensor
@@ -45,20 +48,24 @@ class Segment:
 
     @property
     def rows(self) -> int:
+        """R, the number of rows."""
         return self.cache_seqlens.shape[0]
 
     @property
     def max_keys(self) -> int:
-        """The most keys that a row's queries read, without a look at the device; with a span, if they stand side by side.
+        """An estimate of the most keys that the queries of one row read together; kernels split a row's keys by it.
 
-        Queries of a prefix read together stand anywhere, and with a span may read more: there it only chooses how to split.
+        The estimate uses the host's knowledge only: the table's width and the span.  Without a span it is an upper bound, and
+        with a span as long as the row's queries stand at consecutive positions, as a chain's do.  A row of a shared prefix
+        holds the queries of several sequences, whose windows may lie far apart and cover more keys than this: there the number
+        only decides how many splits there are, and every key is still read.
         """
         most = self.page_table.shape[1] * self.page_size
         return most if self.span is None else min(most, self.span + self.max_seqlen_q - 1)
 
     @classmethod
     def empty(cls, rows: int, width: int, queries_per_row: int, *, device: torch.device | str = "cpu") -> Segment:
-        """Buffers for `rows` rows of slots; a builder fills them."""
+        """Buffers for `rows` rows of `width` slots, with `queries_per_row` queries each; a builder fills them."""
         return cls(
             page_table=torch.zeros(rows, width, dtype=torch.int32, device=device),
             cache_seqlens=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -68,19 +75,19 @@ class Segment:
 
     @classmethod
     def of_slots(cls, slots_RW: Tensor, lens_R: Tensor, base_B: Tensor | None = None) -> Segment:
-        """One query a row, which reads the row's first slots.  All int32."""
+        """One query a row, which reads the first lens_R[r] slots of row r.  All tensors are int32."""
         return cls(slots_RW, lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1, base_B=base_B)
 
     def narrow(self, rows: int, width: int | None = None) -> Segment:
         """A view of the first `rows` rows (and `width` columns): a static buffer cut down to the running batch."""
         table = self.page_table[:rows] if width is None else self.page_table[:rows, :width]
-        assert self.starts_T is None and self.base_B is None, "narrow first, then say what is local"
+        assert self.starts_T is None and self.base_B is None, "first keys and base positions can't be narrowed"
         return replace(
             self, page_table=table, cache_seqlens=self.cache_seqlens[:rows], cu_seqlens_q=self.cu_seqlens_q[: rows + 1]
         )
 
     def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:
-        """What a windowed or chunked layer reads of it: its queries stand at these positions (int64)."""
+        """The part of this segment that a windowed or chunked layer reads.  positions_T: int64, each query's position."""
         if kind.span is None:
             return self
         return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
@@ -88,25 +95,41 @@ class Segment:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The segments of one attention call; their states are merged.  Every segment covers all T queries.
+    """What the T queries of one attention call read, by part.  Every part covers all T queries; the parts' states are merged.
 
-    positions_T: int64, where the queries stand; None: as many in every row, and they are its last, as in a causal segment.
+    segments: the paged parts, at least one: prefixes, shared prefixes, causal rows.  A page may be one slot.
+    positions_T: int64, each query's position in its sequence.  None: every row holds the same number of queries, and they
+        are the row's last tokens, as in a causal segment.
+    suffix: the draft tree's own keys: row t lists the few slots (page size 1) that query t reads.  None: there is no tree.
+        The builder of a plan says which part is the suffix; no backend guesses it from a segment's shape.
     """
 
     segments: tuple[Segment, ...]
     positions_T: Tensor | None = None
+    suffix: Segment | None = None
+
+    def __post_init__(self) -> None:
+        assert self.segments, "a plan needs a paged segment"
+        assert self.suffix is None or self.suffix.page_size == self.suffix.max_seqlen_q == 1, "a suffix lists one query's slots"
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """The paged segments, and last the suffix if there is one."""
+        return self.segments if self.suffix is None else (*self.segments, self.suffix)
 
     def local(self, kind: LayerKind) -> AttentionPlan:
-        """The same for layers of that kind."""
+        """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
         if kind.span is None:
             return self
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
-        return AttentionPlan(tuple(segment.local(kind, positions_T) for segment in self.segments), positions_T)
+        segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
+        suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)
+        return AttentionPlan(segments, positions_T, suffix)
 
 
 def last_positions(segment: Segment) -> Tensor:
-    """[T] int64: the positions of queries that are the last of their row; every row holds max_seqlen_q of them."""
-    assert not segment.ragged and (segment.causal or segment.max_seqlen_q == 1), "its queries may stand elsewhere"
+    """[T] int64: the queries' positions, where a row's queries are its last max_seqlen_q tokens."""
+    assert not segment.ragged and (segment.causal or segment.max_seqlen_q == 1), "queries may not be their rows' last tokens"
     n = segment.max_seqlen_q
     if use_index_kernels(segment.cache_seqlens):
         from specdec.attention.kernels.tables_triton import launch_last_positions
@@ -117,7 +140,12 @@ def last_positions(segment: Segment) -> Tensor:
 
 
 def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
-    """[T] int32: the first key of its row that each query may read, at least least_T."""
+    """[T] int32: the first key of its row that each query may read under a windowed or chunked kind.
+
+    positions_T: int64, each query's position.
+    base_B: int32, the position of key 0 of each sequence's rows; None: 0.
+    least_T: int32 lower bounds for the result; None: 0.
+    """
     if use_index_kernels(positions_T):
         from specdec.attention.kernels.tables_triton import launch_first_keys
 
@@ -131,5 +159,5 @@ def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, leas
 
 @kept
 def uniform_cu_seqlens(rows: int, queries_per_row: int, device: torch.device | str) -> Tensor:
-    """[rows + 1] int32: every row holds the same number of queries.  Shared: not to be written to."""
+    """[rows + 1] int32: cumulative query counts of rows that hold equally many.  The tensor is cached: never write to it."""
     return torch.arange(0, rows * queries_per_row + 1, queries_per_row, dtype=torch.int32, device=device)

@@ -1,7 +1,8 @@
-"""Sequences that begin with the same pages read these once for all of them: one state more to merge.
+"""Shared prefixes: pages that several sequences begin with are read once for all of them, as one more segment to merge.
 
-The shared pages are one row that holds every query of the batch; each sequence's own segment then starts behind them.  Which
-sequences share, and how much, is read from tensors: a captured graph stays right when that changes, also to nothing at all.
+The shared pages form a single row that holds every query of the batch; each sequence's own segment then starts after them.
+Which sequences share, and how many tokens, is read from tensors, so a captured graph stays right when that changes, also when
+nothing is shared any more.
 
 Shapes: B sequences (rows of a batch), n queries of each, W pages per sequence.
 """
@@ -18,11 +19,15 @@ from specdec.attention.segment import Segment, uniform_cu_seqlens
 
 
 class SharedPrefix(NamedTuple):
-    """Pages that some rows of a batch begin with, the same ones, so that they can be read once for all of these rows.
+    """The pages that some rows of a batch have in common at their start.  These rows are called members.  All tensors are
+    int32.
 
-    All int32.  length_1: their tokens; 0: there are none.  table_1W: their pages.  shared_B: the tokens that row b reads of
-    them; all, or none if it is no member.  unshared_B: those that it does not, length_1 - shared_B.
-    most_queries: of a row in one pass, up to which reading together is worth while; passes with more read as ever.
+    length_1: how many tokens the shared pages hold; 0: nothing is shared.
+    table_1W: the numbers of the shared pages.
+    shared_B: how many of these tokens row b reads from the shared pages: length_1 for a member, 0 for any other row.
+    unshared_B: length_1 - shared_B.
+    most_queries: a threshold: passes with more queries a row read every row's own pages, because reading the shared pages once
+        does not pay there.
     """
 
     length_1: Tensor
@@ -33,17 +38,19 @@ class SharedPrefix(NamedTuple):
 
     @classmethod
     def empty(cls, page_table_BW: Tensor, most_queries: int) -> SharedPrefix:
-        """No row of that page table (int32) shares anything."""
+        """A SharedPrefix for the rows of that page table (int32), in which no row shares anything."""
         rows = page_table_BW.shape[0]
         shared_B, unshared_B = page_table_BW.new_zeros(rows), page_table_BW.new_zeros(rows)
         return cls(page_table_BW.new_zeros(1), torch.zeros_like(page_table_BW[:1]), shared_B, unshared_B, most_queries)
 
     def narrow(self, rows: int) -> SharedPrefix:
-        """Views for the first rows."""
+        """Views of the first `rows` rows."""
         return self._replace(shared_B=self.shared_B[:rows], unshared_B=self.unshared_B[:rows])
 
     def set(self, members: list[int], pages: list[int], tokens: int) -> None:
-        """Rows that begin with these pages of so many tokens; all others share nothing."""
+        """Declares that the rows `members` begin with these pages, which hold `tokens` tokens, and that all others share
+        nothing.
+        """
         shared_B = torch.zeros(self.shared_B.shape, dtype=torch.int32)
         shared_B[members] = tokens
         self.length_1.fill_(tokens)
@@ -53,10 +60,13 @@ class SharedPrefix(NamedTuple):
 
 
 def split_shared(own: Segment, shared: SharedPrefix | None) -> tuple[Segment, ...]:
-    """own: a row of n queries for each sequence, which reads its pages from key 0 on.  Returns what to read in its stead.
+    """Splits a segment into one over the shared pages and one over each row's remaining pages; both together read the same
+    keys.
 
-    With shared None, or more queries than it is meant for, just that.  A plan of what comes back says where its queries
-    stand: its first row is nobody's end.
+    own: one row of n queries for each sequence; the row's table starts at the sequence's first page.
+    The result is (own,) if shared is None, or if n is above shared.most_queries.
+    A plan of the result must be given its queries' positions (positions_T).  They can't be derived from the plan's first
+    segment, as `last_positions` would do: that segment is the shared row, and its last tokens are not the queries' own.
     """
     if shared is None or own.max_seqlen_q > shared.most_queries:
         return (own,)
@@ -68,11 +78,11 @@ def split_shared(own: Segment, shared: SharedPrefix | None) -> tuple[Segment, ..
         cu_seqlens_q=uniform_cu_seqlens(1, rows * n, own.cache_seqlens.device),
         max_seqlen_q=rows * n,
         page_size=own.page_size,
-        starts_T=_each(shared.unshared_B, n),  # who is no member begins where the keys end
+        starts_T=_each(shared.unshared_B, n),  # a row that is no member starts at the row's end, so it reads none
     )
     return once, replace(own, starts_T=_each(shared.shared_B, n))
 
 
 def _each(x_B: Tensor, times: int) -> Tensor:
-    """[B * times]: every element `times` times."""
+    """[B * times]: every element repeated `times` times."""
     return x_B if times == 1 else x_B[:, None].expand(-1, times).flatten()

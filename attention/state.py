@@ -1,4 +1,5 @@
-"""The state of a partial softmax, and how two of them become one.  Knows nothing of keys, pages or kernels.
+"""The state of a softmax over some of the keys, and how two such states become one.  This module knows no keys, pages or
+kernels.
 
 Shapes: T queries, H heads, D head dim.
 """
@@ -12,9 +13,11 @@ from torch import Tensor
 
 
 class AttentionState(NamedTuple):
-    """Softmax over some of the keys: out_THD normalised over them, lse_TH the natural log of their summed exponentials.
+    """A softmax over some of the keys.
 
-    A row that read no key has out 0 and lse -inf.
+    out_THD: the values' average, normalised over these keys alone.
+    lse_TH: the natural log of the keys' summed exponentials.
+    A query that read no key has out 0 and lse -inf.
     """
 
     out_THD: Tensor
@@ -22,7 +25,7 @@ class AttentionState(NamedTuple):
 
     @classmethod
     def empty(cls, shape_of_out: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionState:
-        """Memory for a state, unwritten; lse is float32.  The shape may hold more dims than [T, H, D]."""
+        """Uninitialised memory for a state; lse is float32.  The shape may have more dims than [T, H, D]."""
         lse = torch.empty(shape_of_out[:-1], dtype=torch.float32, device=device)
         return cls(torch.empty(shape_of_out, dtype=dtype, device=device), lse)
 
@@ -42,6 +45,6 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def with_sinks(state: AttentionState, sinks_H: Tensor) -> AttentionState:
-    """Adds a key of that logit and of value 0 to every row; once, whatever the state was merged from."""
+    """Adds to every query one more key with that logit and value 0.  Call it once, after all states have been merged."""
     sink = sinks_H.to(state.lse_TH.dtype).expand_as(state.lse_TH)
     return merge_states(state, AttentionState(torch.zeros_like(state.out_THD), sink))

@@ -117,7 +117,7 @@ class World:
         suffix = replace(Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE), base_B=lens)
         fill_tree_suffix(suffix, self.slots_T.view(B, N), mask.expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B)
-        plan = AttentionPlan((prefix_segment(table, lens, N, PAGE_SIZE), suffix), positions_T)
+        plan = AttentionPlan((prefix_segment(table, lens, N, PAGE_SIZE),), positions_T, suffix)
         self.plan = plan.local(LayerKind(case.window))
 
 
@@ -186,7 +186,7 @@ def flash_attn_4(world: World, prefix_only: bool = False) -> list[Tensor]:
 
     outs = []
     for view in world.views:
-        states = [call(view, segment) for segment in world.plan.segments[: 1 if prefix_only else 2]]
+        states = [call(view, segment) for segment in world.plan.parts[: 1 if prefix_only else 2]]
         if len(states) == 1:
             outs.append(states[0][0])
             continue

@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.products.linear import gated_linear, linear, silu_mul, tiles_for
+from specdec.ops.products.linear import gated_linear, linear, product_tiles, silu_mul
 
 DEVICE, DTYPE, EPS = "cuda", torch.bfloat16, 1e-5
 COLD_BYTES = 250_000_000
@@ -89,7 +89,7 @@ def time_shape(name: str, O: int, I: int, dtype: torch.dtype, rows: Sequence[int
         for which, product in products(name).items():
             us = graph_us(lambda: [product(x_TI, w) for w in todo]) / len(todo)  # noqa: B023
             row[f"{which}_us"], row[f"{which}_TB/s"] = round(us, 1), round(size / us / 1e6, 2)
-        tiles = tiles_for(T, O, I, dtype, name.endswith("gate_up"))
+        tiles = product_tiles(T, O, I, dtype, name.endswith("gate_up"))
         row["policy"] = "cublas" if tiles is None else list(tiles)
         out.append(row)
         print(json.dumps(row))

@@ -37,7 +37,7 @@ from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent import mla, mla_launch
 from specdec.attention.latent.latent import LatentPrep
-from specdec.attention.latent.mla import MLAttention, absorbed_queries, absorbed_values, store_latent
+from specdec.attention.latent.mla import absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.mla_launch import LatentTiles
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
@@ -92,7 +92,7 @@ class World:
             return
         suffix = Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE)
         fill_tree_suffix(suffix, self.slots_T.view(B, N), tree_mask(N).expand(B, N, N))
-        self.plan = AttentionPlan((prefix_segment(table, lens, N, P), suffix))
+        self.plan = AttentionPlan((prefix_segment(table, lens, N, P),), suffix=suffix)
 
 
 def tree_mask(N: int) -> Tensor:
@@ -145,7 +145,7 @@ class Prompt:
 
     def __call__(self, _: object) -> list[Tensor]:
         slots_T, around = slots_at(self.table, self.positions_T[None], 64)[0], self.around
-        attn = MLAttention(PagedAttention(TritonBackend(), self.cache, self.plan, slots_T))
+        attn = PagedAttention(TritonBackend(), self.cache, self.plan, slots_T).latent()
         return [attn(0, around.q, around.fresh, around.up, around.prep, None, SCALING)]
 
 

@@ -134,7 +134,7 @@ def measure(model: CausalLM, head: DraftHead, case: Case, rounds: int, graphs: G
 
 def prefill_ms(model: CausalLM, head: DraftHead, batch: int, tokens: int, repeats: int = 8) -> float:
     """Wall milliseconds from the request to the first token of every prompt, for both models."""
-    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, False)
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round")
     prompts, times = random_prompts(batch, tokens), []
     for _ in range(repeats):
         torch.cuda.synchronize()

@@ -1,12 +1,13 @@
-"""What the head reads at one step of a tree: each branch's feature, place, and the slots of its own path.
+"""What the head reads at one step of a tree: each branch's feature, its position, and the slots of its own path.
 
-KV slots are immutable within a round, one per (level, branch).  Each branch carries the table of its own ancestors' slots,
-re-gathered by parent at every step, which is the topk-expanded page table itself: ancestry is exact.
+KV slots are immutable within a round; there is one for each level and branch.  Each branch carries a table of its own
+ancestors' slots.  Every step gathers these tables anew by parent, and the gathered table is the topk-expanded page table that
+attention reads, so every branch reads exactly its own ancestors.
 
-Knows beams and slots, neither scores nor heads.
+This module knows branches and slots, neither scores nor heads.
 
-Shapes: B sequences, K topk, R = B * K branches, P parents of a sequence (1 before the first step, then K), H hidden,
-W steps so far.
+Shapes: B sequences, K topk, R = B * K branches, P parents of a sequence (1 before the first step, then K), H hidden, W steps so
+far.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from specdec.ops.launch import use_kernels
 
 
 class Branches(NamedTuple):
-    """hidden_RH: the features.  positions_R, slots_R: int64.  suffix: W + 1 slots a row, the branch's own last."""
+    """One step's branches.
+
+    hidden_RH: each branch's feature.
+    positions_R, slots_R: int64.
+    suffix: a row for each branch, of W + 1 slots: its ancestors' slots, then its own.
+    """
 
     hidden_RH: Tensor
     positions_R: Tensor
@@ -34,9 +40,11 @@ class Branches(NamedTuple):
 def fork(
     page_table_BW: Tensor, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, ancestors: Tensor, page_size: int
 ) -> Branches:
-    """The next step's branches.  Branch k of sequence b goes on from row b * P + parents_BK[b, k] of the last step.
+    """The next step's branches.  Branch k of sequence b continues row b * P + parents_BK[b, k] of the last step.
 
-    hidden: [B * P, H] of the last step's rows.  ancestors: [B * P, W] int32, their slots so far; W is 0 at the first step.
+    page_table_BW, lens_B: int32, each sequence's pages and committed length.
+    hidden: [B * P, H], the features of the last step's rows.
+    ancestors: [B * P, W] int32, the slots of these rows' paths; W is 0 at the first step.
     """
     if use_kernels(hidden):
         from specdec.draft.branches_triton import launch_fork

@@ -1,4 +1,5 @@
-"""The kernel of `branches.py`: one program a branch and block of its feature; the first block's also fills the tables.
+"""The kernel of branches.py: one program for each branch and block of its feature; the first block's program also fills the
+tables.
 
 Shapes: B sequences, K topk, R = B * K branches, P parents of a sequence, H hidden, W steps so far.
 """
@@ -62,6 +63,7 @@ def fork_kernel(
 def launch_fork(
     page_table_BW: Tensor, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, ancestors: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Segment]:
+    """`branches.fork`: (hidden_RH, positions_R, slots_R, suffix)."""
     (B, K), W, H = parents_BK.shape, ancestors.shape[1], hidden.shape[1]
     R, P, device = B * K, hidden.shape[0] // B, hidden.device
     assert P == 1 or parents_BK.is_contiguous()

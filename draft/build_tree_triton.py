@@ -1,7 +1,7 @@
-"""The kernel of `build_tree.py`: one program a sequence, its candidates' scores in registers.
+"""The kernel of build_tree.py: one program for each sequence, which holds the candidates' scores in registers.
 
-It sorts nothing.  The score of the last node that is chosen is found bit by bit, counting who stands above; then a
-candidate's place among the chosen is a running sum.
+The kernel does not sort.  It finds the score of the last chosen candidate bit by bit, counting how many candidates reach each
+trial value.  A candidate's place among the chosen ones is then a running sum.
 
 Shapes: B sequences, C candidates (padded), N nodes.
 """
@@ -50,13 +50,13 @@ def best_nodes_kernel(
     wanted = num_nodes - 1
     last = tl.full([], LOWEST_32, tl.int32)  # becomes the largest value that at least `wanted` candidates reach
     for i in range(32):
-        higher = last ^ (tl.full([], 1, tl.int32) << (31 - i))  # sets the bit; of the sign bit, that makes it positive
+        higher = last ^ (tl.full([], 1, tl.int32) << (31 - i))  # sets the bit; flipping the sign bit of LOWEST_32 gives 0
         reach = tl.sum((value_C >= higher).to(tl.int32), 0)
         last = tl.where(reach >= wanted, higher, last)
     above_C = value_C > last
     level_C = (value_C == last) & ok_C
     room = wanted - tl.sum(above_C.to(tl.int32), 0)
-    chosen_C = above_C | (level_C & (tl.cumsum(level_C.to(tl.int32), 0) <= room))  # of equals, the first
+    chosen_C = above_C | (level_C & (tl.cumsum(level_C.to(tl.int32), 0) <= room))  # ties: the lowest indices
     node_C = tl.cumsum(chosen_C.to(tl.int32), 0)
     above_node_C = tl.where(parent_C < 0, 0, tl.gather(node_C, tl.maximum(parent_C, 0), 0))
 
@@ -69,7 +69,7 @@ def best_nodes_kernel(
 
 
 def launch_best_nodes(candidates: Candidates, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """(tokens_BN, parents_BN)."""
+    """`build_tree.best_nodes`: (tokens_BN, parents_BN), int64."""
     B, C = candidates.scores_BC.shape
     assert num_nodes - 1 <= C and root_B.is_contiguous()
     tokens_BN, parents_BN = (torch.empty(B, num_nodes, dtype=torch.int64, device=root_B.device) for _ in range(2))

@@ -1,9 +1,10 @@
-"""EAGLE draft heads: EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), one interface.
+"""EAGLE draft heads, EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), behind one interface.
 
-A head reads pairs: pair i is (embedding of token i + 1, feature of token i), at rotary position i, and predicts token i + 2.
-Its hidden output stands in for the next pair's feature.  Knows no tree, cache or verifier.
+A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, stands at rotary position i,
+and predicts token i + 2.  Its hidden output takes the place of the next pair's feature.  This module knows no tree, cache or
+verifier.
 
-Shapes: T pairs, H hidden, F target features side by side, V draft vocabulary.
+Shapes: T pairs, H hidden, F the target's features of one token, concatenated, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from specdec.ops.rows import select_rows
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head's own sizes (`model`) and how it hangs on its target.
+    """A head's own sizes (`model`) and how it connects to its target.
 
-    aux_layers: ascending 0-based target layers whose outputs are its features; empty: the target's final hidden state.
-    target_hidden_size: width of one feature.  draft_vocab_size: rows of its language-model head.
-    fc_bias: EAGLE-1/2 only.  norm_before_residual: EAGLE-3 heads whose residual is the normed feature.
+    kind: "eagle3" or "eagle1".
+    aux_layers: ascending 0-based target layers whose outputs are the head's features; empty: the target's final hidden state
+        is.
+    target_hidden_size: width of one feature.
+    draft_vocab_size: rows of the head's language-model head.
+    fc_bias: whether `fc` has a bias; EAGLE-1/2 only.
+    norm_before_residual: whether the residual is the normed feature; EAGLE-3 only.
     """
 
     model: ModelConfig
@@ -41,15 +46,15 @@ class HeadConfig:
 
     @property
     def feature_size(self) -> int:
-        """F: width of a token's features, as the target hands them over."""
+        """F: the width of one token's features as the target returns them."""
         return max(1, len(self.aux_layers)) * self.target_hidden_size
 
 
 class DraftHead(nn.Module):
     """What the draft worker needs of a head.
 
-    Embedding and language-model head may be the target's own modules.  d2t_V maps draft ids to target ids by offset; None
-    when the vocabularies are one.
+    The embedding and the language-model head may be the target's own modules.
+    d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
     """
 
     def __init__(self, config: HeadConfig, max_positions: int) -> None:
@@ -64,21 +69,27 @@ class DraftHead(nn.Module):
 
     @abstractmethod
     def fuse(self, features_TF: Tensor) -> Tensor:
-        """Target features to the head's own width [T, H]; done once, when they come from the target."""
+        """Target features to the head's own width [T, H].  The worker does this once, when features come from the target."""
 
     @abstractmethod
     def forward(
         self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
     ) -> Tensor:
-        """One step over pairs: hidden [T, H], the next pair's feature and what `logits` reads; of rows_R only, if given."""
+        """One step over pairs: hidden [T, H], which is the next pair's feature and the input of `logits`.
+
+        ids_T: int64, each pair's token.
+        hidden_TH: each pair's feature, fused.
+        positions_T: int64 rotary positions.
+        rows_R: int64.  If given, only these rows' hidden states are returned: [R, H].
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] over the draft vocabulary."""
+        """[..., V]: logits over the draft vocabulary."""
 
 
 class Eagle3Head(DraftHead):
-    """One layer over [normed embedding, normed feature]; features are fused from several target layers by `fc`."""
+    """One decoder layer over [normed embedding, normed feature]; `fc` fuses the features of several target layers into one."""
 
     def __init__(self, config: HeadConfig, max_positions: int) -> None:
         super().__init__(config, max_positions)
@@ -111,7 +122,10 @@ class Eagle3Head(DraftHead):
 
 
 class Eagle1Head(DraftHead):
-    """EAGLE-1/2: `fc` over [embedding, feature], then decoder layers, the first without an input norm; the target's head."""
+    """EAGLE-1/2: `fc` over [embedding, feature], then decoder layers, of which the first has no input norm.
+
+    Its language-model head is the target's.
+    """
 
     def __init__(self, config: HeadConfig, max_positions: int) -> None:
         super().__init__(config, max_positions)

@@ -1,6 +1,7 @@
-"""Growing the tree level by level, as EAGLE-2 does (arXiv 2406.16858): the candidates so far, and the beam that goes on.
+"""Growing the tree level by level as EAGLE-2 does (arXiv 2406.16858): all candidates so far, and the beam that is expanded
+next.
 
-Pure tensor code over scores and parents, and its kernels' door; knows no head and no cache.
+This is pure tensor code over scores and parents; on a GPU it launches its kernels.  It knows no head and no cache.
 
 Shapes: B sequences, K topk, C candidates of all levels, R = B * K rows of logits, V draft vocabulary.
 """
@@ -16,14 +17,15 @@ from specdec.ops.index import arange
 from specdec.ops.launch import use_kernels
 from specdec.ops.topk import stable_topk, top_tokens
 
-MAX_KERNEL_TOPK = 32  # beyond, one program would sort more than its registers hold
+MAX_KERNEL_TOPK = 32  # threshold: with a larger topk, one program would sort more than its registers hold
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """All tokens proposed, level by level: K of level 1, then K * K of each further level.  Levels not grown yet hold junk.
+    """All proposed tokens, level by level: K of level 1, then K * K of each further level.  Levels not grown yet hold junk.
 
-    tokens_BC: int64 target ids.  scores_BC: float32 sums of log-probabilities along the path.
+    tokens_BC: int64 target ids.
+    scores_BC: float32 sums of log-probabilities along the path.
     parents_BC: int64 index of the parent among the candidates; -1 for children of the root.
     """
 
@@ -33,6 +35,7 @@ class Candidates:
 
     @classmethod
     def empty(cls, rows: int, topk: int, num_steps: int, device: torch.device) -> Candidates:
+        """Uninitialised memory for the candidates of num_steps levels."""
         shape = rows, topk + topk * topk * (num_steps - 1)
         tokens_BC, parents_BC = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
         return cls(tokens_BC, torch.empty(shape, dtype=torch.float32, device=device), parents_BC)
@@ -42,7 +45,8 @@ class Candidates:
 class Beam:
     """The K branches that are expanded next.
 
-    indices_BK: their candidates.  parents_BK: which of the rows that proposed them each grew from; 0 at level 1.
+    indices_BK: each branch's index among the candidates.
+    parents_BK: the row of the previous step from which each branch grew; 0 at level 1.
     """
 
     tokens_BK: Tensor
@@ -52,7 +56,7 @@ class Beam:
 
 
 def first_level(candidates: Candidates, tokens_BK: Tensor, logp_BK: Tensor) -> Beam:
-    """Level 1: the root's children are candidates and beam at once."""
+    """Level 1: the root's children, which are all candidates and the beam at the same time."""
     B, K = tokens_BK.shape
     if use_kernels(logp_BK):
         from specdec.draft.expand_triton import launch_first_level
@@ -67,9 +71,9 @@ def first_level(candidates: Candidates, tokens_BK: Tensor, logp_BK: Tensor) -> B
 
 
 def next_level(candidates: Candidates, level: int, beam: Beam, tokens_BKK: Tensor, logp_BKK: Tensor) -> Beam:
-    """Adds each branch's K children at the given level (2 or deeper); the best K of them are the next beam.
+    """Adds each branch's K children at the given level (2 or deeper); the best K of all children are the next beam.
 
-    A child's score never exceeds its parent's (log-probabilities are <= 0) and its index is always larger.
+    A child's score never exceeds its parent's (log-probabilities are <= 0), and its index is always larger.
     """
     B, K, _ = tokens_BKK.shape
     start = K + K * K * (level - 2)
@@ -83,9 +87,11 @@ def next_level(candidates: Candidates, level: int, beam: Beam, tokens_BKK: Tenso
 
 
 def expand(candidates: Candidates, level: int, beam: Beam, logits_RV: Tensor, offsets_V: Tensor | None) -> Beam:
-    """`next_level` with the K likeliest tokens of each branch.  logits_RV: row b * K + k is branch k of sequence b.
+    """`next_level` with the K most likely tokens of each branch.
 
-    offsets_V: from draft ids to target ids.  One scan and one launch up to topk 32; wider beams are grown by torch.
+    logits_RV: row b * K + k belongs to branch k of sequence b.
+    offsets_V: int64 offsets from draft ids to target ids, or None.
+    Up to topk 32 this takes two kernel launches; a wider beam is grown by torch.
     """
     B, K = beam.tokens_BK.shape
     if K <= MAX_KERNEL_TOPK and use_kernels(logits_RV):

@@ -1,4 +1,6 @@
-"""The kernels of `expand.py`: the first level's candidates, and a level's growth from scanned logits (one program a sequence).
+"""The kernels of expand.py: one writes the first level's candidates, the other grows a level from scanned logits.
+
+The kernel that grows a level runs one program for each sequence.
 
 Shapes: B sequences, K topk, R branches (rows of logits) of a sequence, C children of a branch; R = C = K, padded.
 """
@@ -45,7 +47,7 @@ def first_level_kernel(
 
 @triton.jit(do_not_specialize=["slices", "start", "stride_b", "stride_indices"])
 def expand_kernel(
-    keys,  # [B * K, S, K] int64, as scanned
+    keys,  # [B * K, S, K] int64, from scan_kernel
     sums,  # [B * K, S] float32
     offsets,  # [V] int64
     scores,  # [B, K] float32: the beam's
@@ -90,7 +92,7 @@ def expand_kernel(
 
     lowest = tl.full([], LOWEST_64, tl.int64)
     key_RC = tl.where(ok_RC, make_key(score_RC, child_RC), lowest)
-    best_K = tl.full([PADDED_K], 0x7FFFFFFF, tl.int64)  # the padding needs an index too: 0
+    best_K = tl.full([PADDED_K], 0x7FFFFFFF, tl.int64)  # the padding's key decodes to index 0
     for i in range(K):
         best = tl.max(key_RC)
         key_RC = tl.where(key_RC == best, lowest, key_RC)
@@ -106,6 +108,7 @@ def expand_kernel(
 
 
 def launch_first_level(candidates: Candidates, tokens_BK: Tensor, logp_BK: Tensor) -> None:
+    """Writes the first level's tokens, log-probabilities and parents (-1) into `candidates`."""
     rows = tokens_BK.numel()
     assert tokens_BK.is_contiguous() and logp_BK.is_contiguous()
     first_level_kernel[(triton.cdiv(rows, 128),)](
@@ -115,6 +118,7 @@ def launch_first_level(candidates: Candidates, tokens_BK: Tensor, logp_BK: Tenso
 
 
 def launch_expand(candidates: Candidates, level: int, beam: Beam, logits_RV: Tensor, offsets_V: Tensor | None) -> Beam:
+    """`expand.expand`: scans the logits, then grows the level."""
     B, K = beam.tokens_BK.shape
     assert logits_RV.shape[0] == B * K and beam.scores_BK.is_contiguous()
     keys, sums = launch_scan(logits_RV, K, softmax=True)

@@ -1,9 +1,10 @@
-"""The multi-step draft worker: grows a tree from the last extend's first level, and keeps the draft's KV in step.
+"""The draft worker: it grows a tree from the first level that the last extend left, and fills the drafter's KV cache.
 
-The draft's KV row i belongs to pair (token i + 1, feature i), so L committed tokens have L draft rows, the bonus token's
-embedding in the last.  A chain (K = 1) appends to the prefix; a tree's branches have suffixes of their own (`branches.py`).
+Row i of the drafter's KV belongs to the pair (token i + 1, feature of token i).  L committed tokens therefore have L rows in
+the drafter's cache, and the last of them holds the bonus token's embedding.  A chain (K = 1) appends to the prefix; in a tree
+each branch has a suffix of its own (branches.py).
 
-Knows heads, trees and attention; neither requests nor the verifier.
+This module knows heads, trees and attention; it knows neither requests nor the verifier.
 
 Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T packed tokens, H hidden, F features.
 """
@@ -31,22 +32,31 @@ from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens, top_tokens
 
-FEW_ROWS = 64  # of an extend: up to here what counts is reading the weights, and rows that nobody reads come for free
+# Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
+# nothing, and no second plan is made to leave them out.
+FEW_ROWS = 64
 
 
 class DraftWorker:
-    """Runs a head over the running batch.  Its cache has the target's slots: one page table serves both models."""
+    """Runs a head over the running batch.
+
+    The head's cache has the same slots as the target's, so one page table serves both models.
+    """
 
     def __init__(self, head: DraftHead, cache: KVCache, backend: Backend, topk: int, page_size: int) -> None:
         self.head, self.cache, self.backend = head, cache, backend
         self.topk, self.page_size = topk, page_size
 
     def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
-        """The next tree of every row.  S levels take S - 1 steps: the first came with the last extend."""
+        """The next tree of every row.
+
+        A tree of S levels takes S - 1 runs of the head: the root's children, level 1, are known already, because the last
+        extend or prefill computed them.
+        """
         return self._draft_chain(state, spec.max_steps - 1) if self.topk == 1 else self._draft_tree(state, spec)
 
     def _draft_chain(self, state: BatchState, steps: int) -> DraftTree:
-        """Each step's token is the head's best; scores are not needed."""
+        """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
         rows = next_tokens(state.page_table_BW, state.lens_B, steps, self.page_size, by_step=True)
         tokens_B, hidden_BH = state.level1_tokens_BK[:, 0], state.level1_hidden_BH
         drawn = [state.bonus_B, tokens_B]
@@ -59,7 +69,9 @@ class DraftWorker:
         return DraftTree.chain(torch.stack(drawn, dim=1))
 
     def _draft_tree(self, state: BatchState, spec: SpecConfig) -> DraftTree:
-        """Every branch of a level is one row of the head's batch; the best K of their K * K children go on."""
+        """A branching tree.  Every branch of a level is one row of the head's batch; the best K of their K * K children
+        continue.
+        """
         S, K, B = spec.max_steps, self.topk, state.rows
         device = state.lens_B.device
         prefix = split_shared(prefix_segment(state.page_table_BW, state.lens_B, K, self.page_size), state.shared)
@@ -68,18 +80,20 @@ class DraftWorker:
         hidden, ancestors = state.level1_hidden_BH, torch.empty(B, 0, dtype=torch.int32, device=device)
         for level in range(2, S + 1):
             rows = fork(state.page_table_BW, state.lens_B, beam.parents_BK, hidden, ancestors, self.page_size)
-            attn = self._attention((*prefix, rows.suffix), rows.slots_R, rows.positions_R)
+            attn = self._attention(prefix, rows.slots_R, rows.positions_R, rows.suffix)
             hidden = self.head(beam.tokens_BK.flatten(), rows.hidden_RH, rows.positions_R, attn)
             beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
             ancestors = rows.suffix.page_table
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
     def extend(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor) -> None:
-        """Runs the head over the accepted tokens with true target features; leaves the next tree's first level in `state`.
+        """Runs the head over the accepted tokens with true target features; writes the next tree's first level into `state`.
 
-        base_lens_B: int32 committed length before this round.  tokens_BE: the emitted tokens; columns behind last_B are
-        padding whose rows nobody reads.  last_B: int64 column of the bonus token.  features_BEF: of the token before each.
-        state.lens_B: the length up to and with that column.
+        base_lens_B: int32, the committed length before this round.
+        tokens_BE: int64, the emitted tokens.  Columns after last_B are padding; what the head computes for them is never used.
+        last_B: int64, the column of the bonus token.
+        features_BEF: for each emitted token, the target's features of the token before it.
+        state.lens_B: int32, already the length that includes the tokens up to column last_B.
         """
         B, E = tokens_BE.shape
         rows = next_tokens(state.page_table_BW, base_lens_B, E, self.page_size)
@@ -99,9 +113,10 @@ class DraftWorker:
         self._set_first_level(state)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
-        """Extend over parts of prompts.  first_B: int64, the first output token of each prompt that ends here.
+        """Runs the head over parts of prompts, with the target's features [T, F], like `extend`.
 
-        Leaves each part's first level in its row of `state`; it counts where the prompt ends.
+        first_B: int64, the first output token of each prompt that ends here.  Each part's first level is left in its row of
+        `state`, where it counts if the prompt ends.
         """
         attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
         next_ids_T = prompts.next_ids(first_B)
@@ -110,10 +125,12 @@ class DraftWorker:
         for target, source in zip(state.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
 
-    def _attention(self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor) -> PagedAttention:
-        return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T)
+    def _attention(
+        self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor, suffix: Segment | None = None
+    ) -> PagedAttention:
+        return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T, suffix), slots_T)
 
     def _set_first_level(self, state: BatchState) -> None:
-        """The next tree's first level, from its hidden state."""
+        """Computes the next tree's first level, K tokens a row, from the hidden states in `state`."""
         logits_BV = self.head.logits(state.level1_hidden_BH)
         top_tokens(logits_BV, self.topk, self.head.d2t_V, out=(state.level1_logp_BK, state.level1_tokens_BK))

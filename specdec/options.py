@@ -13,9 +13,10 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from specdec.checks import nearest_name, require_bool, require_choice, require_int
+from specdec.checks import is_number, nearest_name, require_bool, require_choice, require_int, store
 from specdec.config import GraphMode
 from specdec.threads import usable_cpus
 
@@ -44,20 +45,21 @@ class Setting:
     metavar: str | None = None
     decided_by: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, name: str, value: Any, default: Any) -> None:
-        """ValueError or TypeError unless the value is allowed."""
+    def check(self, name: str, value: Any, default: Any) -> Any:
+        """The value, numbers as Python's own.  ValueError or TypeError unless it is allowed."""
         if self.choices:
-            require_choice(name, value, self.choices, default)
-        elif isinstance(default, bool):
-            require_bool(name, value, default)
-        elif self.pattern is not None:
+            return require_choice(name, value, self.choices, default)
+        if isinstance(default, bool):
+            return require_bool(name, value, default)
+        if self.pattern is not None:
             if not re.fullmatch(self.pattern[0], str(value)):
                 expected = f"{name} must be {self.pattern[1]}"
                 raise ValueError(f"{expected}, got {value!r}; nearest setting that works: {name}={default!r}")
-        elif self.low is not None and (value != default or type(value) is not type(default)):
-            if isinstance(default, str) and not isinstance(value, int):
+        if self.low is not None and (value != default or type(value) is not type(default)):
+            if isinstance(default, str) and not is_number(type(value), Integral):
                 raise TypeError(f"{name} must be {default!r} or an int, got {value!r} of type {type(value).__name__}")
-            require_int(name, value, self.low, self.high() if callable(self.high) else self.high)
+            return require_int(name, value, self.low, self.high() if callable(self.high) else self.high)
+        return value
 
 
 def option(default: Any, meaning: str, **more: Any) -> Any:
@@ -136,15 +138,18 @@ class EngineOptions:
         "auto",
         "CPU threads of a decoder on a CPU; auto: by the size of the model, 1 for a tiny one",
         details="torch has one number of threads for the whole process: building a decoder on a CPU sets it, for other "
-        "decoders and for everything else that uses torch in the process.  A decoder on a GPU leaves it alone.",
+        "decoders and for everything else that uses torch in the process.  A decoder on a GPU leaves it alone, and refuses a "
+        "number.",
         low=1,
         high=usable_cpus,
         metavar="N",
     )
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            setting_of(item).check(item.name, getattr(self, item.name), item.default)
+        checked = {
+            item.name: setting_of(item).check(item.name, getattr(self, item.name), item.default) for item in fields(self)
+        }
+        store(self, **checked)
 
     @classmethod
     def of(cls, options: EngineOptions | None, settings: dict[str, Any]) -> EngineOptions:

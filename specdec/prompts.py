@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from specdec.checks import is_array, is_number
 from specdec.config import SamplingParams
 
-Prompt = Any  # str | list[int] | list[{"role", "content"}]
+# str, token ids (a list, a tuple, a one-dimensional array of numpy or torch), or a list of {"role": ..., "content": ...}
+Prompt = Any
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a folder with one of them holds a tokenizer
+OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind the three things we ask of it.  A folder without one takes token ids only."""
+    """What a target needs of its Hugging Face tokenizer.  A folder without one takes token ids only, and makes no text."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._inner: Any = None
-        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if any((folder / name).is_file() for name in VOCABULARY_FILES):
             from transformers import AutoTokenizer
 
-            self._inner = AutoTokenizer.from_pretrained(folder)
+            try:
+                self._inner = AutoTokenizer.from_pretrained(folder)
+            except Exception as error:  # of any kind: transformers checks little of what the files hold
+                raise ValueError(_broken_file(folder, error)) from error
 
     def encode(self, text: str) -> list[int]:
         return list(self._need("a text prompt").encode(text))
 
-    def encode_chat(self, messages: list[Any]) -> list[int]:
+    def encode_chat(self, messages: list[Any], name: str) -> list[int]:
+        """Token ids of a chat, up to where the answer begins.  ValueError says what the chat template found wrong with it."""
         inner = self._need("chat messages")
         if not inner.chat_template:
-            raise ValueError("prompts holds chat messages, but this tokenizer has no chat template; expected a string or ids")
-        ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+            raise ValueError(f"{name} holds chat messages, but this tokenizer has no chat template; expected a string or ids")
+        try:
+            ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        except Exception as error:  # of any kind: a template is a program
+            raise ValueError(self._template_fault(name, error)) from error
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
     def decode(self, token_ids: Any) -> str:
@@ -47,41 +60,82 @@ class Tokenizer:
             raise ValueError(f"{what} needs a tokenizer, but {self._folder} holds none; expected lists of token ids")
         return self._inner
 
+    def _template_fault(self, name: str, error: Exception) -> str:
+        """A line about the error: the template's own complaint about the messages, or what is wrong with the template."""
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        template = f"the chat template of {self._folder}"
+        if isinstance(error, TemplateSyntaxError):
+            return f"{template} is broken: line {error.lineno}: {error.message}"
+        if type(error) is TemplateError:  # what `raise_exception` in a template raises
+            return f"{template} refuses {name}: {error}"
+        return f"{template} fails on {name}: {type(error).__name__}: {error}"
+
+
+def _broken_file(folder: Path, error: Exception) -> str:
+    """Which file made the tokenizer unreadable, as far as that can be told, and why."""
+    found = [folder / name for name in (*VOCABULARY_FILES, *OTHER_FILES) if (folder / name).is_file()]
+    for path in found:
+        if path.suffix == ".model":  # not a text
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            held = json.loads(text) if path.suffix == ".json" else {}
+        except UnicodeDecodeError as fault:
+            return f"{path} is not UTF-8 text: {fault}"
+        except json.JSONDecodeError as fault:
+            return f"{path} is not JSON: {fault}"
+        if not isinstance(held, dict):
+            return f"{path} must hold a JSON object, got {type(held).__name__}"
+    names = ", ".join(path.name for path in found)
+    return f"transformers can't read the tokenizer in {folder} ({names}): {type(error).__name__}: {error}"
+
 
 def is_one_prompt(prompts: Any) -> bool:
-    """A string, a list of ids or one chat, as opposed to a list of such."""
+    """A string, the ids of one prompt or one chat, as opposed to a list of such."""
+    if is_array(prompts):
+        return prompts.ndim == 1
     if isinstance(prompts, str):
         return True
-    return isinstance(prompts, list) and bool(prompts) and (_is_ids(prompts) or _is_chat(prompts))
+    return isinstance(prompts, list | tuple) and bool(prompts) and (_is_ids(prompts) or is_chat(prompts))
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list; TypeError for what is neither."""
+    """One prompt or several as a list; TypeError for what is neither.  The rows of a two-dimensional array are prompts."""
     if is_one_prompt(prompts):
         return [prompts]
-    if isinstance(prompts, tuple):
-        prompts = list(prompts)
-    if isinstance(prompts, list) and not prompts:
-        raise ValueError("prompts is empty: expected a string, a list of token ids, chat messages, or a list of such")
-    if not isinstance(prompts, list):
+    if is_array(prompts) and prompts.ndim == 2:
+        prompts = prompts.tolist()
+    if not isinstance(prompts, list | tuple):
+        shape = f" of shape {tuple(prompts.shape)}" if is_array(prompts) and prompts.ndim else ""
         raise TypeError(
-            f"prompts must be a string, a list of token ids, chat messages, or a list of such; got {type(prompts).__name__}"
+            "prompts must be a string, a list of token ids, chat messages, or a list of such; "
+            f"got {type(prompts).__name__}{shape}"
         )
+    if not prompts:
+        raise ValueError("prompts is empty: expected a string, a list of token ids, chat messages, or a list of such")
     if fault := _fault(prompts, "prompts"):
         raise TypeError(f"{_expected('prompts[0]', prompts[0])}; or, as one prompt, {fault}")
-    return prompts
+    return list(prompts)
 
 
 def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Token ids of one prompt, checked against the vocabulary.  `name` says which prompt an error means."""
+    if is_array(prompt) and prompt.ndim == 1:
+        prompt = prompt.tolist()
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{name} is an empty string: expected some text")
+        _check_unicode(prompt, name)
         ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, list) and prompt and _is_chat(prompt):
-        ids = tokenizer.encode_chat(prompt)
-    elif isinstance(prompt, list) and _is_ids(prompt):
-        ids = list(prompt)
+    elif is_chat(prompt):
+        if fault := chat_fault(prompt, name):
+            raise TypeError(fault)
+        for i, message in enumerate(prompt):
+            _check_unicode(message["content"] or "", f"{name}[{i}]['content']")
+        ids = tokenizer.encode_chat(list(prompt), name)
+    elif isinstance(prompt, list | tuple) and _is_ids(prompt):
+        ids = [int(token) for token in prompt]
     else:
         fault = _fault(prompt, name)
         raise TypeError(_expected(name, prompt) + (f"; {fault}" if fault else ""))
@@ -107,30 +161,56 @@ def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_le
         )
 
 
+def is_chat(value: Any) -> bool:
+    """Whether it is a list of chat messages, whatever their roles and contents are."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
+
+
+def chat_fault(messages: Any, name: str) -> str:
+    """What keeps the value from being a list of chat messages; empty if nothing does."""
+    if not isinstance(messages, list | tuple) or not messages:
+        return f"{name} must be a list of chat messages that is not empty, got {messages!r}"[:400]
+    for i, message in enumerate(messages):
+        where = f"{name}[{i}]"
+        if not isinstance(message, Mapping):
+            return f"{where} must be a chat message, got {message!r}"[:400]
+        if missing := [key for key in ("role", "content") if key not in message]:
+            return f"{where} lacks {missing[0]!r}"
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not role:
+            return f"{where}['role'] must be a string such as 'user', got {role!r}"[:400]
+        calls_tools = content is None and bool(message.get("tool_calls"))
+        if not isinstance(content, str) and not calls_tools:
+            return f"{where}['content'] must be a string, got {content!r} of type {type(content).__name__}"[:400]
+    return ""
+
+
 def _expected(name: str, prompt: Any) -> str:
     return f"{name} must be a string, a list of token ids or a list of chat messages, got {prompt!r}"[:400]
 
 
 def _fault(value: Any, name: str) -> str:
     """The first element that keeps a list, by its beginning token ids or chat messages, from being that; empty if none."""
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list | tuple) or not value:
         return ""
     if isinstance(value[0], Mapping):
-        for i, message in enumerate(value):
-            if not isinstance(message, Mapping):
-                return f"{name}[{i}] must be a chat message, got {message!r}"[:400]
-            if missing := [key for key in ("role", "content") if key not in message]:
-                return f"{name}[{i}] lacks {missing[0]!r}"
-    elif _is_ids(value[:1]):
+        return chat_fault(value, name)
+    if _is_ids(value[:1]):
         for i, token in enumerate(value):
             if not _is_ids([token]):
                 return f"{name}[{i}] must be an int, got {token!r}"[:400]
     return ""
 
 
-def _is_ids(value: list[Any]) -> bool:
-    return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+def _is_ids(value: list[Any] | tuple[Any, ...]) -> bool:
+    return all(is_number(kind, Integral) for kind in set(map(type, value)))  # asked once a type: prompts can be long
 
 
-def _is_chat(value: list[Any]) -> bool:
-    return all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
+def _check_unicode(text: str, name: str) -> None:
+    """ValueError for half of a surrogate pair, of which tokenizers complain without a word about the text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is no text that UTF-8 can hold: {error}") from error

@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING
 from specdec.bench.cell import measure_cell
 from specdec.bench.measurement import Divergence, Measurement, Outputs, repeat_ratio
 from specdec.bench.prompt_file import read_prompts
-from specdec.bench.report import print_report
 from specdec.bench.run import BenchOptions
+from specdec.bench.show.report import print_report
 from specdec.config import SamplingParams, SpecConfig
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.registry import choose_target

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from toolkit.models import Zoo
 
-from specdec import SamplingParams, SpecConfig, __version__, cli, doctor
+from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli, doctor
 from specdec.bench import run as bench_run
-from specdec.bench.report import print_report
 from specdec.bench.run import BenchOptions, run_bench
 from specdec.bench.session import Session
+from specdec.bench.show.report import print_report
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = SpecConfig(2, 2, 4)
@@ -33,8 +33,8 @@ def small(zoo: Zoo, **changes: Any) -> BenchOptions:
     """A benchmark of seconds."""
     fields: dict[str, Any] = {
         "target": zoo.target("llama"), "draft": zoo.head("llama", "eagle3"), "prompts": [[1, 2, 3], [4, 5, 6, 7]],
-        "prompts_source": "p.jsonl", "specs": (SPEC,), "batch_sizes": (1, 2), "repeats": 1, "engine": {"device": "cpu"},
-        "sampling": SamplingParams(max_tokens=6, ignore_eos=True),
+        "prompts_source": "p.jsonl", "specs": (SPEC,), "batch_sizes": (1, 2), "repeats": 1,
+        "engine": EngineOptions(device="cpu"), "sampling": SamplingParams(max_tokens=6, ignore_eos=True),
     }  # fmt: skip
     return BenchOptions(**fields | changes)
 
@@ -161,7 +161,7 @@ def engine_uses(path: Path) -> list[str]:
 
 def test_one_file_knows_the_engine() -> None:
     """Keeps out: a benchmark that breaks in ten places when the engine changes inside."""
-    files = {*(ROOT / "specdec" / "bench").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")}
+    files = {*(ROOT / "specdec" / "bench").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")}
     allowed = {path for path in files if path.name in ("session.py", "engine_internals.py")}
     assert [use for path in sorted(files - allowed) for use in engine_uses(path)] == []
     assert len(allowed) == 2 and all(engine_uses(path) for path in allowed)

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from toolkit.bench import StubSession
 
-from specdec.bench import plots
 from specdec.bench.budget import Budget, RoundBytes
 from specdec.bench.cell import measure_cell
 from specdec.bench.kernels import Span, split
-from specdec.bench.legend import terms_of
 from specdec.bench.measurement import Cell, Failure, Measurement, Phases
 from specdec.bench.progress import LEAST_SECONDS, PlainLines, show_progress
-from specdec.bench.report import print_report
+from specdec.bench.show import plots
+from specdec.bench.show.legend import terms_of
+from specdec.bench.show.report import print_report
 from specdec.config import SamplingParams
 from specdec.generation import Stats
 

@@ -95,7 +95,7 @@ class World:
         """The same reads, as they were and shared: a chain's causal rows, or a prefix and one-query suffixes."""
         if not tree:
             own = causal_segment(self.table, self.lens_B + n, n, self.page_size)
-            positions, suffix = last_positions(own), ()
+            positions, suffix = last_positions(own), None
         else:
             own = prefix_segment(self.table, self.lens_B, n, self.page_size)
             depth = torch.arange(n, device=self.device).clamp(max=2)
@@ -103,8 +103,9 @@ class World:
             at = self.lens_B[:, None, None] + torch.stack([torch.zeros_like(depth), depth], dim=1)  # the root, and itself
             pages = self.table.long().gather(1, (at // self.page_size).flatten(1).long()).view(at.shape)
             slots = (pages * self.page_size + at % self.page_size).flatten(0, 1).int()
-            suffix = (Segment.of_slots(slots, (depth.repeat(4) > 0).int() + 1, self.lens_B),)
-        return tuple(AttentionPlan((*split_shared(own, shared), *suffix), positions) for shared in (None, self.shared))  # type: ignore[return-value]
+            suffix = Segment.of_slots(slots, (depth.repeat(4) > 0).int() + 1, self.lens_B)
+        plain, split = (AttentionPlan(split_shared(own, shared), positions, suffix) for shared in (None, self.shared))
+        return plain, split
 
     def attend(self, backend: Backend, plan: AttentionPlan, q_THD: Tensor) -> list[Tensor]:
         """What each layer's queries get."""

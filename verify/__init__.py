@@ -1,1 +1,4 @@
-"""The target side: prefill, verify, commit, and the acceptance rule.  Knows attention, not the draft."""
+"""The target side: prefill, verification of trees, the acceptance rule, and the commit of accepted tokens.
+
+This package uses attention and does not know the drafter.
+"""

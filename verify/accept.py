@@ -1,9 +1,10 @@
-"""Which path of the tree the target takes.  Pure tensor code over a tree and the target's token at each of its nodes.
+"""The acceptance rule: which path of the tree the target takes.
 
-One rule serves greedy and sampled decoding.  The target's token at a node is its argmax, or a sample drawn with noise that is
-fixed for (seed, position); the walk goes on while a child holds that very token.  Every emitted token is thus the target's own
-choice, whatever the draft proposed: exact for any tree.  A child is accepted with the probability the target gives it, as in
-the target-only rule that tests children one by one against one uniform number.
+This is pure tensor code over a tree and the target's token at each of its nodes.  One rule serves greedy and sampled decoding.
+The target's token at a node is its argmax, or a sample drawn with noise that is fixed by (seed, position).  The path continues
+as long as some child holds exactly that token.  Every emitted token is therefore the target's own choice, whatever the drafter
+proposed, so the output is exact for any tree.  A child is accepted with the probability that the target gives it, as in the
+rule that tests children one by one against one uniform number.
 
 Shapes: B sequences, N nodes, E = max_depth + 1 places on a path.
 """
@@ -21,11 +22,15 @@ from specdec.ops.index import use_index_kernels
 
 
 class Accepted(NamedTuple):
-    """path_BE: int64 nodes from the root on; after accepted_B it repeats its own column number (a harmless node).
+    """The path that was accepted in each tree.
 
-    accepted_B: int64 draft tokens accepted (a).  tokens_BE: emitted tokens, a accepted ones, then the bonus; rest padding.
-    emitted_BX: what the host reads, X = E + 1: a, then the same tokens.  A target token of -1 says that there is none, since
-    the logits were not finite: emitted_BX keeps it, and tokens_BE has the token 0 instead, so that the device can go on.
+    path_BE: int64 nodes from the root on.  A column after accepted_B holds its own column number, which is a valid node; nobody
+        uses it.
+    accepted_B: int64, the number a of accepted draft tokens.
+    tokens_BE: int64, the emitted tokens: a accepted ones, then the bonus token; the rest is padding.
+    emitted_BX: int64, what the host reads, X = E + 1: the number a, then the same tokens.  A target token of -1 says that there
+        is none, since the logits were not finite: emitted_BX keeps it, and tokens_BE holds the token 0 instead, so that the
+        device can go on.
     """
 
     path_BE: Tensor
@@ -40,9 +45,9 @@ class Accepted(NamedTuple):
 
 
 def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
-    """Walks every tree at once: a node is taken if it and all its ancestors hold the token chosen at their parents.
+    """Finds the path of every tree at once: a node is taken if it and all its ancestors hold the token chosen at their parents.
 
-    Siblings hold distinct tokens, so the nodes taken form one path, and their order is the path's.
+    Siblings hold distinct tokens, so the taken nodes form one path, and their node numbers ascend along it.
     """
     N = tree.num_nodes
     E = tree.max_depth + 1
@@ -52,7 +57,7 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
     hit_BN = tree.tokens_BN == target_tokens_BN.gather(1, tree.parents_BN)
     hit_BN[:, 0] = True
     taken_BN = hit_BN
-    for _ in range(tree.max_depth - 1):  # after i turns: the node and the i + 1 above it
+    for _ in range(tree.max_depth - 1):  # each turn includes one more ancestor of every node
         taken_BN = hit_BN & taken_BN.gather(1, tree.parents_BN)
     accepted_B = taken_BN.sum(-1) - 1
     nodes_E = torch.arange(E, device=taken_BN.device)
@@ -62,7 +67,10 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
 
 
 def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tuple[Accepted, Tensor]:
-    """`accept_path`; moves lengths (of active rows) and bonus tokens in `state` on.  Also [B] int32: lengths before."""
+    """Runs `accept_path`, and updates lengths (of active rows) and bonus tokens in `state`.
+
+    The second result is [B] int32: the lengths before the update.
+    """
     if use_index_kernels(target_tokens_BN):
         from specdec.verify.accept_triton import launch_accept
 

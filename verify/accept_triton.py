@@ -1,4 +1,4 @@
-"""The kernel of `accept.py`: one program a sequence; every node walks up to its root and sees whether all on the way fit.
+"""The kernel of accept.py: one program for each sequence; every node walks up to the root and checks each token on the way.
 
 Shapes: B sequences, N nodes, E places on a path.
 """
@@ -23,7 +23,7 @@ def accept_kernel(
     tokens,  # [B, N] int64
     parents,  # [B, N] int64
     targets,  # [B, N] int64
-    lens,  # [B] int32, moves on
+    lens,  # [B] int32, updated
     bonus,  # [B] int64, written
     active,  # [B] int32
     path,  # [B, E] int64
@@ -62,7 +62,7 @@ def accept_kernel(
         at_N = parent_N
     count = tl.sum(taken_N.to(tl.int32), 0) - 1
     taken_N = taken_N & (depth_N < places)
-    # The nodes taken are one path, so each has its place, its depth; the places behind repeat their own number.
+    # The taken nodes form one path, so a node's place on the path is its depth.  Later places hold their own place number.
     rest_N = (n > count) & (n < places)
     to_N = b * places + tl.where(taken_N, depth_N, n)
     valid_N = tl.maximum(target_N, 0)
@@ -82,7 +82,7 @@ def accept_kernel(
 def launch_accept(
     tree: DraftTree, target_tokens_BN: Tensor, state: BatchState
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(path_BE, accepted_B, tokens_BE, emitted_BX, base_lens_B)."""
+    """`accept.accept`: (path_BE, accepted_B, tokens_BE, emitted_BX, base_lens_B)."""
     B, N = target_tokens_BN.shape
     E, device = tree.max_depth + 1, target_tokens_BN.device
     assert tree.parents_BN.stride(1) == 1 and target_tokens_BN.stride(1) == 1

@@ -1,8 +1,8 @@
 """Synthetic acceptance: the target's tokens are overwritten so that drafts are accepted with given probabilities.
 
-For capacity planning: what a head of a certain quality would be worth, before it is trained.  The text is not the target's,
-and a round takes a few small kernels more.
-Pure tensor code without a synchronisation, so that it runs inside a CUDA graph.  Knows neither the target nor the draft.
+This is for capacity planning: it shows what a head of a certain quality would be worth before it is trained.  The text is not
+the target's, and a round takes a few small kernels more.  It is pure tensor code without synchronisation, so it runs inside a
+CUDA graph.  It knows neither the target nor the drafter.
 
 Shapes: B sequences, N nodes, S levels, W = N + 1 places of a table of shifts.
 """
@@ -18,15 +18,15 @@ from torch import Tensor
 from specdec.batch.sampling import mix_64
 from specdec.batch.tree import DraftTree
 
-_STREAM = 0xD1B54A32D192ED03 - 2**64  # odd; its own, so that the noise here is not the one that tokens are sampled with
+_STREAM = 0xD1B54A32D192ED03 - 2**64  # an odd constant that differs from the sampler's, so the two noises differ
 
 
 @dataclass(frozen=True)
 class SyntheticAcceptance:
-    """probs_S: float64, on the device; entry d is P(level d + 1 is accepted, given that level d was).
+    """probs_S: float64 on the device; entry d is P(level d + 1 is accepted, given that level d was).
 
-    A round accepts along the tree's best path and nowhere else.  Where that path ends early (its next node was pruned, or
-    the tree is not that deep), the round ends too: what was really accepted may lie below what was asked for.
+    A round accepts along the tree's best path and nowhere else.  Where that path ends early (its next node was pruned, or the
+    tree is not that deep), the round ends too, so measured acceptance may lie below these probabilities.
     """
 
     probs_S: Tensor
@@ -34,15 +34,21 @@ class SyntheticAcceptance:
 
     @classmethod
     def of(cls, probs: Sequence[float], vocab_size: int, device: torch.device | str) -> SyntheticAcceptance:
-        """probs: one number in [0, 1] a level of the tree.  vocab_size: of the target; more than any node has children."""
+        """probs: one number in [0, 1] for each level of the tree.
+
+        vocab_size: the target's; it must exceed the number of children of any node.
+        """
         assert probs and all(0 <= p <= 1 for p in probs), probs
         return cls(torch.tensor(probs, dtype=torch.float64, device=device), vocab_size)
 
     def force(self, tree: DraftTree, target_tokens_BN: Tensor, seed_B: Tensor, lens_B: Tensor) -> Tensor:
-        """[B, N] tokens to accept by instead of the target's own.  seed_B: each row's.  lens_B: its committed length.
+        """[B, N] int64: the tokens by which to accept, in place of the target's own.
 
-        A node whose best child is to be accepted gets that child's token; any other keeps its own, shifted by as little as
-        makes it differ from all its children's.  Decided by (seed, position) alone: equal runs accept alike.
+        seed_B: each row's seed.
+        lens_B: each row's committed length.
+        A node whose best child is to be accepted gets that child's token.  Any other node keeps its own token, or if some child
+        holds that one, the next token that no child holds.  The choice depends on (seed, position) alone, so equal runs accept
+        alike.
         """
         if tree.num_nodes == 1:  # plain decoding has nothing to accept
             return target_tokens_BN
@@ -54,19 +60,19 @@ class SyntheticAcceptance:
 
 
 def best_children(tree: DraftTree) -> tuple[Tensor, Tensor]:
-    """(each node's first child, which is its best-scored one, or the node 0; whether it has any), [B, N] each."""
+    """(first child of each node, or 0; whether there is a child), [B, N] each.  A node's first child is its best by score."""
     B, N = tree.tokens_BN.shape
     nodes_N = torch.arange(N, device=tree.tokens_BN.device)
-    child_N = torch.where(nodes_N == 0, N, nodes_N)  # the root is its own parent, and no child
+    child_N = torch.where(nodes_N == 0, N, nodes_N)  # the root is stored as its own parent, but it is no child
     first_BN = child_N.new_full((B, N), N).scatter_reduce(1, tree.parents_BN, child_N.expand(B, N), "amin")
     has_child_BN = first_BN < N
     return torch.where(has_child_BN, first_BN, 0), has_child_BN
 
 
 def unlike_children(tree: DraftTree, target_tokens_BN: Tensor, vocab_size: int) -> Tensor:
-    """[B, N] each node's target token, or the next one (cyclic over the vocabulary) that none of its children holds."""
+    """[B, N] int64: each node's target token, or the next one (cyclic over the vocabulary) that none of its children holds."""
     B, N = tree.tokens_BN.shape
-    W = N + 1  # N - 1 children block at most the shifts 0 .. N - 2; the last place takes what blocks none
+    W = N + 1  # N - 1 children block at most N - 1 shifts; the last place collects those that block none
     shift_BN = (tree.tokens_BN - target_tokens_BN.gather(1, tree.parents_BN)) % vocab_size
     shift_BN = shift_BN.clamp(max=N)
     shift_BN[:, 0] = N

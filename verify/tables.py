@@ -1,6 +1,6 @@
-"""Where a tree's nodes stand for one target pass: their positions, their slots, and who reads what.
+"""The tables of one target pass over trees: the nodes' positions and slots, and which keys each node reads.
 
-Node n of a sequence of L committed tokens is stored at slot L + n, and has rotary position L + its depth.
+In a sequence of L committed tokens, node n is stored at slot number L + n and has rotary position L + its depth.
 
 Shapes: B sequences, N nodes, T = B * N.
 """
@@ -22,7 +22,7 @@ from specdec.ops.index import use_index_kernels
 
 
 class TreeTables(NamedTuple):
-    """positions_T: int64.  slots_BN: int64.  plan: of the target's pass."""
+    """positions_T: int64.  slots_BN: int64.  plan: the attention plan of the target's pass."""
 
     positions_T: Tensor
     slots_BN: Tensor
@@ -30,9 +30,10 @@ class TreeTables(NamedTuple):
 
 
 def tree_tables(state: BatchState, tree: DraftTree, page_size: int) -> TreeTables:
-    """A chain is one causal segment; a tree is the prefix, and a suffix of each node's own path.
+    """The tables of a pass over these trees.
 
-    Where rows share pages, these are a segment of their own in front.
+    The plan of a chain is one causal segment; that of a tree is the prefix, and a suffix that holds each node's own path.  If
+    rows share pages, these become one more segment in front.
     """
     N = tree.num_nodes
     if tree.is_chain:
@@ -43,12 +44,12 @@ def tree_tables(state: BatchState, tree: DraftTree, page_size: int) -> TreeTable
         return TreeTables(positions_T, rows.slots, plan)
     positions_T, slots_BN, suffix = path_tables(state.page_table_BW, state.lens_B, tree, page_size)
     prefix = prefix_segment(state.page_table_BW, state.lens_B, N, page_size)
-    plan = AttentionPlan((*split_shared(prefix, state.shared), suffix), positions_T)
+    plan = AttentionPlan(split_shared(prefix, state.shared), positions_T, suffix)
     return TreeTables(positions_T, slots_BN, plan)
 
 
 def path_tables(page_table_BW: Tensor, lens_B: Tensor, tree: DraftTree, page_size: int) -> tuple[Tensor, Tensor, Segment]:
-    """(positions [T] int64, slots [B, N] int64, suffix: a row a node, its path from the root to itself)."""
+    """(positions [T] int64, slots [B, N] int64, the suffix: one row for each node, its path from the root to itself)."""
     B, N = tree.tokens_BN.shape
     width = min(N, tree.max_depth + 1)
     if use_index_kernels(lens_B):

@@ -1,4 +1,4 @@
-"""The kernel of `tables.py`: every node walks up to its root, and writes its path on the way.
+"""The kernel of tables.py: every node walks up to the root and writes its path on the way.
 
 Shapes: B sequences, N nodes, T = B * N, W table width (the most nodes of a path).
 """
@@ -57,7 +57,7 @@ def path_tables_kernel(
     at = node
     for i in range(width):
         place = width - 1 - i
-        slot = slots_of(page_table, length + at, ok, PAGE_SIZE)  # behind its length, a row repeats the node itself
+        slot = slots_of(page_table, length + at, ok, PAGE_SIZE)  # after its length, a row repeats the node itself
         tl.store(table + t.to(tl.int64) * width + place, slot.to(tl.int32), mask=ok)
         parent = tl.load(parents + at, mask=ok, other=0).to(tl.int32)
         at = tl.where(place <= depth, parent, at)
@@ -66,6 +66,7 @@ def path_tables_kernel(
 def launch_path_tables(
     page_table_BW: Tensor, lens_B: Tensor, parents_BN: Tensor, width: int, page_size: int
 ) -> tuple[Tensor, Tensor, Segment]:
+    """`tables.path_tables`, with suffix rows of `width` slots."""
     B, N = parents_BN.shape
     device = lens_B.device
     assert page_table_BW.stride(1) == 1 and parents_BN.stride(1) == 1 and lens_B.is_contiguous()

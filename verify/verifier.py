@@ -1,9 +1,8 @@
-"""The target verifier: prompts in, first tokens out; then trees in, accepted tokens out, their KV committed.
+"""The target verifier: it turns prompts into first tokens, then trees into accepted tokens, whose KV it commits.
 
-Knows the target, trees and attention; neither requests nor the draft.
+This module knows the target, trees and attention; it knows neither requests nor the drafter.
 
-Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logits, T packed tokens, V vocabulary,
-F features.
+Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logits, T packed tokens, V vocabulary, F features.
 """
 
 from __future__ import annotations
@@ -29,10 +28,13 @@ from specdec.verify.tables import tree_tables
 
 
 class VerifyResult(NamedTuple):
-    """tokens_BE: emitted tokens (a accepted, the bonus, padding).  accepted_B: a.  base_lens_B: L before the round.
+    """One round's result.
 
-    emitted_BX: int64, what the host reads, a and then the tokens; -1 where the target's logits were not finite.
-    features_BEF: the target's features along the path, for the draft's extend; None if nobody asked.
+    tokens_BE: int64, the emitted tokens: accepted ones, then the bonus token, then padding.
+    accepted_B: int64, how many draft tokens were accepted.
+    base_lens_B: int32, the committed lengths before the round.
+    emitted_BX: int64, what the host reads: the accepted count, then the tokens; -1 where the target's logits were not finite.
+    features_BEF: the target's features along the path, for the drafter's extend; None if they were not asked for.
     """
 
     tokens_BE: Tensor
@@ -43,7 +45,11 @@ class VerifyResult(NamedTuple):
 
 
 class TargetVerifier:
-    """Runs the target over prompts and trees.  aux_layers: captured for the draft; empty: it wants the final hidden state."""
+    """Runs the target over prompts and trees.
+
+    aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
+        state.
+    """
 
     def __init__(
         self, model: Target, cache: KVCache, backend: Backend, page_size: int, aux_layers: tuple[int, ...] = ()
@@ -55,13 +61,14 @@ class TargetVerifier:
     def prefill(
         self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode, with_features: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """(first tokens [B], features [T, F]).  sampling: of each prompt.  A token is -1 where its logits are not finite.
+        """(first tokens [B] int64, -1 where the logits are not finite; features [T, F]).
 
-        Without features, nothing of what comes back is for a drafter.
+        sampling: the options of each prompt.
+        with_features: if False, the second result is not meant for a drafter.
         """
         attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
         aux_layers = self.aux_layers if with_features else ()
-        if with_features and not aux_layers:  # the draft reads every final hidden state
+        if with_features and not aux_layers:  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
             hidden_BH = out.hidden_TH.index_select(0, prompts.last_B)
         else:
@@ -72,9 +79,9 @@ class TargetVerifier:
         return choose_tokens(logits_BV, sampling, last_positions_B, mode), self._features(out)
 
     def verify(self, state: BatchState, tree: DraftTree, mode: SamplingMode, with_features: bool = True) -> VerifyResult:
-        """One target pass over every tree; accepts, commits KV, and moves lengths and bonus tokens in `state` on.
+        """One target pass over every tree; accepts, commits KV, and updates lengths and bonus tokens in `state`.
 
-        A tree of the root alone is plain decoding, which needs no features.
+        A tree that is only a root is plain decoding, which needs no features.
         """
         tables = tree_tables(state, tree, self.page_size)
         attn = PagedAttention(self.backend, self.cache, tables.plan, tables.slots_BN.flatten())
@@ -86,7 +93,7 @@ class TargetVerifier:
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.seed_B, state.lens_B)
         accepted, base_lens_B = accept(tree, tokens_BN, state)
-        if not tree.is_chain:  # whose path lies where it belongs
+        if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
             self.cache.move(tables.slots_BN, accepted.path_BE)
         features_BEF = self._path_features(out, tree, accepted.path_BE) if with_features else None
         return VerifyResult(accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF)
@@ -102,7 +109,7 @@ class TargetVerifier:
 def choose_tokens(logits_RV: Tensor, sampling: RowSampling, positions_R: Tensor, mode: SamplingMode) -> Tensor:
     """[R] int64: the target's token after the one at each row's absolute position; -1 where the logits are not finite.
 
-    sampling: of each sequence; its rows lie together, as many for each.
+    sampling: the options of each sequence.  A sequence's rows of logits are adjacent, equally many for each sequence.
     """
     if mode == "greedy":
         return greedy_tokens(logits_RV, finite=True)

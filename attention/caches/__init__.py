@@ -1,1 +1,1 @@
-"""Where keys and values are kept: 16 bit, 8 bit and latents, all as pages of slots."""
+"""The KV caches, addressed by slot: 16-bit keys and values, 8-bit keys and values, and latents."""

@@ -1,7 +1,9 @@
-"""Where keys and values live: one tensor a model, addressed by slot.  Knows slots, not the sequences that own them.
+"""The KV cache: one tensor a model, addressed by slot.  This module knows slots, not the sequences that own them.
 
-Shapes: T tokens, K kv heads, D head dim, B sequences, N slots of a sequence, E moved tokens.  K and V of a token lie side
-by side, so a token is stored, moved and gathered in one piece.
+A token's key and value lie side by side, so a token is stored, moved and gathered in one piece.
+
+Shapes: T tokens, K kv heads, D head dim, E value dim, B sequences, N slots (of a sequence, in `move`), E moved tokens (in
+`move`).
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from specdec.ops.index import use_index_kernels
 
 
 class KVView(Protocol):
-    """What a cache shows one layer.  Backends with kernels of their own look closer; these two serve any."""
+    """One layer's part of a cache.  These two methods serve every attention backend; kernels also read a view's tensors."""
 
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        """Stores keys and values, normed and rotated, at slots (int64)."""
+        """Stores keys and values [T, 2, K, D], already normed and rotated, at the slots (int64 [T])."""
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [N, K, D] and values [N, K, E] of slots (int64), as numbers of that dtype."""
+        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), converted to that dtype."""
 
 
 class KVCache(Protocol):
-    """Keys and values of all layers of one model, addressed by slot.  kinds: which keys each layer reads."""
+    """The keys and values of all layers of one model, addressed by slot.  kinds: which keys each layer reads."""
 
     kinds: tuple[LayerKind, ...]
 
@@ -36,16 +38,18 @@ class KVCache(Protocol):
     def num_slots(self) -> int: ...
     def view(self, layer: int) -> KVView: ...
     def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        """In every layer at once: the token at a sequence's slot number path_BE[b, e] goes to its slot number e.
+        """Moves tokens within each sequence, in every layer: the token at slot number path_BE[b, e] goes to slot number e.
 
-        slots_BN: int64, no slot in two sequences (a dummy page's may be: they hold junk).  path_BE: int64.  Reads all of a
-        sequence before it writes: the two may overlap.
+        slots_BN: int64, the slots of each sequence by number.  No slot may belong to two sequences, except those of the dummy
+            page, whose contents are never read.
+        path_BE: int64 slot numbers.  The method reads all of a sequence's tokens before it writes any, so sources and targets
+            may overlap.
         """
 
 
 @dataclass(frozen=True)
 class MHAView:
-    """kv: [num_slots, 2, K, D], in the models' own dtype."""
+    """One layer of an MHACache.  kv: [num_slots, 2, K, D], keys then values, in the model's own dtype."""
 
     kv: Tensor
 
@@ -58,7 +62,7 @@ class MHAView:
 
 
 class MHACache:
-    """[layers, num_slots, 2, K, D] in the models' own dtype."""
+    """Keys and values of multi-head and grouped-query attention: kv [layers, num_slots, 2, K, D] in the model's own dtype."""
 
     def __init__(
         self,
@@ -72,7 +76,8 @@ class MHACache:
         kinds: Sequence[LayerKind] | None = None,
     ) -> None:
         self.kinds = tuple(kinds or [FULL] * num_layers)
-        # Empty: memory that no request touches is never committed.  Backends must not let unread slots into a product.
+        # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
+        # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
         self.kv = torch.empty(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
 
     @property
@@ -87,8 +92,8 @@ class MHACache:
 
 
 def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
-    """`KVCache.move` of a tensor [layers, num_slots, ...]."""
-    if use_index_kernels(x):  # it moves numbers as they are
+    """`KVCache.move` for one tensor [layers, num_slots, ...]."""
+    if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
 
         launch_move(x, slots_BN, path_BE)

@@ -1,8 +1,8 @@
-"""The cache of multi-head latent attention (MLA, DeepSeek V2 and later): one latent vector a token, shared by all heads.
+"""The cache of multi-head latent attention (MLA, DeepSeek V2 and later, arXiv 2405.04434): one latent vector a token.
 
-A latent's first C numbers, normed, give every head's key and value by a projection; its last R are the rotated part of every
-head's key.  To attention it is one kv head whose keys are the whole latent and whose values are its first C numbers.  Knows
-slots, not the sequences that own them.
+All heads share a token's latent.  A projection turns its first C numbers, which are stored normed, into every head's key and
+value; its last R numbers are the rotated part of every head's key.  Attention treats the cache as one kv head whose key is the
+whole latent and whose value is the latent's first C numbers.  This module knows slots, not the sequences that own them.
 
 Shapes: T tokens, N slots, C latent rank, R rotary dim, B sequences, E moved tokens.
 """
@@ -21,22 +21,22 @@ from specdec.attention.kinds import FULL, LayerKind
 
 @dataclass(frozen=True)
 class MLAView:
-    """latent: [num_slots, C + R], in the model's own dtype.  rank: C."""
+    """One layer of an MLACache.  latent: [num_slots, C + R], in the model's own dtype.  rank: C."""
 
     latent: Tensor
     rank: int
 
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        raise TypeError("a latent cache takes no keys and values; layers store through specdec.attention.latent.mla")
+        raise TypeError("a latent cache takes no keys and values; layers use latent.mla.store_latent")
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [N, 1, C + R] and values [N, 1, C], which are a view of them."""
+        """Keys [N, 1, C + R] and values [N, 1, C] of the slots (int64 [N]).  The values are a view of the keys."""
         k_N1X = self.latent.index_select(0, slots_N).to(dtype)[:, None]
         return k_N1X, k_N1X[..., : self.rank]
 
 
 class MLACache:
-    """[layers, num_slots, C + R] in the model's own dtype."""
+    """The latents of all layers: [layers, num_slots, C + R] in the model's own dtype."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class MLACache:
     ) -> None:
         self.kinds = tuple(kinds or [FULL] * num_layers)
         self.rank = rank
-        # Empty: memory that no request touches is never committed.  Backends must not let unread slots into a product.
+        # Uninitialised, like MHACache's memory: a backend must keep unread slots out of its products.
         self.latent = torch.empty(num_layers, num_slots, rank + rope_dim, dtype=dtype, device=device)
 
     @property

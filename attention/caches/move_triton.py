@@ -1,7 +1,7 @@
-"""The kernel behind `move_slots`: accepted tokens to their final slots, in all layers, in one launch.
+"""The kernel of `move_slots`: it moves accepted tokens to their final slots, in all layers, in one launch.
 
-One program a sequence, layer and block of columns: it holds that block of all the sequence's moving tokens, so it reads
-everything before it writes, and sequences share no slot.
+One program handles one sequence, one layer and one block of columns.  It holds that block of all the sequence's moving tokens,
+so it reads everything before it writes; sequences share no slot, so programs do not conflict.
 
 Shapes: B sequences, N slots of a sequence, E tokens of a path.
 """
@@ -43,11 +43,12 @@ def move_kernel(
     to_E = tl.load(slots + b * num_slots + e, mask=moves_E, other=0)
     ok = moves_E[:, None] & (column < SIZE)[None, :]
     x = tl.load(kv + from_E[:, None] * SIZE + column[None, :], mask=ok)
-    tl.debug_barrier()  # one thread's target is another's source
+    tl.debug_barrier()  # all threads have read: the slot that one thread writes is the slot that another one reads
     tl.store(kv + to_E[:, None] * SIZE + column[None, :], x, mask=ok)
 
 
 def launch_move(kv: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
+    """Launches the move of `KVCache.move` on kv [layers, num_slots, ...]; slots_BN and path_BE are int64."""
     layers, size = kv.shape[0], kv[0, 0].numel()
     (B, N), E = slots_BN.shape, path_BE.shape[1]
     assert kv.is_contiguous() and slots_BN.is_contiguous() and path_BE.stride(1) == 1

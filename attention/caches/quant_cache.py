@@ -1,10 +1,11 @@
-"""KV kept in 8 bits: what is stored, times a scale, is the value.
+"""KV caches of 8-bit numbers: a stored number times its scale is the value.
 
-fp8: float8_e4m3fn with a scale per layer, key or value, and kv head; from the checkpoint, or from the largest keys and values
-of the first pass that stores any.  From then on it stands: tokens stored under another scale would be misread.
-int8: a scale per token, key or value, and head.  What a token is stored as depends on nothing but its key and value.
+fp8: float8_e4m3fn, with one scale for each layer, kv head, and key or value.  The scales come from the checkpoint, or else from
+    the largest keys and values of the first pass that stores any.  After that they never change: tokens stored under another
+    scale would be misread.
+int8: one scale for each token, kv head, and key or value.  A token's stored numbers depend on its key and value alone.
 
-Knows no kernel's inside.  Shapes: T tokens, N slots, K kv heads, D head dim, B sequences, E moved tokens.
+This module knows no kernel.  Shapes: T tokens, N slots, K kv heads, D head dim, B sequences, E moved tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from specdec.attention.kinds import FULL, LayerKind
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
-FP8_LEAST_ARCHITECTURE = (8, 9)  # whose instructions convert it
-# Later passes may hold larger values than the first.  Four times the range costs two of e4m3's eighteen powers of two.
+FP8_LEAST_ARCHITECTURE = (8, 9)  # the first compute capability with instructions that convert float8
+# Later passes may hold larger values than the first pass, so its largest value takes a quarter of float8's range.  That costs
+# two of the eighteen powers of two that e4m3 spans.
 HEADROOM = 4.0
-LEAST_STEP = 2.0**-120  # of int8: below, all is 0, since the inverse would overflow
-# A first prompt of few tokens may hold none of the large ones: every head can keep at least +-7.
+LEAST_STEP = 2.0**-120  # threshold for int8 scales: a head with a smaller scale is stored as 0, since 1 / scale would overflow
+# The first prompt may be short and hold none of the model's large values: with this lower bound every head can store +-7.
 LEAST_SCALE = 2.0**-6
 
 
 def kv_bytes_per_token(kv_cache_dtype: str, dtype: torch.dtype, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of one token's keys and values in all layers, scales included.  dtype: the models', which "auto" keeps."""
+    """Bytes of one token's keys and values in all layers, scales included.
+
+    kv_cache_dtype: "auto" (the models' own dtype, given by `dtype`), "fp8" or "int8".
+    """
     heads = num_layers * 2 * num_kv_heads
     if kv_cache_dtype == "auto":
         return heads * head_dim * dtype.itemsize
@@ -38,10 +43,12 @@ def kv_bytes_per_token(kv_cache_dtype: str, dtype: torch.dtype, num_layers: int,
 
 @dataclass
 class QuantView:
-    """One layer.  kv: [num_slots, 2, K, D] of float8_e4m3fn or int8.
+    """One layer of a QuantCache.
 
-    scale_2K: fp8's, float32; changed in place when it is set, so kernels and graphs read it from the device.
-    scales_N2K: int8's, float32, of every slot.  needs_scale: fp8, and nothing has been stored yet.
+    kv: [num_slots, 2, K, D], float8_e4m3fn or int8.
+    scale_2K: the layer's fp8 scales, float32.  They are set in place, so kernels and captured graphs read them from the device.
+    scales_N2K: the int8 scales of every slot, float32.
+    needs_scale: True for fp8 as long as no scale is known and nothing has been stored.
     """
 
     kv: Tensor
@@ -53,7 +60,10 @@ class QuantView:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
 
     def set_scale(self, kv_T2KD: Tensor) -> None:
-        """fp8: so that these keys and values fit, with room to spare.  Once, eagerly: a replay would do it again."""
+        """Sets the fp8 scale so that these keys and values fit with room to spare.
+
+        This happens once and outside of CUDA graphs: a captured graph would set the scale again at every replay.
+        """
         assert self.needs_scale and self.scale_2K is not None
         assert not (kv_T2KD.is_cuda and torch.cuda.is_current_stream_capturing()), "a graph would set the scale in each replay"
         self.scale_2K.copy_(fp8_scale(kv_T2KD))
@@ -63,7 +73,7 @@ class QuantView:
         if self.needs_scale:
             self.set_scale(kv_T2KD)
         stored_T2KD, scales = self.quantise(kv_T2KD)
-        # Bytes: torch does not copy rows of float8 everywhere.
+        # Copied as bytes: index_copy_ lacks float8 on some devices.
         self.kv.view(torch.uint8).index_copy_(0, slots_T, stored_T2KD.view(torch.uint8))
         if self.scales_N2K is not None:
             self.scales_N2K.index_copy_(0, slots_T, scales)
@@ -76,7 +86,7 @@ class QuantView:
         return kv[:, 0], kv[:, 1]
 
     def quantise(self, kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
-        """What is stored of these keys and values, [T, 2, K, D], and its scales, [2, K] or [T, 2, K]."""
+        """The stored form of these keys and values, [T, 2, K, D], and its scales: [2, K] for fp8, [T, 2, K] for int8."""
         if self.scale_2K is None:
             return to_int8(kv_T2KD)
         assert not self.needs_scale
@@ -84,23 +94,28 @@ class QuantView:
 
 
 def dequantised(stored_N2KD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored times scale, [2, K] or [N, 2, K], multiplied in float32."""
+    """Stored numbers times their scales ([2, K] or [N, 2, K]), multiplied in float32 and converted to that dtype."""
     return (stored_N2KD.float() * scales[..., None]).to(dtype)
 
 
 def to_fp8(kv_T2KD: Tensor, scale_2K: Tensor) -> Tensor:
-    """Nearest float8_e4m3fn of kv / scale; beyond its range, its largest."""
+    """The nearest float8_e4m3fn of kv / scale; values beyond the dtype's range become its largest number of that sign."""
     return (kv_T2KD.float() * (1 / scale_2K)[:, :, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def fp8_scale(kv_T2KD: Tensor) -> Tensor:
-    """[2, K] float32: the largest of each head takes 1 / HEADROOM of the range.  What is not finite does not count."""
+    """[2, K] float32 scales, with which each head's largest value takes 1 / HEADROOM of the range.  Infinities and NaN are
+    ignored.
+    """
     sizes_T2KD = torch.where(kv_T2KD.isfinite(), kv_T2KD, 0).abs().float()
     return (sizes_T2KD.amax((0, 3)) * (HEADROOM / FP8_MAX)).clamp_(min=LEAST_SCALE)
 
 
 def to_int8(kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest int8 of kv / scale (ties up), and the scales [T, 2, K] float32: a head's largest is 127; of zeros, 0."""
+    """The nearest int8 of kv / scale (ties go up), and the scales [T, 2, K] float32.
+
+    A head's largest value is stored as 127.  A head of zeros has scale 0.
+    """
     kv_T2KD = kv_T2KD.float()
     scales_T2K = kv_T2KD.abs().amax(-1) * (1 / INT8_MAX)
     inverse_T2K = torch.where(scales_T2K > LEAST_STEP, 1 / scales_T2K, 0.0)
@@ -109,9 +124,10 @@ def to_int8(kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class QuantCache:
-    """[layers, num_slots, 2, K, D] in 8 bits.
+    """Keys and values in 8 bits: [layers, num_slots, 2, K, D].
 
-    kv_dtype: "fp8" or "int8".  scales: fp8's of each layer, [2, K] float32; None where the checkpoint has none.
+    kv_dtype: "fp8" or "int8".
+    scales: each layer's fp8 scales, [2, K] float32; None for layers whose scales the checkpoint does not hold.
     """
 
     def __init__(
@@ -148,7 +164,7 @@ class QuantCache:
         return self._views[layer]
 
     def as_stored(self, layer: int, kv_T2KD: Tensor) -> Tensor:
-        """What the cache would give back of these keys and values."""
+        """These keys and values as a later read of the cache would return them: quantised and converted back."""
         return dequantised(*self._views[layer].quantise(kv_T2KD), kv_T2KD.dtype)
 
     def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:

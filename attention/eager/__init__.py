@@ -1,1 +1,1 @@
-"""Attention in plain torch: the oracle of the tests, and the `torch` backend."""
+"""Attention in plain torch: the `torch` attention backend, dense attention for training, and the definition that tests use."""

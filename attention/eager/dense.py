@@ -1,6 +1,6 @@
-"""Attention over whole rows without a cache: for training, and for checks that must not rest on what they check.
+"""Attention over whole rows without a cache: for training, and for checks that must not depend on the paged code they check.
 
-Knows no page, plan or backend.  It is differentiable where its inputs are.
+This module knows no pages, plans or attention backends.  The result is differentiable with respect to the inputs.
 
 Shapes: B rows of T tokens each, N = B * T, X = Q + 2K heads of a token, D head dim.
 """
@@ -21,7 +21,12 @@ StoreFn = Callable[[int, Tensor], Tensor]  # (layer, keys and values [N, 2, K, D
 
 
 class DenseAttention:
-    """An AttentionFn.  kinds: of each layer.  as_stored: None if the cache keeps keys and values as they are."""
+    """Implements the models' AttentionFn.
+
+    kinds: each layer's kind.
+    batch: B.
+    as_stored: rounds keys and values as an 8-bit cache would; None: the cache keeps them as they are.
+    """
 
     def __init__(self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None) -> None:
         self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
@@ -37,17 +42,17 @@ class DenseAttention:
         return out if rows_R is None else out.index_select(0, rows_R)
 
     def latent(self) -> LatentFn:
-        """The same for layers of latent attention."""
+        """The same attention for layers of latent attention."""
         return ExpandedHeads(self)
 
 
 def per_row(x_NHD: Tensor, batch: int) -> Tensor:
-    """[B, H, T, D]"""
+    """[B * T, H, D] to [B, H, T, D]."""
     return x_NHD.view(batch, -1, *x_NHD.shape[1:]).transpose(1, 2)
 
 
 def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring) -> Tensor:
-    """[B, Q, T, D]: every token over its row's tokens up to itself, as far back as the kind says."""
+    """[B, Q, T, D]: every token attends to its row's tokens up to itself, as far back as the kind allows."""
     plain = scoring.softcap is None and scoring.sinks_H is None
     if plain and kind.span is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
@@ -66,7 +71,7 @@ def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind,
 
 
 def visible(tokens: int, kind: LayerKind, device: torch.device) -> Tensor:
-    """[T, T] bool: which tokens each reads."""
+    """[T, T] bool: entry [q, k] says whether token q reads token k."""
     keys = torch.arange(tokens, device=device)
     mask = keys <= keys[:, None]
     return mask if kind.span is None else mask & (keys >= kind.first_keys(keys)[:, None])

@@ -1,6 +1,9 @@
-"""The oracle: attention of one segment by the definition, a row and a query at a time.  Any device, any float type.
+"""The definition of attention over a segment, computed one row and one query at a time, on any device and in any float type.
 
-Slow on purpose: no padding, no packing, nothing to get wrong.  The other backends are tested against it in float64.
+The code is slow on purpose: without padding or packing there is little to get wrong.  Tests compare the other attention
+backends with it in float64.
+
+Shapes: T queries, H heads, K kv heads, N keys, D head dim, E value dim.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from specdec.attention.state import AttentionState
 
 
 class ReferenceBackend(Backend):
-    """Runs each segment by the definition and merges the states."""
+    """An attention backend that computes each part of a plan by the definition and merges the states."""
 
     name = "reference"
 

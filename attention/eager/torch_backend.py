@@ -1,9 +1,10 @@
-"""The `torch` backend: any device, any float type.  Lowers a plan once a pass to gathered keys and a mask, then one SDPA.
+"""The `torch` attention backend, for any device and any float type: gathered keys, a mask, and one SDPA call.
 
-Knows no kernel.  Inside a CUDA graph it makes no host reads (except for packed prompts, which are never captured).
+It converts a plan once a pass.  Inside a CUDA graph it makes no host reads, except for packed prompts, which it never sees
+there.
 
-Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, E value dim, B sequences, Q queries per sequence, R rows,
-W keys per row, N keys per sequence over all segments.
+Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, E value dim, B sequences, Q queries per sequence, R rows, W keys
+per row, N keys per sequence over all segments.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from specdec.attention.state import AttentionState, with_sinks
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """B sequences of Q queries each, starting at query `start`, all reading N gathered slots under one mask."""
+    """B sequences of Q queries each, starting at query `start`; a sequence's queries read its N gathered slots under a mask."""
 
     start: int
     batch: int
     queries: int
     slots_BN: Tensor
-    mask_BQN: Tensor | None  # bool; None: everything is visible
-    has_empty_rows: bool  # some query may see nothing: its output must be 0, not NaN
+    mask_BQN: Tensor | None  # bool; None: every query reads every key
+    has_empty_rows: bool  # some query may read no key: its output must be 0, not NaN
     _additive: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def additive_mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
-        """[B, 1, Q * G, N] of 0 and -inf, for queries packed with the heads of their group; made once for all layers."""
+        """[B, 1, Q * G, N] of 0 and -inf, for queries packed with the heads of their group.  All layers share one copy."""
         if self.mask_BQN is None:
             return None
         if (group, dtype) not in self._additive:
@@ -45,16 +46,17 @@ class DenseBlock:
 
 
 class TorchBackend(Backend):
-    """Gather, mask, scaled_dot_product_attention."""
+    """Gathers keys and values, builds a mask, and calls scaled_dot_product_attention."""
 
     name = "torch"
 
     def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
+        """The blocks of a plan: one for each packed prompt with a query, else one for the whole plan."""
         first = plan.segments[0]
-        if len(plan.segments) == 1 and first.ragged:
+        if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
-            return [block for block in blocks if block.queries]  # an empty row has no shape to attend in
-        return [_joined_block(plan.segments)]
+            return [block for block in blocks if block.queries]  # SDPA refuses a block without queries
+        return [_joined_block(plan.parts)]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> Tensor:
         if scoring.softcap is not None or scoring.sinks_H is not None:
@@ -74,7 +76,7 @@ def _joined_states(states: list[AttentionState]) -> AttentionState:
 
 
 def _row_slots(segment: Segment, width: int) -> Tensor:
-    """[R, width] int64 slots of each row's keys; behind a row's length they are junk, and masked."""
+    """[R, width] int64 slots of each row's keys.  Entries past a row's length are junk, and the mask hides them."""
     if segment.page_size == 1:
         return segment.page_table[:, :width].long()
     P = segment.page_size
@@ -84,11 +86,11 @@ def _row_slots(segment: Segment, width: int) -> Tensor:
 
 
 def _prompt_block(segment: Segment, row: int) -> DenseBlock:
-    """One prompt of a packed batch, whole: Q queries against the row's keys, the last Q of which are their own if causal."""
+    """One prompt of a packed batch: its Q queries against its row's keys, of which the last Q are their own if causal."""
     start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
     length, queries = int(segment.cache_seqlens[row]), end - start
     one = replace(segment, page_table=segment.page_table[row : row + 1])
-    keys = torch.arange(max(1, length), device=segment.page_table.device)  # nobody sees an empty row's only one
+    keys = torch.arange(max(1, length), device=segment.page_table.device)  # an empty row's one key is masked
     behind_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]
     visible_QN = keys < length - (behind_Q1 if segment.causal else 0 * behind_Q1)
     if segment.starts_T is not None:
@@ -99,14 +101,19 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
 
 
 def _only_seen(slots_BN: Tensor, mask_BQN: Tensor) -> Tensor:
-    """Places that no query sees read a key that one does see: a masked key still enters the products, and 0 * NaN is NaN."""
+    """Replaces slots that no query reads by a slot that some query reads.
+
+    A masked key still enters the products, and 0 * NaN is NaN: an unread slot may hold NaN, a read one does not.
+    """
     seen_BN = mask_BQN.any(1)
     anchor_B1 = slots_BN.gather(1, seen_BN.byte().argmax(1, keepdim=True))
     return torch.where(seen_BN, slots_BN, anchor_B1)
 
 
 def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
-    """All segments of a uniform plan side by side: a sequence's queries see the union of its rows' keys, masked."""
+    """All parts of a plan side by side, where every row holds equally many queries: a sequence's queries see the union of its
+    rows' keys, under a mask.
+    """
     batch = segments[0].rows
     queries = segments[0].max_seqlen_q
     slots, masks = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
@@ -124,7 +131,7 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     assert segment.rows % batch == 0 and segment.rows * segment.max_seqlen_q == batch * queries
     rows, device = segment.rows // batch, segment.page_table.device
     on_host = device.type == "cpu"
-    capacity = segment.page_table.shape[1] * segment.page_size  # not max_keys: a window's keys lie anywhere in the row
+    capacity = segment.page_table.shape[1] * segment.page_size  # not max_keys: a window may lie anywhere in the row
     width = max(1, int(segment.cache_seqlens.max())) if on_host else capacity
     slots_BN = _row_slots(segment, width).reshape(batch, rows * width)
     keys_W = torch.arange(width, device=device)
@@ -143,7 +150,7 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
 
 
 def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, K, Q*G, D] with the heads of a group packed as queries; k [B, K, N, D], v [B, K, N, E]."""
+    """q [B, K, Q*G, D], the heads of a group packed as queries; k [B, K, N, D]; v [B, K, N, E]."""
     B, Q, N = block.batch, block.queries, block.slots_BN.shape[1]
     k, v = (x.unflatten(0, (B, N)).transpose(1, 2) for x in view.read(block.slots_BN.flatten(), dtype))
     q = q_THD[block.start : block.start + B * Q].to(dtype).view(B, Q, k.shape[1], -1, q_THD.shape[2])
@@ -166,7 +173,7 @@ def _dense_attention(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Sc
 
 
 def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> AttentionState:
-    """In float32 at least: softcaps and states lose too much in 16 bit."""
+    """The block's state, computed in float32 at least: softcaps and states lose too much precision in 16 bits."""
     dtype = torch.promote_types(q_THD.dtype, torch.float32)
     q, k, v = _gathered(q_THD, view, block, dtype)
     scores = scoring.capped(q @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))

@@ -1,1 +1,1 @@
-"""The flash-attn backends: three libraries, one interface."""
+"""The flash-attn attention backends: three libraries behind one interface."""

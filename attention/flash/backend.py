@@ -1,7 +1,8 @@
-"""The backends `fa2`, `fa3` and `fa4`: flash-attn reads paged keys of full layers, our kernels do everything else.
+"""The attention backends `fa2`, `fa3` and `fa4`: flash-attn reads the paged keys of full layers, Triton kernels do the rest.
 
-Everything else is the tree's suffix, the merge with it and with sinks, and all that windowed or chunked layers read: their
-first keys differ from query to query, which flash-attn can't be told.  So do prefixes of which a part is read elsewhere.
+The rest is: a tree's suffix, the merge of its state and of sinks, and segments with first keys.  Windowed and chunked layers
+have such segments, and so do shared prefixes: their first key differs from query to query, which flash-attn's interface can't
+express.
 
 Shapes: T queries, H heads, K kv heads, D head dim, S splits.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.capabilities import TABLE
-from specdec.attention.flash.doors import DOORS, hold_to_its_word
+from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.flash.rule import fa4_is_faster
 from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
 from specdec.attention.kinds import Scoring
@@ -22,15 +23,20 @@ from specdec.attention.state import AttentionState
 
 
 class FlashBackend(TritonBackend):
-    """library: fa2, fa3 or fa4.  by_rule: ours reads what ours reads faster (flash_rule.py)."""
+    """library: "fa2", "fa3" or "fa4".
+
+    by_rule: the library reads only those segments for which flash/rule.py says that it is faster; specdec's kernels read the
+        others.
+    programs: as in TritonBackend.
+    """
 
     name = "flash"
 
     def __init__(self, library: str, by_rule: bool = False, programs: int | None = None) -> None:
         super().__init__(programs)
-        assert library in DOORS, f"no backend {library!r}"
+        assert library in ADAPTERS, f"no flash-attn library {library!r}"
         self.library, self.by_rule = library, by_rule
-        self._held: set[tuple[object, ...]] = set()
+        self._checked: set[tuple[object, ...]] = set()
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
         if self._asks_library(q_THD, view, segment):
@@ -43,21 +49,21 @@ class FlashBackend(TritonBackend):
         if not self._asks_library(q_THD, view, segment):
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
         assert isinstance(view, MHAView)
-        self._hold_once(q_THD, view, segment)
-        return DOORS[self.library](q_THD, view, segment, scoring)
+        self._check_once(q_THD, view, segment)
+        return ADAPTERS[self.library](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
         if not isinstance(view, MHAView) or segment.starts_T is not None:
             return False
         if segment.page_size % TABLE[self.library].page_multiple:
-            return False  # a list of slots
+            return False  # pages of a size that the library can't read, such as slots
         kv_heads = view.kv.shape[2]
         return not self.by_rule or fa4_is_faster(segment.rows, kv_heads, segment.max_seqlen_q * (q_THD.shape[1] // kv_heads))
 
-    def _hold_once(self, q_THD: Tensor, view: MHAView, segment: Segment) -> None:
-        """Before the first call with such heads: two questions whose answers are known."""
+    def _check_once(self, q_THD: Tensor, view: MHAView, segment: Segment) -> None:
+        """Before the first call with these heads: checks the library's conventions on two cases with known answers."""
         key = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype)
-        if key in self._held or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if key in self._checked or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        self._held.add(key)
-        hold_to_its_word(self.library, q_THD, view, segment)
+        self._checked.add(key)
+        check_conventions(self.library, q_THD, view, segment)

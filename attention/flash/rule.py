@@ -1,32 +1,31 @@
-"""Where flash-attn 4 measured faster than our kernel, by shapes that the host knows.  Imports no library.
+"""Where flash-attn 4 reads a prefix faster than specdec's kernel, decided by shapes that the host knows.
 
-benchmarks/flash.py on an H100 (benchmarks/results/flash_h100.json; bf16, 32/8 heads of 128, pages of 16), 107 cells with our
-suffix and merge on both sides.  A program of flash-attn 4 holds 128 queries x heads of all a row's keys: the GPU idles where
-there are fewer programs than its 132 SMs, and they are half empty where rows hold fewer queries.  From 128 programs on, with
-more than one to a row, it ran 1.04 to 1.43 times as fast as ours for trees, 0.98 to 1.74 times for prompts; elsewhere 0.12 to
-1.04 times (1.17 in one cell of 4 M tokens).
-
-Whole rounds of the Llama-3.1-8B shape, 64 nodes: batch 8 at 8k tokens 21.5 to 19.8 ms, batch 32 at 2k 60.4 to 58.1, batch 8 at
-1k no change; a prompt of 8k tokens 234 to 213 ms.  It costs seconds at the start: 6 s to import, and 2.1 to 2.9 s to compile
-each of two kinds of call, which 6,000 of those first rounds win back.  So `auto` takes it for trees of that size over long
-sequences, and then for prompts too; for prompts alone it does not.
+A program of flash-attn 4 handles 128 packed rows (queries x heads) and all keys of a row.  The GPU idles where there are fewer
+programs than SMs, and a program is half empty where a row packs fewer queries.  `auto` takes flash-attn 4 for large trees over
+long sequences, and then for prompts too; it does not for prompts alone, because its start-up costs seconds.  Measured on an
+H100: benchmarks/README.md, "Why the tiles and rules are what they are".  This module imports no library.
 """
 
 from __future__ import annotations
 
-TILE = 128  # queries x heads
-LEAST_TILES = 128
-MEASURED_HEAD_DIM = 128  # the rule speaks of no other
-LONG = 4096  # tokens: shorter sequences never win the start-up back
+TILE = 128  # packed queries x heads of one program
+LEAST_TILES = 128  # threshold: about as many programs as an H100 has SMs (132)
+MEASURED_HEAD_DIM = 128  # the rule was measured for this head dim only
+LONG = 4096  # threshold in tokens: rounds over shorter sequences never win the start-up time back
 
 
 def fa4_is_faster(rows: int, kv_heads: int, packed: int) -> bool:
-    """rows: sequences.  packed: queries x heads of a group, which read the same keys."""
+    """rows: sequences.  packed: a row's queries times the heads of a group, all of which read the same keys."""
     return packed > TILE and rows * kv_heads * -(-packed // TILE) >= LEAST_TILES
 
 
 def why_fa4(rows: int, kv_heads: int, packed: int, tokens: int) -> str:
-    """Why `auto` takes it, for up to so many sequences of so many tokens and a tree's packed queries; empty if it does not."""
+    """The reason for which `auto` takes flash-attn 4; the empty string if it does not.
+
+    rows, tokens: the most sequences, and the most tokens of one.
+    packed: a tree's queries times the heads of a group.
+    """
     if tokens < LONG or not fa4_is_faster(rows, kv_heads, packed):
         return ""
-    return f"flash-attn 4 reads prefixes of up to {rows} trees, {packed} queries x heads a key, and long prompts; ours the rest"
+    read = f"prefixes of up to {rows} trees ({packed} queries x heads a key) and long prompts"
+    return f"flash-attn 4 reads {read}; specdec's kernels read the rest"

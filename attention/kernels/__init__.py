@@ -1,1 +1,1 @@
-"""The `triton` backend: our own kernels, and what decides their tiles."""
+"""The `triton` attention backend: specdec's own kernels, and the choice of their tiles."""

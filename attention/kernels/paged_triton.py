@@ -1,19 +1,20 @@
 """The kernel that reads a paged cache: every query of a row against one slice (split) of the row's keys.
 
-Knows pages, not what the keys are: prefixes, prompts and chains look alike.  Queries and the heads of a group are
-packed into one tile, so keys and values are read once for all of them.  Where each query has a first key of its own, a tile's
-splits divide what is between the least of them and the tile's end, and pages before that are never touched.  Each split leaves
-its own state; who merges them, and how many there are, is the launcher's business.
+The kernel knows pages, not what the keys are: prefixes, prompts and chains look alike to it.  Queries and the heads of a group
+are packed into one tile, so keys and values are read once for all of them.  Where each query has a first key of its own, a
+tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that are never touched. Each
+split leaves a state of its own; the launcher decides how many splits there are and merges their states.
 
-8-bit keys and values are made numbers of the queries' type in registers, float16 where that is bfloat16: it holds them all,
-and takes a fifth of the instructions.  Queries and weights then move, by a power of two, to where float16 holds them no worse
-than bfloat16 did.  A head's scale goes into the products, a token's into its keys and values.
+8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
+represents all 8-bit numbers exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
+then scaled by a power of two into a range where float16 is at least as precise as bfloat16 was.  The scale of a head (fp8) is
+multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
-Chained (see specdec/ops/launch.py), it reads page table, lengths and first keys before it waits: they must be older than the
-kernel right before it, which in a model stores the queries' own keys.
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
+a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
+other caller has to make sure of the same.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R rows, T queries, H heads, K kv heads,
-S splits.
+Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R rows, T queries, H heads, K kv heads, S splits.
 """
 
 import triton
@@ -25,8 +26,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def widened(x, to: tl.constexpr, ASM: tl.constexpr):
-    """8-bit numbers as those of the type `to`.  ASM: int8 by its bits, since conversions of integers are slow."""
-    if ASM and x.dtype == tl.int8 and to == tl.float16:  # 1024 + n has n in its last bits
+    """8-bit numbers as numbers of the type `to`.
+
+    ASM: int8 becomes float16 by bit operations, because the GPU's integer conversions are slow.
+    """
+    if ASM and x.dtype == tl.int8 and to == tl.float16:  # the float16 1024 + n holds n in its last bits
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 n, a, b;
@@ -48,13 +52,14 @@ def widened(x, to: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
-    """Queries times a power of two, which fit float16, and what to multiply their products by.
+    """Queries divided by a power of two so that they fit float16, and that power, by which their products are to be multiplied.
 
-    STAGED: as they come back from memory, of_MD.  Triton hands the products queries from memory where they lie, others in
-    registers, of which large tiles have none to spare.  Splits of a row write the same numbers.
+    STAGED: the scaled queries are written to of_MD and loaded again.  Triton then feeds products with queries from memory;
+        otherwise it would hold them in registers, of which large tiles have none to spare.  The splits of a row write the same
+        numbers.
     """
     size_MD = tl.abs(q_MD.to(tl.float32))
-    most = tl.max(tl.where(size_MD < float("inf"), size_MD, 1e-30))  # a padded row's junk must not reach the others
+    most = tl.max(tl.where(size_MD < float("inf"), size_MD, 1e-30))  # a padded row may hold inf or NaN
     unit = tl.exp2(tl.floor(tl.log2(tl.maximum(most, 1e-30))) - 14)
     q_MD = (q_MD.to(tl.float32) / unit).to(tl.float16)
     if STAGED:
@@ -66,7 +71,7 @@ def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
 
 @triton.jit
 def in_range(scales_N, to: tl.constexpr):
-    """A token's scales in the type `to`, at most so large that 127 times as much is finite in float16."""
+    """A token's scales in the type `to`, limited so that 127 times a scale is finite in float16."""
     return (tl.minimum(scales_N, 515.0) if to == tl.float16 else scales_N).to(to)
 
 
@@ -77,7 +82,7 @@ def capped(logits, softcap):
 
 
 @triton.jit(
-    # Batch, lengths and table width change from call to call; a 1 or a multiple of 16 must not mean a new compilation.
+    # Batch, lengths and table width change from call to call.  Triton would compile again for a 1 or a multiple of 16.
     do_not_specialize=["stride_row", "states", "tiles"],
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "sinks", "lse"],
 )
@@ -90,7 +95,7 @@ def paged_attention_kernel(
     cu_seqlens_q,  # [R + 1] int32
     starts,  # [T] int32
     sinks,  # [H], any float type
-    out,  # [T, H, states, D], any float type: the first of S states that lie together
+    out,  # [T, H, states, D], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
     staged,  # [T, H, D] float16
     scale,
@@ -111,8 +116,8 @@ def paged_attention_kernel(
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,  # then there is one split, and nothing else to merge
-    QUANT: tl.constexpr,  # whose scale it is: "head", "token"; "": nobody's
+    HAS_SINKS: tl.constexpr,  # only set where there is one split and nothing else to merge
+    QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8) or nothing ("")
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
@@ -121,9 +126,9 @@ def paged_attention_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    tile = tl.program_id(0) % tiles  # neighbours share keys, so all but the first find them in L2
+    tile = tl.program_id(0) % tiles  # neighbouring programs read the same keys, mostly from L2
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # the tiles with the most keys start first
     kv_head = (tl.program_id(0) // tiles) % KV_HEADS
     row = tl.program_id(0) // tiles // KV_HEADS
     split = tl.program_id(1)
@@ -144,14 +149,14 @@ def paged_attention_kernel(
     if HAS_STARTS:
         start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647)
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end)
-    # At least so many keys, or merging costs more than splitting gains: of many splits, a short row uses the first few.
+    # A split has at least LEAST keys, or merging would cost more than splitting gains: a short row uses the first few splits.
     per_split = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), BLOCK_N) * BLOCK_N
     low = begin + split * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
     kv += kv_head.to(tl.int64) * stride_kv_head
     n = tl.arange(0, BLOCK_N)
-    # A block's page numbers are read one block ahead: its keys then wait for nothing but themselves.
+    # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
 
     if PDL:
@@ -172,10 +177,10 @@ def paged_attention_kernel(
         of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
         q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
         scale2 *= unit
-    LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are 2 ** LIFT as large, which leaves float16 more room below
+    LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:  # a key that has been seen already, of value 0
+    if HAS_SINKS:  # the softmax starts as if a key with the sink's logit and value 0 had been read
         top_M = tl.load(sinks + head_M).to(tl.float32) * LOG2E
         total_M += tl.exp2(LIFT)
     acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
@@ -185,7 +190,7 @@ def paged_attention_kernel(
         slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-        ok_ND = ok_N[:, None] & ok_D[None, :]  # values too: 0 times the NaN of an unwritten slot is NaN
+        ok_ND = ok_N[:, None] & ok_D[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
         k_ND = widened(tl.load(at_ND, mask=ok_ND, other=0.0), q_MD.dtype, ASM)
         if QUANT == "token":
             scales_N = scales + slot_N * (2 * KV_HEADS) + kv_head
@@ -201,9 +206,9 @@ def paged_attention_kernel(
                 visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
             s_MN = tl.where(visible_MN, s_MN, -float("inf"))
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
-            shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # a query that has seen nothing yet
+            shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         else:
-            s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # with its scale, one fused multiply-add
+            s_MN += tl.where(ok_N, 0.0, -float("inf"))[None, :]  # compiles to one fused multiply-add with scale2
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = new_M
         p_MN = tl.exp2(s_MN - (shift_M - LIFT)[:, None])
@@ -221,7 +226,7 @@ def paged_attention_kernel(
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
     tl.store(lse + state_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
-    # The merge does not read a split whose lse is -inf: a short row's idle splits write nothing.
+    # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (splits == 1), queries, 0)
     tl.store(
         out + state_M[:, None] * HEAD_DIM + d[None, :],

@@ -1,8 +1,10 @@
-"""The kernel between projection and attention: q/k norm, rotary positions, and keys and values into their slots.
+"""The kernel between projection and attention: q/k norm, rotary positions, and the store of keys and values into their slots.
 
-`specdec.ops.rope.HeadPrep` defines what it computes, `quant_cache.py` how 8-bit caches store it.  Queries are rotated where
-they lie.  A thread holds both halves of a head's pair, so nothing is overwritten before it is read.  Chained, positions and
-slots are read before the wait: they were complete before the norm in front of the projection.
+`specdec.ops.rope.HeadPrep` defines what it computes, and caches/quant_cache.py how 8-bit caches store it.  Queries are rotated
+in place: a thread holds both halves of a head's rotated pair, so no element is overwritten before it is read.
+
+Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait.  They were complete before the
+norm in front of the qkv projection, and the projection lets this kernel start only after that norm is complete.
 
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K rows of a token, D head dim, E = D / 2.
 """
@@ -19,12 +21,15 @@ from specdec.ops.launch import chained
 from specdec.ops.rope import HeadPrep
 
 MOST_FP8, MOST_INT8, SMALLEST_STEP = tl.constexpr(FP8_MAX), tl.constexpr(INT8_MAX), tl.constexpr(LEAST_STEP)
-FEW_TOKENS = 64  # up to here a token's heads are spread over several programs, which shortens the one wave there is
+FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
 
 
 @triton.jit
 def nearest_step(x, inverse):
-    """Nearest int8 of x * inverse, ties up, as a float.  The clamp keeps product and sum apart: fused, they round otherwise."""
+    """The nearest int8 of x * inverse as a float; ties go up.
+
+    The clamp keeps the compiler from fusing product and sum, which would round differently.
+    """
     return tl.floor(tl.clamp(x * inverse, -MOST_INT8, MOST_INT8) + 0.5)
 
 
@@ -87,7 +92,7 @@ def rope_store_kernel(
     low_XE = tl.where(rotated_X[:, None], a_XE, low_XE)
     high_XE = tl.where(rotated_X[:, None], b_XE, high_XE)
 
-    row_X = x - QUERY_HEADS  # of the K keys, then the K values
+    row_X = x - QUERY_HEADS  # rows 0 to K - 1 are keys, K to 2K - 1 values; queries are negative
     cache_X = slot * stride_slot + (row_X // KV_HEADS) * stride_v + (row_X % KV_HEADS) * stride_kv_head
     if QUANT == "":
         to_XE = tl.where(is_query_X[:, None], at_XE, kv + cache_X[:, None] + e[None, :])
@@ -117,7 +122,10 @@ def rope_store_kernel(
 
 
 def launch_rope_store(qkv_TXD: Tensor, view: MHAView | QuantView, slots_T: Tensor, prep: HeadPrep) -> Tensor:
-    """Rotates, stores, and returns the queries [T, Q, D], a view of the input."""
+    """Norms and rotates heads, stores keys and values, and returns the queries [T, Q, D], a view of the input.
+
+    slots_T: int64.  An fp8 view without a scale gets its scale from these keys and values.
+    """
     T, X, D = qkv_TXD.shape
     K, kv = prep.num_kv_heads, view.kv
     Q = X - 2 * K
@@ -126,7 +134,7 @@ def launch_rope_store(qkv_TXD: Tensor, view: MHAView | QuantView, slots_T: Tenso
     if not T:
         return qkv_TXD[:, :Q]
     quant = ""
-    scales: Tensor | None = kv  # without scales none are read; any tensor stands in
+    scales: Tensor | None = kv  # without scales the kernel reads none: any tensor may be passed
     if isinstance(view, QuantView):
         if view.needs_scale:
             view.set_scale(prep.apply_(qkv_TXD.clone())[1])

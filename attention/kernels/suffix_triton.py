@@ -1,10 +1,14 @@
-"""The kernel behind the splits: each query's few keys of its own (its suffix), merged with the states the splits left.
+"""The kernel after the paged kernel: it reads each query's few keys of its own (its suffix) and merges all states.
 
-With HAS_SUFFIX off it only merges.  Sinks come in here, once.  One program a query and kv head.  Knows slots (page size 1), not
-trees: a row lists what its query reads.
+These states are what the paged kernel's splits left.  Without HAS_SUFFIX the kernel only merges.  Sinks are added here, once.
+One program handles one query and one kv head.  The kernel knows slots (page size 1), not trees: a row lists the slots that its
+query reads.
 
-Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D head dim, N keys of a block, S splits,
-C splits of a chunk.
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads queries, the suffix's keys and its table.
+The paged kernel lets this kernel start only after its own wait, so the store of the queries and keys is complete by then.
+
+Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D head dim, N keys of a block, S splits, C splits of a
+chunk.
 """
 
 import triton
@@ -27,7 +31,7 @@ def suffix_merge_kernel(
     sinks,  # [H], any float type
     partial_out,  # [T, H, S, D] float32
     partial_lse,  # [T, H, S] float32, natural log
-    whole_out,  # [T, H, D], any float type: a state that nobody split
+    whole_out,  # [T, H, D], any float type: one more state, which has no splits
     whole_lse,  # [T, H] float32, natural log
     out,  # [T, H, D], any float type
     lse,  # [T, H] float32, natural log
@@ -57,7 +61,7 @@ def suffix_merge_kernel(
     HAS_SINKS: tl.constexpr,
     QUANT: tl.constexpr,  # as in the paged kernel
     HAS_WHOLE: tl.constexpr,
-    LEFT_FILLED: tl.constexpr,  # behind an empty split lie only empty ones
+    LEFT_FILLED: tl.constexpr,  # after an empty split there are only empty ones
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -73,7 +77,7 @@ def suffix_merge_kernel(
     top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     total_G = tl.zeros([PADDED_GROUP], tl.float32)
     acc_GD = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    if HAS_SINKS:  # a key that has been seen already, of value 0
+    if HAS_SINKS:  # the softmax starts as if a key with the sink's logit and value 0 had been read
         top_G = tl.load(sinks + head_G, mask=ok_G, other=0.0).to(tl.float32)
         total_G += 1.0
 
@@ -92,7 +96,7 @@ def suffix_merge_kernel(
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-            ok_ND = ok_N[:, None] & ok_D[None, :]  # values too: 0 times the NaN of an unwritten slot is NaN
+            ok_ND = ok_N[:, None] & ok_D[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
             k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
             v_ND = tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
             if QUANT != "":
@@ -105,7 +109,7 @@ def suffix_merge_kernel(
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
             s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
-            new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block has a key
+            new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block holds a readable key
             p_GN = tl.exp(s_GN - new_G[:, None])
             decay_G = tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
@@ -114,8 +118,8 @@ def suffix_merge_kernel(
             acc_GD = tl.dot(p_GN.to(v_ND.dtype), v_ND, acc_GD * decay_G[:, None], input_precision="ieee")
             top_G = new_G
 
-    # Chained, everything above was complete before the splits' kernel passed its own wait: queries, the suffix's keys, its
-    # table.  Only the splits' states are not, until here.
+    # All that was read above was complete when the paged kernel passed its own wait: queries, the suffix's keys and its table.
+    # The splits' states are complete only after the following wait.
     if PDL:
         tl.extra.cuda.gdc_wait()
     if HAS_WHOLE:
@@ -123,7 +127,7 @@ def suffix_merge_kernel(
         at_GD = whole_out + token * stride_whole_t + head_G[:, None] * stride_whole_h + d[None, :]
         out_GD = tl.where((lse_G > -float("inf"))[:, None], tl.load(at_GD, mask=ok_GD, other=0.0).to(tl.float32), 0.0)
         new_G = tl.maximum(top_G, lse_G)
-        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # nothing read so far
+        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
         weight_G, decay_G = tl.exp(lse_G - shift_G), tl.exp(top_G - shift_G)
         total_G = total_G * decay_G + weight_G
         acc_GD = acc_GD * decay_G[:, None] + out_GD * weight_G[:, None]
@@ -135,15 +139,15 @@ def suffix_merge_kernel(
         at_CG = state_G[None, :] + split_C[:, None]
         ok_CG = (split_C < splits)[:, None] & ok_G[None, :]
         lse_CG = tl.load(partial_lse + at_CG, mask=ok_CG, other=-float("inf"))
-        if LEFT_FILLED:  # a table wider than its row leaves many idle splits
+        if LEFT_FILLED:  # a row much shorter than its table leaves many splits idle
             more_G = ok_G & (start + CHUNK + g * 0 < splits)
             next_G = tl.load(partial_lse + state_G + start + CHUNK, mask=more_G, other=-float("inf"))
         ok_CGD = ok_CG[:, :, None] & ok_D[None, None, :]
         out_CGD = tl.load(partial_out + at_CG[:, :, None] * HEAD_DIM + d[None, None, :], mask=ok_CGD, other=0.0)
-        # An idle split wrote no output.  Loading it and looking away is faster than waiting for its lse.
+        # An idle split wrote no output.  Loading the output and dropping it is faster than waiting for the split's lse first.
         out_CGD = tl.where((lse_CG > -float("inf"))[:, :, None], out_CGD, 0.0)
         new_G = tl.maximum(top_G, tl.max(lse_CG, 0))
-        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # nothing read so far
+        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
         decay_G = tl.exp(top_G - shift_G)
         weight_CG = tl.exp(lse_CG - shift_G[None, :])
         total_G = total_G * decay_G + tl.sum(weight_CG, 0)

@@ -1,6 +1,6 @@
-"""Kernels that fill tables: where the next tokens of each sequence stand, and where what they read begins.
+"""Kernels that fill tables: positions and slots of each sequence's next tokens, and the first keys that queries read.
 
-Knows pages and positions, not who the tokens are.  `slots_of` is for kernels that fill tables of their own.
+The kernels know pages and positions, not which tokens stand there.  `slots_of` is for kernels elsewhere that fill tables.
 
 Shapes: B sequences, P tokens of each, W table width, R rows, T queries.
 """
@@ -18,7 +18,7 @@ from specdec.ops.launch import chained
 
 @triton.jit
 def slots_of(pages, position, ok, PAGE_SIZE: tl.constexpr):
-    """int64 slots of positions; pages: pointers to the table row of each."""
+    """int64 slots of positions.  pages: a pointer for each position, to the start of its sequence's table row."""
     page = tl.load(pages + position // PAGE_SIZE, mask=ok, other=0)
     return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
 
@@ -56,6 +56,7 @@ def next_tokens_kernel(
 def launch_next_tokens(
     page_table_BW: Tensor, lens_B: Tensor, count: int, page_size: int, by_step: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`plan.next_tokens`: (positions, slots, ends_PB).  page_table_BW and lens_B are int32."""
     B = lens_B.shape[0]
     assert page_table_BW.stride(1) == 1 and lens_B.is_contiguous()
     shape = (count, B) if by_step else (B, count)
@@ -88,6 +89,7 @@ def last_positions_kernel(
 
 
 def launch_last_positions(lens_R: Tensor, per_row: int) -> Tensor:
+    """`segment.last_positions` of rows with `per_row` queries each: [R * per_row] int64."""
     T = lens_R.shape[0] * per_row
     assert lens_R.is_contiguous()
     positions_T = torch.empty(T, dtype=torch.int64, device=lens_R.device)
@@ -118,7 +120,8 @@ def first_keys_kernel(
 ):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = t < total
-    # It launches nobody early: attention reads first keys before its wait, and may come next.
+    # No gdc_launch_dependents: the next kernel must start only when this one is complete, because the next kernel may be
+    # attention, which reads first keys before its own wait (specdec/ops/launch.py).
     if PDL:
         tl.extra.cuda.gdc_wait()
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
@@ -134,7 +137,10 @@ def first_keys_kernel(
 
 
 def launch_first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
-    """`segment.first_keys`; equal where positions are not negative, and no key is read from those that are."""
+    """`segment.first_keys` for windows and chunks.
+
+    The two are equal where positions are not negative; queries at negative positions read no key.
+    """
     T, device = positions_T.shape[0], positions_T.device
     assert all(x is None or x.is_contiguous() for x in (positions_T, base_B, least_T)) and kind.span is not None
     first_T = torch.empty(T, dtype=torch.int32, device=device)

@@ -1,6 +1,7 @@
-"""Tile sizes of the paged kernel, and how far a row's keys are split over the GPU: measured choices, by shapes alone.
+"""Tile sizes of the paged kernel, and the number of splits of a row's keys, chosen by shapes alone.
 
-Knows no tensor.  Shapes: D head dim.
+The choices were measured: benchmarks/README.md, "Why the tiles and rules are what they are".  This module knows no tensors.
+Shapes: D head dim.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import torch
 import triton
 
 
-class Tiles(NamedTuple):
-    """What one program of the paged kernel works on: packed queries x heads, keys a step; and its warps and stages.
+class PagedTiles(NamedTuple):
+    """What one program of the paged kernel works on.
 
-    least: keys of a split, or merging costs more than splitting gains.  registers: the most a thread may use, so that two
-    programs fit an SM; None leaves it to the compiler.  an_sm: programs of it to plan for on each SM.
+    block_m: packed queries x heads.
+    block_n: keys of a step.
+    warps, stages: Triton's.
+    least: the fewest keys of a split; with fewer, merging costs more than splitting gains.
+    registers: the most registers of a thread, so that two programs fit an SM; None: the compiler decides.
+    an_sm: programs for which `splits_for` plans on each SM.
     """
 
     block_m: int
@@ -29,19 +34,26 @@ class Tiles(NamedTuple):
 
 
 def padded(D: int) -> int:
-    """Tiles have power-of-two sides, and a tensor-core product needs 16."""
+    """The side of a tile that holds D numbers: tiles have power-of-two sides, and a tensor-core product needs at least 16."""
     return max(16, triton.next_power_of_2(D))
 
 
 @lru_cache
-def tiles_for(packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float) -> Tiles:
-    """Measured on an H100 with heads of 128; other dims keep a stage's bytes.  waves: of the GPU, at one tile a row and head.
+def paged_tiles(packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float) -> PagedTiles:
+    """The tiles for `packed_queries` queries x heads a row and kv head.
 
-    Up to 64 packed queries the keys decide: large blocks where a row is split over SMs that hold one program each, small
-    ones where rows are many and SMs hold two.  A lone token has so little to merge that it is split further.  Beyond 64,
-    the arithmetic decides.  Long prompts have enough tiles for two programs an SM, one of which computes while the other
-    waits.  float32 has no tensor cores to fill, and spills beyond its tiles.  8-bit keys (quant: whose scales, or "") are made
-    16-bit on the way into a product of 64 rows or more: smaller ones would read them from shared memory byte by byte.
+    D: head dim.  The tiles were measured for 128; other dims keep the bytes of a pipeline stage.
+    itemsize: bytes of a query's element.
+    quant: what has a scale in an 8-bit cache, "head" or "token"; "" for a 16- or 32-bit cache.
+    causal: whether the segment is causal.
+    waves: rows x kv heads, as a share of the programs that the GPU runs at once.
+
+    Up to 64 packed queries, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
+    each, and small where there are many rows and an SM holds two programs.  A single query has little to merge, so it is split
+    further.  Beyond 64, arithmetic takes the time.  Long prompts have enough tiles for two programs an SM, one of which
+    computes while the other waits.  float32 does not use tensor cores, and larger tiles would spill registers.  8-bit keys are
+    converted to 16 bits on the way into a product of 64 rows or more; a smaller product would read them from shared memory byte
+    by byte.
     """
 
     def keys(most: int) -> int:
@@ -49,30 +61,33 @@ def tiles_for(packed_queries: int, D: int, itemsize: int, quant: str, causal: bo
 
     wanted = max(16, triton.next_power_of_2(packed_queries))
     if itemsize == 4:
-        return Tiles(min(wanted, 32), keys(64), 8, 2)
+        return PagedTiles(min(wanted, 32), keys(64), 8, 2)
     if quant and (wanted <= 64 or D > 128):
         if quant == "head":
-            return Tiles(64, keys(128), 4, 3, an_sm=2)
-        return Tiles(64, keys(128), 4, 2, an_sm=2) if waves > 0.3 else Tiles(64, keys(64), 4, 3, an_sm=2)
+            return PagedTiles(64, keys(128), 4, 3, an_sm=2)
+        return PagedTiles(64, keys(128), 4, 2, an_sm=2) if waves > 0.3 else PagedTiles(64, keys(64), 4, 3, an_sm=2)
     if quant:
-        return Tiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else Tiles(128, 64, 8, 3)
+        return PagedTiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else PagedTiles(128, 64, 8, 3)
     if wanted == 16:
-        return Tiles(16, keys(128), 4, 3) if waves > 0.1 else Tiles(16, keys(64), 4, 3, least=64)
+        return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
     if wanted == 32:
-        return Tiles(32, keys(128), 4, 3) if waves < 0.8 else Tiles(32, keys(64), 4, 3)
+        return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
     if wanted == 64 or D > 128:
-        return Tiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
+        return PagedTiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
     if causal and wanted > 128:
-        return Tiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else Tiles(64, 64, 4, 3)
-    return Tiles(128, 64, 8, 3)
+        return PagedTiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else PagedTiles(64, 64, 4, 3)
+    return PagedTiles(128, 64, 8, 3)
 
 
 @lru_cache
 def splits_for(programs_per_split: int, max_keys: int, least: int, programs: int) -> int:
-    """As many splits as fill the GPU, none of fewer than `least` keys.  Of those that fill its waves about equally, the fewest.
+    """The number of splits that fills the GPU, with at least `least` keys a split; the fewest of those that fill it about
+    equally.
 
-    max_keys is the table's capacity, not the rows' length, which only the device knows: a split finds its own range there,
-    so a short row in a large table merely leaves splits idle.
+    programs_per_split: programs that one split takes over all rows and heads.
+    max_keys: the table's capacity in keys.  Only the device knows the rows' lengths: each split computes its own range of keys
+        there, so a short row in a large table just leaves splits idle.
+    programs: how many programs the GPU runs at once.
     """
     most = max(1, min(triton.cdiv(max_keys, least), 128))
     if programs_per_split * most <= programs:
@@ -90,10 +105,14 @@ def splits_for(programs_per_split: int, max_keys: int, least: int, programs: int
 
 
 def chunk_for(splits: int, group_elements: int) -> int:
-    """Split states the merge reads at once: as many as fit in one warp's registers, or the one there is."""
+    """How many split states the merge kernel reads at once: as many as fit in one warp's registers.
+
+    group_elements: padded heads of a group x padded head dim.
+    """
     return 1 if splits <= 1 else max(1, min(8, 4096 // group_elements))
 
 
 @lru_cache
 def programs_at_once(device: torch.device) -> int:
+    """The device's number of SMs; 16 for a CPU, where the kernels run in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16

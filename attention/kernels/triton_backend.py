@@ -1,9 +1,9 @@
-"""The `triton` backend: launches our kernels; `tiles_triton.py` decides tile sizes and how far to split a row's keys.
+"""The `triton` attention backend: it launches specdec's kernels.  tiles_triton.py decides tile sizes and splits.
 
-A plan is any number of paged segments and, last, perhaps a suffix: one query a row, slots.  One paged segment alone takes one
-launch if its keys are not split; otherwise every paged segment leaves partial states in one scratch, and one launch reads the
-suffix and merges all.  Knows no kernel's inside.  Reads nothing from the device: every decision rests on shapes, so a captured
-graph stays right when the lengths change.
+A plan has one or more paged segments and perhaps a suffix.  One paged segment alone takes a single launch if its keys are not
+split.  Otherwise every paged segment leaves partial states in a common scratch, and one more launch reads the suffix and merges
+all states.  This module knows nothing of the kernels' inner workings.  It reads nothing from the device: every decision depends
+on shapes, so a captured graph stays right when lengths change.
 
 Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, S splits.
 """
@@ -23,7 +23,7 @@ from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
-from specdec.attention.kernels.tiles_triton import Tiles, chunk_for, padded, programs_at_once, splits_for, tiles_for
+from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.latent.mla_launch import attend_latent
@@ -36,10 +36,12 @@ PlannedView = MHAView | QuantView
 
 
 class TritonBackend(Backend):
-    """Split-KV paged attention, fused suffix + merge.  programs: how many the GPU runs at once (default: one an SM).
+    """Split-KV paged attention, and a kernel that fuses suffix and merge.
 
-    A backend that reads paged segments by a kernel of its own overrides `partial_splits` and `paged_partial`, and calls ours
-    (`super()`) for the segments it leaves to us.  Suffixes, sinks and the merge of all states stay here.
+    programs: how many programs the GPU is taken to run at once; None: one for each SM.
+
+    A backend that reads paged segments by a kernel of its own overrides `partial_splits` and `paged_partial`, and calls
+    `super()` for the segments that it leaves to this class.  Suffixes, sinks and the merge of all states stay here.
     """
 
     name = "triton"
@@ -53,7 +55,7 @@ class TritonBackend(Backend):
         return launch_rope_store(qkv_TXD, view, slots_T, prep)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
-        return TritonPlan(plan.segments)
+        return TritonPlan(plan.segments, plan.suffix)
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> Tensor:
         return self._state(q_THD, view, prepared, scoring).out_THD
@@ -62,42 +64,45 @@ class TritonBackend(Backend):
         return self._state(q_THD, view, TritonPlan((segment,)), replace(scoring, sinks_H=None))
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
-        """How many partial states a query and head `paged_partial` will leave in the scratch for this segment.
+        """How many partial states for each query and head `paged_partial` will leave in the scratch for this segment.
 
-        0: none, it returns its state instead.  Decided on the host, by shapes, dtypes and what `scoring` holds.
+        0 means none: `paged_partial` returns its state instead.  The answer depends on shapes, dtypes and what `scoring` holds,
+        all of which the host knows.
         """
         return self._tiles(q_THD, view, segment)[1]
 
     def paged_partial(
         self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor
     ) -> AttentionState | None:
-        """Answers one paged segment, in one of two ways.
+        """Answers one paged segment, in one of two ways, depending on S = partial_splits(...).
 
-        S = partial_splits(...) > 0: writes S partial states and returns None.  lse_THS of every query of the segment (natural
-        log, float32; -inf where it read no key), and out_THSD where lse is not -inf; the rest may stay as it is.  A query's
-        empty states come behind its others, unless the segment has first keys.  Both are slices, dense along D only.
-        out_THSD is float32, or the queries' dtype where it is the final output: then S is 1, all of it must be written, and if
-        scoring.sinks_H is set they are merged here.  It is None in every other call.
+        If S > 0, it writes S partial states to out_THSD and lse_THS and returns None.
+        - It writes lse (natural log, float32) for every query of the segment, -inf where a split read no key, and out where lse
+          is not -inf.  The rest of out may stay unwritten.
+        - A query's empty states come after its other states, unless the segment has first keys.
+        - Both tensors are slices of something larger; only their dim D is contiguous.
+        - out_THSD is float32, or has the queries' dtype if it is the final output.  In that case S is 1, all of out must be
+          written, and sinks must be added here if scoring.sinks_H is set.  In every other call scoring.sinks_H is None.
 
-        S == 0: returns a state in memory of its own.  out [T, H, D] of any float type, dense along D; lse [T, H], float32, any
-        strides, natural log; 0 and -inf where no key was read.  Without sinks: they are merged by us.
+        If S == 0, it returns a state in memory of its own: out [T, H, D] of any float type, contiguous along D; lse [T, H],
+        float32, natural log, any strides; 0 and -inf where no key was read.  Sinks are left out: this class adds them.
         """
         tiles, splits = self._tiles(q_THD, view, segment)
         assert out_THSD.shape[2] == splits
         launch_paged(q_THD, view, segment, scoring, out_THSD, lse_THS, tiles)
         return None
 
-    def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> tuple[Tiles, int]:
-        """Tiles of the paged kernel, and splits."""
+    def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> tuple[PagedTiles, int]:
+        """The paged kernel's tiles for this segment, and the number of splits."""
         (_, H, D), K = q_THD.shape, view.kv.shape[2]
         packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
         waves = segment.rows * K / programs
-        tiles = tiles_for(packed, D, q_THD.element_size(), quant_of(view), segment.causal, waves)
+        tiles = paged_tiles(packed, D, q_THD.element_size(), quant_of(view), segment.causal, waves)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 
     def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
-        """Every paged segment through its kernel, then suffix and merge where there is anything of either to do."""
+        """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any."""
         q_THD = _dense_rows(q_THD)
         T, H, D = q_THD.shape
         if isinstance(view, MLAView):
@@ -107,7 +112,8 @@ class TritonBackend(Backend):
         state = AttentionState.empty((T, H, D), q_THD.dtype, q_THD.device)
         if not T:
             return state
-        paged, suffix = plan.paged_and_suffix(T)
+        paged, suffix = plan.segments, plan.suffix
+        assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
         counts = [self.partial_splits(q_THD, view, segment, scoring) for segment in paged]
         if suffix is None and counts == [1]:
             self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
@@ -127,11 +133,12 @@ class TritonBackend(Backend):
 
 
 def launch_paged(
-    q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: Tiles
+    q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
 ) -> None:
+    """Launches the paged kernel for one segment, with as many splits as out_THSD has."""
     (T, H, D), K, splits = q_THD.shape, view.kv.shape[2], out_THSD.shape[2]
     num_tiles = triton.cdiv(segment.max_seqlen_q * (H // K), tiles.block_m)
-    states = lse_THS.stride(1)  # of a query and head, in a row
+    states = lse_THS.stride(1)  # states of a query and head in the whole scratch
     assert segment.page_table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     starts_T, sinks_H, quant = segment.starts_T, scoring.sinks_H, quant_of(view)
@@ -161,15 +168,20 @@ def launch_suffix_merge(
     state: AttentionState,
     left_filled: bool,
 ) -> None:
-    """partial: split states [T, H, S, D]; left_filled: empty ones come last.  whole: one more, [T, H, D], any strides."""
+    """Launches the kernel that reads the suffix, if there is one, and merges all states into `state`.
+
+    partial: states of the splits, [T, H, S, D].
+    left_filled: True if a query's empty splits come last.
+    whole: one more state, [T, H, D] with any strides, or None.
+    """
     (T, H, D), K, splits = q_THD.shape, view.kv.shape[2], partial.lse_TH.shape[2]
-    groups = K if suffix else H  # a merge alone shares no keys: a program a head
+    groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.page_table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, sinks_H = suffix.starts_T if suffix else None, scoring.sinks_H
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1
-    # One warp: its few numbers need no barrier, and many programs fit an SM.
+    # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
         q_THD, view.kv, scales_of(view), table, lens, lens if starts_T is None else starts_T,
         lse if sinks_H is None else sinks_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
@@ -184,11 +196,12 @@ def launch_suffix_merge(
 
 
 def factors(scoring: Scoring, D: int) -> tuple[float, float]:
-    """(scale, softcap) as the kernels take them: without a softcap, any number."""
+    """(scale, softcap) as the kernels take them.  Without a softcap the second number is arbitrary."""
     return scoring.factor(D), 1.0 if scoring.softcap is None else scoring.softcap
 
 
 def check_view(q_THD: Tensor, view: PlannedView) -> None:
+    """Asserts that the kernels can read this view with these queries."""
     _, H, D = q_THD.shape
     kv = view.kv
     assert kv.shape[3] == D and H % kv.shape[2] == 0 and kv.stride(3) == 1
@@ -199,12 +212,12 @@ def check_view(q_THD: Tensor, view: PlannedView) -> None:
 
 
 def quant_of(view: PlannedView) -> str:
-    """What the kernels call its scales: "head" (fp8), "token" (int8), or "" where there are none."""
+    """The kernels' name for what has a scale: "head" (fp8), "token" (int8), or "" for a cache without scales."""
     return "" if not isinstance(view, QuantView) else "head" if view.scales_N2K is None else "token"
 
 
 def scales_of(view: PlannedView) -> Tensor:
-    """The scales; without any, a tensor that stands in."""
+    """The view's scales.  A view without scales gives its keys and values: kernels need some pointer, and do not read it."""
     if not isinstance(view, QuantView):
         return view.kv
     scales = view.scale_2K if view.scales_N2K is None else view.scales_N2K
@@ -213,5 +226,7 @@ def scales_of(view: PlannedView) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """The kernels take any stride but the last: a slice of a fused qkv tensor comes as it is."""
+    """x, copied only if its last dim is not contiguous.  The kernels take any other stride, so slices of a fused qkv tensor
+    pass.
+    """
     return x if x.stride(-1) == 1 else x.contiguous()

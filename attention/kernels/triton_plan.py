@@ -1,4 +1,4 @@
-"""A plan as our kernels read it: paged segments, perhaps a suffix, and scratch memory.  Knows no kernel.
+"""A plan as specdec's kernels use it: paged segments, perhaps a suffix, and scratch memory.  This module knows no kernel.
 
 Shapes: T queries, H heads, D head dim, S states of a query.
 """
@@ -15,23 +15,16 @@ from specdec.attention.state import AttentionState
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """A plan, and the scratch memory its layers share: made by the first that comes, since only layers know heads."""
+    """A plan, and the scratch memory that its layers share.  The first layer allocates it: only layers know the number of
+    heads.
+    """
 
     segments: tuple[Segment, ...]
+    suffix: Segment | None = None
     _scratch: dict[tuple[int, ...], AttentionState] = field(default_factory=dict)
 
     def scratch(self, T: int, H: int, S: int, D: int, device: torch.device) -> AttentionState:
-        """Partial out [T, H, S, D] and lse [T, H, S], float32."""
+        """Memory for partial states: out [T, H, S, D] and lse [T, H, S], float32."""
         if (T, H, S, D) not in self._scratch:
             self._scratch[T, H, S, D] = AttentionState.empty((T, H, S, D), torch.float32, device)
         return self._scratch[T, H, S, D]
-
-    def paged_and_suffix(self, T: int) -> tuple[tuple[Segment, ...], Segment | None]:
-        """The segments that a paged kernel reads, at least one, and the one left to the merge."""
-        *paged, last = self.segments
-        return (tuple(paged), last) if paged and is_suffix(last, T) else (self.segments, None)
-
-
-def is_suffix(segment: Segment, T: int) -> bool:
-    """Whether row r holds just query r and lists slots: with as many rows as queries, at most one each, it must."""
-    return segment.page_size == 1 and segment.max_seqlen_q == 1 and segment.rows == T

@@ -1,1 +1,1 @@
-"""Attention over latents (MLA): the pure functions and their kernels."""
+"""Attention over latents (MLA, arXiv 2405.04434): its definition, its paged form, and the kernels."""

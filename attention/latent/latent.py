@@ -1,9 +1,12 @@
-"""What layers of latent attention (MLA) ask of one forward pass, and the answer that needs no cache: every head expanded.
+"""What layers of latent attention (MLA) ask of one forward pass, and an answer that needs no cache: expanding every head.
 
-Knows neither pages nor plans; `attention/latent/mla.py` answers from a paged cache of latents.
+This module knows neither pages nor plans; attention/latent/mla.py answers from a paged cache of latents.
 
-Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V,
-E expanded keys.
+A head's query and key have Q = N + R numbers: N that are not rotated and R that are.  A model config's `head_dim` is R for
+these models, because rotary tables are made for it; a query's width is Q.
+
+Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V, E
+expanded keys.
 """
 
 from __future__ import annotations
@@ -22,14 +25,18 @@ from specdec.ops.rope import HeadPrep, Rotation
 
 @dataclass(frozen=True)
 class LatentPrep:
-    """What a layer wants done to its fresh queries and latents: norm_C and eps of the latent; the rotation of the rest."""
+    """What has to be done to a layer's fresh queries and latents before they are stored and attended to.
+
+    rotation: rotary positions, for the last R numbers of queries and latents.
+    norm_C, eps: the RMSNorm of a latent's first C numbers.
+    """
 
     rotation: Rotation
     norm_C: Tensor
     eps: float
 
     def apply_(self, q_THR: Tensor, latent_TL: Tensor) -> Tensor:
-        """Rotates queries where they lie, and gives back the latents normed and rotated.  Both inputs are changed."""
+        """Rotates queries [T, H, R] in place, and returns the latents [T, L], normed and rotated.  Both inputs are changed."""
         C = self.norm_C.shape[0]
         normed_TC = F.rms_norm(latent_TL[:, :C], (C,), self.norm_C, self.eps)
         self.rotation.rotate_(latent_TL[:, None, C:])
@@ -38,11 +45,12 @@ class LatentPrep:
 
 
 class LatentFn(Protocol):
-    """One forward pass's latent attention, called by each layer:
-    `attn(layer, q_THQ, latent_TL, up_HXC, prep) -> out_THV`, of rows_R only if they are given.
+    """One forward pass's latent attention: each layer calls `attn(layer, q_THQ, latent_TL, up_HXC, prep) -> out_THV`.
 
-    q_THQ: queries, the rotated part last, not rotated yet; changed.  latent_TL: neither normed nor rotated.  up_HXC: from
-    latents to each head's keys (first N rows) and values.
+    q_THQ: queries, whose last R numbers are to be rotated and are not rotated yet.  The call changes them.
+    latent_TL: latents, neither normed nor rotated.
+    up_HXC: each head's projection from latents to keys (first N rows) and values (last V rows).
+    rows_R: int64.  If given, only these tokens are answered: [R, H, V].
     """
 
     def __call__(
@@ -58,13 +66,13 @@ class LatentFn(Protocol):
 
 
 class HasLatent(Protocol):
-    """An attention of one forward pass (AttentionFn) that models of latent attention can be given too."""
+    """One forward pass's attention (AttentionFn) that also serves models of latent attention."""
 
     def latent(self) -> LatentFn: ...
 
 
 class ExpandedHeads:
-    """A LatentFn by an attention that keeps no latents (dense, in checks): every head with keys of its own."""
+    """A LatentFn on top of an attention without a latent cache (dense attention in checks): every head gets keys of its own."""
 
     def __init__(self, attn: Callable[..., Tensor]) -> None:
         self.attn = attn
@@ -87,7 +95,7 @@ class ExpandedHeads:
 
 
 def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:
-    """[E, 2, H, Q]: every head's keys and values of latents; values are padded to the keys' dim with junk."""
+    """[E, 2, H, Q]: every head's keys and values of these latents.  Values have V numbers; the rest up to Q is junk."""
     E, (H, _, C) = latent_EL.shape[0], up_HXC.shape
     both_EHX = F.linear(latent_EL[:, :C], up_HXC.flatten(0, 1)).view(E, H, -1)
     kv_E2HQ = latent_EL.new_empty(E, 2, H, N + latent_EL.shape[1] - C)

@@ -1,56 +1,65 @@
-"""Multi-head latent attention (MLA, arXiv 2405.04434) in front of a paged cache of latents.
+"""Multi-head latent attention (MLA, arXiv 2405.04434) over a paged cache of latents.
 
-A pass of few queries a row (decode, chains, trees, short prompts) is *absorbed*: the projection from latent to keys goes into
-the queries, so that they meet the latents as they lie in the cache, and the one to values comes behind attention.  A long
-prompt is *expanded*: heads get keys and values of their own, as many numbers as the model says, which is less arithmetic a
-pair of query and key, and a fixed amount a key more.  The rule: more than EXPAND_ABOVE queries in some row.  Both give the
-same numbers.  Layers do not ask; the plan says.
+There are two ways to compute the same numbers.
+- Absorbed, for passes of few queries a row (decode, chains, trees, short prompts): the projection from latents to keys is
+  applied to the queries, which can then be multiplied with latents as they lie in the cache; the projection from latents to
+  values is applied to attention's output.
+- Expanded, for long prompts: every head gets keys and values of its own.  This takes less arithmetic for each pair of query and
+  key, and a fixed amount of work for each key.
 
-What a prompt finds in the cache (an earlier chunk of it, a cached prefix) is expanded EXPANDED_TOKENS at a time, and the
+A pass is expanded if some row has more than EXPAND_ABOVE queries.  Layers do not choose; the plan decides.  The tokens of a
+long prompt that were cached before (by an earlier chunk, or as a cached prefix) are expanded EXPANDED_TOKENS at a time, and the
 states are merged.
 
-Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V,
-B rows, W keys of a row at a time, E expanded keys.
+Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V, B
+rows, W keys of a row at a time, E expanded keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.kv_cache import KVCache, MHAView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.latent import LatentPrep, expand
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import merge_states
 from specdec.ops.launch import use_kernels
 from specdec.ops.rows import select_rows
 
-# Absorbed, a pair of query and key costs a head 2C + R products, expanded N + R + V, and every key 1/H of expanding it: with
-# DeepSeek's dims they meet at 170 queries a row.  But the absorbed kernel is closer to the GPU's limit: on an H100 a pass of
-# 1500 and 700 tokens took 1.65 ms a layer expanded and 2.0 absorbed; by those rates they meet between 400 and 700.
-# Captured prompts (at most 256 tokens) must stay below: how many chunks the cached part of a row makes is the host's
-# knowledge, and would be frozen in a graph.
+# Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".  Prompts in captured
+# graphs (at most 256 tokens) must stay below it: the host decides into how many chunks the cached part of a row is cut, and a
+# graph would freeze that number.
 EXPAND_ABOVE = 512
-EXPANDED_TOKENS = 4096  # of cached latents at once, over all rows: with 128 heads 400 MB in bf16
+EXPANDED_TOKENS = 4096  # cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16
 
 
 class MLAttention:
-    """A LatentFn over the paged cache of latents of `attn`.
+    """A LatentFn over a paged cache of latents.  Its arguments are the parts of a PagedAttention, which holds this object.
 
-    It holds attn's parts, not attn, which holds it: a circle would keep a pass's memory until Python looks for circles.
+    This object holds no reference back to the PagedAttention: a reference cycle would keep a pass's scratch memory alive
+    until Python's garbage collector runs.
     """
 
-    def __init__(self, attn: PagedAttention) -> None:
-        self.backend, self.cache, self.slots_T = attn.backend, attn.cache, attn.slots_T
-        self.prepared, self.rows_prepared = attn.prepared, attn.rows_prepared
-        self.prompt = ExpandedPrompt.of(attn.plan) if is_expanded(attn.plan) else None
+    def __init__(
+        self,
+        backend: Backend,
+        cache: KVCache,
+        plan: AttentionPlan,
+        slots_T: Tensor,
+        prepared: dict[LayerKind, Any],
+        rows_prepared: dict[LayerKind, Any] | None = None,
+    ) -> None:
+        self.backend, self.cache, self.slots_T = backend, cache, slots_T
+        self.prepared, self.rows_prepared = prepared, rows_prepared
+        self.prompt = ExpandedPrompt.of(plan) if is_expanded(plan) else None
 
     def __call__(
         self,
@@ -81,9 +90,9 @@ class MLAttention:
 
 
 def is_expanded(plan: AttentionPlan) -> bool:
-    """The rule.  Only prompts have so many queries a row, and a prompt is one causal segment."""
+    """Whether a pass is expanded.  Only prompts have so many queries a row, and a prompt's plan is one causal segment."""
     first = plan.segments[0]
-    return len(plan.segments) == 1 and first.causal and first.max_seqlen_q > EXPAND_ABOVE and first.starts_T is None
+    return len(plan.parts) == 1 and first.causal and first.max_seqlen_q > EXPAND_ABOVE and first.starts_T is None
 
 
 def store_latent(
@@ -94,9 +103,9 @@ def store_latent(
     prep: LatentPrep,
     out_THR: Tensor | None = None,
 ) -> None:
-    """Norms and rotates latents into their slots (int64), and rotates queries into out_THR (None: where they lie).
+    """Norms and rotates latents into their slots (int64), and rotates queries into out_THR, or in place if that is None.
 
-    Slots that occur twice (padding) get either latent.  The inputs may be changed.
+    If a slot occurs twice (padding tokens share one), it ends up with either latent.  The inputs may be changed.
     """
     if use_kernels(latent_TL):
         from specdec.attention.latent.mla_store_triton import launch_store_latent
@@ -109,7 +118,9 @@ def store_latent(
 
 
 def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int) -> Tensor:
-    """[T, H, width]: queries that meet latents; what lies behind their first C numbers is left to the caller."""
+    """[T, H, width]: queries that can be multiplied with latents.  Only their first C numbers are set; the caller sets the
+    rest.
+    """
     T, H, N = q_THN.shape
     q_THL = q_THN.new_empty(T, H, width)
     torch.bmm(q_THN.transpose(0, 1), up_HXC[:, :N], out=q_THL[..., : up_HXC.shape[2]].transpose(0, 1))
@@ -117,7 +128,7 @@ def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int) -> Tensor:
 
 
 def absorbed_values(out_THC: Tensor, up_HVC: Tensor) -> Tensor:
-    """[T, H, V]: each head's values out of the latents that it attended to."""
+    """[T, H, V]: each head's values, projected from the average of latents that the head attended to."""
     T, H, _ = out_THC.shape
     out_THV = out_THC.new_empty(T, H, up_HVC.shape[1])
     torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2), out=out_THV.transpose(0, 1))
@@ -126,8 +137,10 @@ def absorbed_values(out_THC: Tensor, up_HVC: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpandedPrompt:
-    """The plan of a long prompt, for expanded heads.  prompt: as given.  own: each row's queries over their own keys, which
-    lie one behind the other like the queries.
+    """The plan of a long prompt, for expanded heads.
+
+    prompt: the segment as given, over the cache.
+    own: each row's queries over the row's own new keys only, which are packed one row after the other like the queries.
     """
 
     prompt: Segment
@@ -135,6 +148,7 @@ class ExpandedPrompt:
 
     @classmethod
     def of(cls, plan: AttentionPlan) -> ExpandedPrompt:
+        """The expanded form of a prompt's plan."""
         prompt = plan.segments[0]
         lens_B = prompt.cu_seqlens_q.diff()
         table_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
@@ -144,8 +158,8 @@ class ExpandedPrompt:
     def attend(
         self, backend: Backend, view: MLAView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
     ) -> Tensor:
-        """[T, H, V]: own tokens causally, then chunks of what was cached before, merged."""
-        assert scoring.scale is not None, "the dims of absorbed queries do not tell the scale"
+        """[T, H, V]: the prompt's own tokens causally, merged with chunks of the tokens that were cached before."""
+        assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
         N = q_THQ.shape[2] - (view.latent.shape[1] - view.rank)
         own = MHAView(expand(view.latent.index_select(0, slots_T), up_HXC, N))
         state = backend.run(q_THQ, own, self.own, scoring)
@@ -155,7 +169,7 @@ class ExpandedPrompt:
         return state.out_THD[..., : up_HXC.shape[1] - N]
 
     def cached(self) -> Iterator[tuple[Tensor, Segment]]:
-        """(slots of the latents to expand, who reads them) for each part of the rows that was cached before this pass."""
+        """For each chunk of the tokens cached before this pass: (slots of its latents, the segment that reads them)."""
         prompt, P = self.prompt, self.prompt.page_size
         B = prompt.rows
         most = prompt.max_cached
@@ -167,11 +181,12 @@ class ExpandedPrompt:
             lens_B = (cached_B - start).clamp(min=0, max=W)
             place_W = _count(W, lens_B)
             slots_BW = prompt.page_table[:, (start + place_W) // P].long() * P + (start + place_W) % P
-            slots_BW = torch.where(place_W < lens_B[:, None], slots_BW, 0)  # entries behind a row's pages are junk
+            slots_BW = torch.where(place_W < lens_B[:, None], slots_BW, 0)  # entries past a row's pages are junk
             table_BW = _count(B * W, lens_B).view(B, W)
             rows = (prompt.cu_seqlens_q, prompt.max_seqlen_q)
             yield slots_BW.flatten(), Segment(table_BW, lens_B, *rows, ragged=prompt.ragged)
 
 
 def _count(n: int, like: Tensor) -> Tensor:
+    """0 to n - 1, int32, on the device of `like`."""
     return torch.arange(n, dtype=torch.int32, device=like.device)

@@ -1,9 +1,9 @@
-"""latent_attention_kernel once more, in Gluon for Hopper: the same states at DeepSeek's dims, where Triton's own plan is slow.
+"""latent_attention_kernel written in Gluon for Hopper GPUs: the same states at DeepSeek's dims, where Triton's code is slow.
 
-Triton lays the product of queries and keys out by rows, of which a tile of 64 has enough for four of eight warps, so the
-others compute the same again; larger tiles do not fit the registers.  Here two warp groups take half of the keys each, then
-half of the values' columns.  Blocks of 64 latents come by the copy engine where a block lies in one page, else by
-asynchronous copies; the next block loads while this one is computed.
+Triton's compiler distributes the product of queries and keys over warps by rows.  A tile of 64 rows occupies four of eight
+warps, and the other four repeat their work; larger tiles do not fit the registers.  Here each of two warp groups takes half of
+the keys, then half of the values' columns.  A block of 64 latents is loaded by the GPU's copy engine (TMA) if it lies within
+one page, and by asynchronous copies otherwise; the next block is loaded while the current one is computed.
 
 Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
 """
@@ -24,23 +24,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.attention.kernels.paged_triton import LN2, LOG2E
 
-# Renamed between Triton 3.6 and 3.9.
+# Gluon renamed these functions between Triton 3.6 and 3.9.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # of what products read
+TILE = gl.NVMMASharedLayout(
+    swizzle_byte_width=128, element_bitwidth=16, rank=2
+)  # the layout of shared memory that products read
 
 
 @gluon.jit
 def _copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Rows of COLUMNS numbers that start at base_N; zeros where not ok: 0 times the NaN of an unwritten slot is NaN."""
+    """Copies rows of COLUMNS numbers that start at base_N.  Rows that are not ok become zeros: their slots may hold NaN."""
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     _copy(to, base_N[:, None] + c[None, :], mask=ok_N[:, None] & (c < COLUMNS)[None, :])
 
 
 @gluon.jit
 def _copy_keys(to, latent, pages, start, high, stride, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The keys from start on, of pages of any size."""
+    """Copies the 64 keys from `start` on, from pages of any size."""
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     page_N = gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
     base_N = latent + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride
@@ -49,7 +51,7 @@ def _copy_keys(to, latent, pages, start, high, stride, PAGE_SIZE: gl.constexpr, 
 
 @gluon.jit
 def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.constexpr):
-    """64 keys of one page, by the copy engine."""
+    """Loads 64 keys of one page through the copy engine."""
     slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
     mbarrier.expect(bar, 64 * 576 * 2)
     _fetch(tiles_c, [slot, 0], bar, to_c)
@@ -61,7 +63,7 @@ def _start_loading(
     to_c, to_r, bar, latent, tiles_c, tiles_r, pages, start, high, stride,
     PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """A block of keys into its place.  With TMA, all but a row's last block go by the engine."""
+    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block."""
     if TMA:
         if start + 64 <= high:
             _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
@@ -84,7 +86,7 @@ def latent_hopper_kernel(
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
     TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as latent_attention_kernel's, without first keys."""
+    """The arguments are those of latent_attention_kernel, without first keys."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -108,11 +110,11 @@ def latent_hopper_kernel(
     per_split = gl.cdiv(gl.maximum(gl.cdiv(gl.maximum(end, 0), splits), LEAST), 64) * 64
     low = split * per_split
     high = gl.minimum(low + per_split, end)
-    whole = high  # up to here every query of the tile sees every key
+    whole = high  # every query of the tile reads all keys before this one, so blocks up to here need no mask
     if CAUSAL:
         whole = gl.minimum(high, length - queries + 1)
     pages = page_table + row.to(gl.int64) * stride_row
-    engine_end = high if TMA else low  # a block before it comes by the engine if it is whole
+    engine_end = high if TMA else low  # the copy engine loads the full blocks that end at or before this key
 
     q_c = gl.allocate_shared_memory(q.dtype.element_ty, [64, 512], SHARED)
     q_r = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
@@ -131,7 +133,7 @@ def latent_hopper_kernel(
     if (low >= high) & (states > 1):  # an idle split: the merge does not read its output
         gl.store(lse + state_M, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)
         return
-    blocks = gl.maximum(gl.cdiv(high - low, 64), 1)  # a loop that may not run at all makes the compiler wait in it
+    blocks = gl.maximum(gl.cdiv(high - low, 64), 1)  # at least 1: into a loop that may not run the compiler puts a wait
     packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
     _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
@@ -188,7 +190,7 @@ def latent_hopper_kernel(
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
         total_M = total_M * decay_M + gl.sum(p_MN, 1)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()  # the place of this block is free
+        _barrier()  # all warps are done with this block, so its buffer may be overwritten
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)
@@ -203,7 +205,7 @@ def latent_hopper_kernel(
 
 
 def blocks_of(latent: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """What the copy engine reads a block's latents, and their rotated part, by."""
+    """The copy engine's descriptors of a block's latents (first C columns) and of their rotated part."""
     shape, stride = list(latent.shape), list(latent.stride())
     wide, narrow = (TensorDescriptor(latent, shape, stride, [64, columns], TILE) for columns in (512, 64))
     return wide, narrow

@@ -1,7 +1,8 @@
-"""Launches the latent kernels: decides tiles and splits, and merges what they leave.  The `triton` backend's way to MLA.
+"""Launches the latent kernels: chooses tiles and splits, and merges the states.  The `triton` attention backend uses it for
+MLA.
 
-Every paged segment of a plan leaves its splits' states in one scratch; one more launch reads the suffix (a tree's rows of
-one query) and merges.  One segment that is not split takes one launch.  Reads nothing from the device.
+Every paged segment of a plan leaves its splits' states in a common scratch; one more launch reads the suffix (a tree's rows of
+one query) and merges all states.  A single segment that is not split takes one launch.  Nothing is read from the device.
 
 Shapes: T queries, H heads, C latent rank, L latent width, S states of a query.
 """
@@ -27,9 +28,13 @@ from specdec.ops.launch import chained
 
 
 class LatentTiles(NamedTuple):
-    """What one program works on: packed queries x heads, keys a step; its warps and stages; the fewest keys of a split.
+    """What one program works on.
 
-    hopper: by mla_hopper.py, whose tiles these are.
+    block_m: packed queries x heads.
+    block_n: keys of a step.
+    warps, stages: Triton's.
+    least: the fewest keys of a split.
+    hopper: True if the kernel in mla_hopper.py runs, whose tiles these then are.
     """
 
     block_m: int
@@ -41,13 +46,14 @@ class LatentTiles(NamedTuple):
 
 
 def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
-    """The state [T, H, C] of absorbed queries over a plan's segments.  programs: how many the GPU runs at once."""
-    assert scoring.scale is not None, "the dims of absorbed queries do not tell the scale"
+    """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
+    assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
     assert scoring.softcap is None and scoring.sinks_H is None, "no model of latent attention has softcap or sinks"
     assert q_THL.dtype == view.latent.dtype and q_THL.shape[2] == view.latent.shape[1]
     assert q_THL.stride(2) == view.latent.stride(1) == 1
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
-    paged, suffix = plan.paged_and_suffix(T)
+    paged, suffix = plan.segments, plan.suffix
+    assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
     shapes = [_tiles_and_splits(q_THL, C, segment, programs) for segment in paged]
     states = sum(splits for _, splits in shapes)
     result = AttentionState.empty((T, H, C), q_THL.dtype, device)
@@ -105,7 +111,7 @@ def _launch_merge(
     table, lens, starts_T = (suffix.page_table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
     if starts_T is None:
         starts_T = lens
-    # A product needs 16 rows; a merge alone is spread over the GPU.
+    # A suffix needs products, which need 16 rows.  A merge alone takes one head a program, to spread over the GPU.
     block_h, warps, unroll = (16, 8, 4) if suffix else (1, 4, 16)
     padded_states = triton.next_power_of_2(states)
     latent_merge_kernel[(T, triton.cdiv(H, block_h))](
@@ -119,6 +125,7 @@ def _launch_merge(
 
 
 def _tiles_and_splits(q_THL: Tensor, rank: int, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
+    """The tiles for a paged segment, and the number of splits."""
     packed = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (rank, q_THL.shape[2]), segment.starts_T is not None
     tiles = latent_tiles(packed, dims, q_THL.element_size(), local, gpu_generation(q_THL.device))
@@ -128,10 +135,13 @@ def _tiles_and_splits(q_THL: Tensor, rank: int, segment: Segment, programs: int)
 
 @lru_cache
 def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> int:
-    """The splits that take least time, counted in blocks of 64 keys, which take 2.5 us on an H100 in tiles of 64.
+    """The number of splits that takes the least time by a simple model, counted in the time of one block of 64 keys.
 
-    A program's start and end take about three blocks, a merge's launch one; writing and reading a state of a tile 1 / 40.
-    max_keys is the table's capacity; the length only the device knows: short rows use the first few splits.
+    In the model a program's start and end take three blocks, the merge's launch takes one, and writing and reading one state of
+    a tile takes 1 / 40.  (Measured: benchmarks/README.md, "Why the tiles and rules are what they are".)
+    num_tiles: tiles of all rows.
+    max_keys: the table's capacity in keys; only the device knows the rows' lengths.  A short row uses the first few splits.
+    least: the fewest keys of a split.
     """
 
     def blocks(splits: int) -> float:
@@ -144,13 +154,16 @@ def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> i
 
 @lru_cache
 def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool, generation: int) -> LatentTiles:
-    """packed: queries x heads of a row.  dims: rank, and width of a latent.  local: whether queries have first keys.
+    """The tiles for `packed` queries x heads a row.
 
-    Measured on an H100 at DeepSeek's dims (benchmarks/results/mla_h100.json): Triton's kernel reaches 250 TFLOP/s there with
-    blocks of 64 keys, 175 with 32, which fit older GPUs' shared memory too; mla_hopper.py 480.
+    dims: rank, and width of a latent.
+    itemsize: bytes of a query's element.
+    local: whether queries have first keys.
+    generation: the major number of the GPU's compute capability; 0 without a GPU.
+    Measured at DeepSeek's dims: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     wanted = max(16, triton.next_power_of_2(packed))
-    if itemsize == 4 or dims[1] <= 128:  # no tensor cores to fill; small models
+    if itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     if wanted < 64:
         return LatentTiles(wanted, 32, 4, 2, 256)
@@ -160,11 +173,11 @@ def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool,
 
 @cache
 def gpu_generation(device: torch.device) -> int:
-    """The major number of its compute capability; 0 without a GPU."""
+    """The major number of the device's compute capability; 0 without a GPU."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 @cache
 def has_gluon() -> bool:
-    """Whether this Triton can compile mla_hopper.py."""
+    """Whether the installed Triton can compile mla_hopper.py."""
     return importlib.util.find_spec("triton.experimental.gluon") is not None

@@ -1,7 +1,10 @@
 """The kernel between projection and latent attention: the latent's norm, rotary positions, and the latent into its slot.
 
-`store_latent` of `mla.py` defines what it computes.  The first programs of a token take its latent, the others its
-heads' queries.  Chained, positions and slots are read before the wait, as in rope_store_triton.py.
+`store_latent` in mla.py defines what it computes.  The first program of a token handles its latent, the others its heads'
+queries.
+
+Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait, for the reason given in
+kernels/rope_store_triton.py.
 
 Shapes: T tokens, H heads, C latent rank, R rotated dim, E = R / 2.
 """
@@ -18,7 +21,7 @@ from specdec.ops.launch import chained
 
 @triton.jit
 def rotated(at, ok, cos_low, cos_high, sin_low, sin_high, HALF: tl.constexpr):
-    """Both halves of rotated pairs: x cos + rotate_half(x) sin; the sines carry its sign."""
+    """Both halves of rotated pairs: x * cos + rotate_half(x) * sin.  The sine table carries the sign of rotate_half."""
     low = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
     return low * cos_low + high * sin_low, high * cos_high + low * sin_high
@@ -33,7 +36,7 @@ def store_latent_kernel(
     positions,  # [T] int64
     table,  # [P, 2, R]
     norm,  # [C]
-    out,  # [T, H, R], likewise
+    out,  # [T, H, R], any strides but the last
     eps,
     stride_qt,
     stride_qh,
@@ -89,6 +92,7 @@ def store_latent_kernel(
 def launch_store_latent(
     latent: Tensor, q_THR: Tensor, fresh_TL: Tensor, slots_T: Tensor, prep: LatentPrep, out_THR: Tensor
 ) -> None:
+    """`mla.store_latent` into latent [slots, C + R]; the rotated queries [T, H, R] go to out_THR."""
     (T, H, R), C = q_THR.shape, latent.shape[1] - q_THR.shape[2]
     table = prep.rotation.table_P2D
     assert fresh_TL.shape == (T, C + R) and table.shape[1:] == (2, R) and table.is_contiguous() and prep.norm_C.shape == (C,)

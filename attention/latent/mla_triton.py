@@ -1,13 +1,14 @@
-"""The kernel that reads a paged cache of latents: every absorbed query of a row against one slice (split) of its keys.
+"""The kernels that read a paged cache of latents: every absorbed query of a row against one slice (split) of the row's keys.
 
-A token's latent is the key of all heads, and its first RANK numbers are their value: one load serves both products.  All
-heads of several queries are packed into tiles, which read the same keys.  Each split leaves its own state; `attend_latent`
-(attention/latent/mla_launch.py) decides how many there are, and merges them.
+A token's latent is the key of all heads, and its first RANK numbers are their value, so one load serves both products.  All
+heads of several queries are packed into a tile, which reads each key once.  Each split leaves a state of its own;
+`attend_latent` in mla_launch.py decides how many splits there are and merges their states.
 
-Chained (see specdec/ops/launch.py), it reads tables and lengths before it waits, as paged_triton.py does.
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads tables, lengths and first keys, as
+kernels/paged_triton.py does.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, C latent rank, R rotated dim, B rows, T queries, H heads,
-S states a query is left with.
+Shapes: M packed queries x heads of a tile, N keys of a block, C latent rank, R rotated dim, B rows, T queries, H heads, S
+states of each query.
 """
 
 import triton
@@ -18,13 +19,13 @@ from specdec.attention.kernels.paged_triton import LN2, LOG2E
 
 @triton.jit
 def products(q_MC, q_MR, c_NC, r_NR):
-    """[M, N] of queries and keys."""
+    """[M, N]: the products of queries and keys."""
     return tl.dot(q_MR, tl.trans(r_NR), tl.dot(q_MC, tl.trans(c_NC), input_precision="ieee"), input_precision="ieee")
 
 
 @triton.jit
 def absorb(s_MN, c_NC, top_M, total_M, acc_MC):
-    """A running softmax, base 2, takes in a block of keys.  A query that has seen nothing yet stays as it is."""
+    """Adds a block of keys to a running softmax in base 2.  A query that has read no key yet stays as it is."""
     new_M = tl.maximum(top_M, tl.max(s_MN, 1))
     shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)
     p_MN = tl.exp2(s_MN - shift_M[:, None])
@@ -53,7 +54,7 @@ def latent_attention_kernel(
     stride_slot,
     stride_row,
     tiles,
-    first_state,  # of this segment's splits among the states
+    first_state,  # the index of this segment's first split among the states
     states,  # S
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
@@ -69,9 +70,9 @@ def latent_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    tile = tl.program_id(0) % tiles  # neighbours share keys, so all but the first find them in L2
+    tile = tl.program_id(0) % tiles  # neighbouring programs read the same keys, mostly from L2
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # the tiles with the most keys start first
     row = tl.program_id(0) // tiles
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -92,13 +93,13 @@ def latent_attention_kernel(
     if HAS_STARTS:  # keys from the first one that any query of the tile reads
         start_M = tl.load(starts + token_M, mask=ok_M, other=2147483647)
         begin = tl.maximum(tl.min(start_M, 0), 0)
-    # At least so many keys, or merging costs more than splitting gains: of many splits, a short row uses the first few.
+    # A split has at least LEAST keys, or merging would cost more than splitting gains: a short row uses the first few splits.
     per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end - begin, 0), splits), LEAST), BLOCK_N) * BLOCK_N
     low = begin + split * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
     n = tl.arange(0, BLOCK_N)
-    # Up to here every query of the tile sees every key, and needs no mask.
+    # Every query of the tile reads all keys before `whole`, so blocks up to there need no mask.
     whole = high
     if CAUSAL:
         whole = tl.minimum(high, length - queries + 1)
@@ -121,7 +122,7 @@ def latent_attention_kernel(
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MC = tl.zeros([BLOCK_M, PADDED_RANK], tl.float32)
     scale2 = scale * LOG2E
-    # A block's page numbers are read one block ahead: its keys then wait for nothing but themselves.
+    # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < whole, other=0)
     for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
         at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE) * stride_slot
@@ -136,7 +137,7 @@ def latent_attention_kernel(
         ok_N = key_N < high
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N, other=0)
         at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride_slot
-        # Masked: 0 times the NaN of an unwritten slot is NaN.
+        # Masked: an unwritten slot may hold NaN, and 0 * NaN is NaN.
         c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_N[:, None] & ok_C[None, :], other=0.0)
         r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_N[:, None] & ok_R[None, :], other=0.0)
         visible_MN = ok_N[None, :] & ok_M[:, None]
@@ -151,7 +152,7 @@ def latent_attention_kernel(
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
     tl.store(lse + state_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
-    # The merge does not read a split whose lse is -inf: a short row's idle splits write nothing.
+    # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (states == 1), queries, 0)
     tl.store(
         out + state_M[:, None] * RANK + c[None, :],
@@ -193,7 +194,9 @@ def latent_merge_kernel(
     HAS_STARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each query's few keys of its own (its suffix, slots), merged with the states that splits and segments left."""
+    """Reads each query's few keys of its own (its suffix, given as slots) and merges them with the states of splits and
+    segments.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -226,7 +229,7 @@ def latent_merge_kernel(
             s_HN = tl.dot(q_HC, tl.trans(c_NC), input_precision="ieee")
             s_HN = tl.dot(q_HR, tl.trans(r_NR), s_HN, input_precision="ieee") * scale
             s_HN = tl.where(ok_N[None, :], s_HN, -float("inf"))
-            new_H = tl.maximum(top_H, tl.max(s_HN, 1))  # finite: every block has a key
+            new_H = tl.maximum(top_H, tl.max(s_HN, 1))  # finite: every block holds a readable key
             p_HN = tl.exp(s_HN - new_H[:, None])
             decay_H = tl.exp(top_H - new_H)
             total_H = total_H * decay_H + tl.sum(p_HN, 1)
@@ -237,9 +240,9 @@ def latent_merge_kernel(
     s = tl.arange(0, PADDED_STATES)
     ok_HS = ok_H[:, None] & (s < states)[None, :]
     lse_HS = tl.load(partial_lse + state_H[:, None] + s[None, :], mask=ok_HS, other=-float("inf"))
-    live = tl.max(tl.max(tl.where(lse_HS > -float("inf"), s[None, :] + 1, 0), 1), 0)  # behind them lie idle splits only
+    live = tl.max(tl.max(tl.where(lse_HS > -float("inf"), s[None, :] + 1, 0), 1), 0)  # only idle splits follow
     new_H = tl.maximum(top_H, tl.max(lse_HS, 1))
-    shift_H = tl.where(new_H == -float("inf"), 0.0, new_H)  # nothing was read
+    shift_H = tl.where(new_H == -float("inf"), 0.0, new_H)  # -inf: no key was read
     total_H = total_H * tl.exp(top_H - shift_H) + tl.sum(tl.exp(lse_HS - shift_H[:, None]), 1)
     acc_HC = acc_HC * tl.exp(top_H - shift_H)[:, None]
     for start in range(0, live, UNROLL):
@@ -248,7 +251,7 @@ def latent_merge_kernel(
             lse_H = tl.load(partial_lse + state_H + start + step, mask=ok_state_H, other=-float("inf"))
             at_HC = (state_H + start + step)[:, None] * RANK + c[None, :]
             out_HC = tl.load(partial_out + at_HC, mask=ok_state_H[:, None] & ok_C[None, :], other=0.0)
-            # An idle split wrote no output.  Loading it and looking away is faster than waiting for its lse.
+            # An idle split wrote no output.  Loading the output and dropping it is faster than waiting for the split's lse.
             weight_H = tl.exp(lse_H - shift_H)
             acc_HC += tl.where((lse_H > -float("inf"))[:, None], out_HC * weight_H[:, None], 0.0)
 

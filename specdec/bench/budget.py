@@ -1,6 +1,6 @@
 """A finished profile: what a step or a round took, part by part, beside the least time that it could take.
 
-Holds raw fields and the numbers that derive from them.  `profile` measures them and `budget_report` shows them.
+Holds raw fields and the numbers that derive from them.  `profile` measures them and `show/budget_report` shows them.
 """
 
 from __future__ import annotations

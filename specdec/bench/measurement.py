@@ -1,7 +1,7 @@
 """A finished measurement: raw counters and times, and every number that is derived from them.
 
 Every derived number is defined here and nowhere else.  This file knows no model and does no measuring: `run` fills a
-measurement, `report` and `plots` show it.
+measurement, and the folder `show` shows it.
 """
 
 from __future__ import annotations

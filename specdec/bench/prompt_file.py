@@ -1,6 +1,13 @@
-"""Prompts from a file: a text file holds one a line, a .jsonl file one object a line, in any of the usual layouts.
+"""Prompts from a file: a text file holds one a line, a .jsonl (or .json) file one object a line, in any of the usual layouts.
 
-Knows no tokenizer: a prompt stays the string or the token ids that the file holds.
+The first of these keys that an object has says what its prompt is; other keys are ignored:
+- token_ids: a list of ints;
+- prompt, text, question or task: a text, as in HumanEval, plain corpora, GSM8K and task lists;
+- turns: a list of texts, a conversation as in MT-bench; its first turn is the prompt, since it needs no answer before it;
+- messages: a chat, a list of {"role": ..., "content": ...}, to which the target's chat template is always applied.
+
+Lines end at a line feed, with or without a carriage return before it: other characters that break lines may stand in a text.
+Knows no tokenizer: a prompt stays the text, the token ids or the messages that the file holds.
 """
 
 from __future__ import annotations
@@ -10,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checks import require_int
+from specdec.prompts import chat_fault
 
-FilePrompt = str | list[int]
-TEXT_KEYS = ("prompt", "text", "question", "task")  # HumanEval, plain corpora, GSM8K, task lists
+FilePrompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or a chat
+TEXT_KEYS = ("prompt", "text", "question", "task")
+KEYS = ("token_ids", *TEXT_KEYS, "turns", "messages")
 
 
 def read_prompts(path: str | Path, count: int | None = None) -> list[FilePrompt]:
@@ -22,13 +31,9 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[FilePrompt]
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no prompts file {str(path)!r}; expected a .jsonl file, or text with one prompt a line")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     is_json = path.suffix in (".jsonl", ".json")
     prompts: list[FilePrompt] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         if line.strip() and (count is None or len(prompts) < count):
             prompts.append(_from_json(line, f"{path}:{number}") if is_json else line)
     if not prompts:
@@ -38,25 +43,39 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[FilePrompt]
     return prompts
 
 
+def _lines(path: Path) -> list[str]:
+    """All lines, without the byte order mark that some editors write at a file's beginning."""
+    lines = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            lines.append(line.removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number} is not UTF-8 text: {error}") from error
+    return lines
+
+
 def _from_json(line: str, where: str) -> FilePrompt:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where} must be a JSON object, got {type(record).__name__}")
-    if "token_ids" in record:
-        return _ids(record["token_ids"], where)
-    for key in TEXT_KEYS:
-        if key in record:
-            return _text(record[key], key, where)
-    if "turns" in record:  # MT-bench: a conversation, of which the first turn can be asked without an answer
-        turns = record["turns"]
-        if not isinstance(turns, list) or not turns:
-            raise ValueError(f"{where}: 'turns' must be a list that holds text, got {turns!r}"[:300])
-        return _text(turns[0], "turns[0]", where)
-    expected = ", ".join(("token_ids", *TEXT_KEYS, "turns"))
-    raise ValueError(f"{where} must have one of the keys {expected}; got {', '.join(record) or 'none'}")
+    key = next((key for key in KEYS if key in record), None)
+    if key is None:
+        raise ValueError(f"{where} must have one of the keys {', '.join(KEYS)}; got {', '.join(record) or 'none'}")
+    value = record[key]
+    if key == "token_ids":
+        return _ids(value, where)
+    if key == "messages":
+        if fault := chat_fault(value, "messages"):
+            raise ValueError(f"{where}: {fault}")
+        return value
+    if key == "turns":
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{where}: 'turns' must be a list that holds text, got {value!r}"[:300])
+        return _text(value[0], "turns[0]", where)
+    return _text(value, key, where)
 
 
 def _ids(value: Any, where: str) -> list[int]:

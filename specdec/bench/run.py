@@ -38,7 +38,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions
-from specdec.prompts import Tokenizer, check_length, encode_prompt
+from specdec.prompts import Tokenizer, check_length, encode_prompt, is_chat
 from specdec.resolve import EngineSettings
 
 MAX_SEED = 2**63 - 1
@@ -252,10 +252,11 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     encoded = []
     for i, prompt in enumerate(options.taken):
         name = f"prompt {i + 1} of {options.prompts_source}"
-        if options.chat and not isinstance(prompt, str):
+        if options.chat and not isinstance(prompt, str) and not is_chat(prompt):
             raise ValueError(f"{name} holds token ids, to which no chat template can be applied; leave --chat out")
-        message = [{"role": "user", "content": prompt}]
-        ids = encode_prompt(message if options.chat else prompt, name, tokenizer, config.vocab_size)
+        is_message = options.chat and isinstance(prompt, str)
+        asked = [{"role": "user", "content": prompt}] if is_message else prompt
+        ids = encode_prompt(asked, name, tokenizer, config.vocab_size)
         check_length(ids, options.effective_sampling, name, options.engine.max_seq_len or config.max_position)
         encoded.append(ids)
     return encoded
@@ -302,7 +303,7 @@ def _prompt_facts(options: BenchOptions, prompts: list[list[int]]) -> dict[str, 
         "count": len(prompts),
         "tokens": {"min": min(map(len, prompts)), "max": max(map(len, prompts)), "sum": sum(map(len, prompts))},
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "chat_template": options.chat,
+        "chat_template": options.chat or any(map(is_chat, options.prompts)),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import NamedTuple
 
 from specdec.attention.caches.quant_cache import QuantCache
@@ -111,6 +112,11 @@ class Session:
         """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
         cache = self.decoder.engine.runner.workers.verifier.cache
         return cache.as_stored if isinstance(cache, QuantCache) else None
+
+    @property
+    def chunk_budget(self) -> dict[str, float | None]:
+        """What a chunk of prompts may cost, in tokens of an empty context, and the context that doubles a token's cost."""
+        return asdict(self.decoder.engine.scheduler.budget)
 
     # ---- forced acceptance ----
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.flags import (
+    SPEC_HELP,
     add_engine_flags,
     add_sampling_flags,
     engine_of,
@@ -19,7 +20,7 @@ from specdec.cli.flags import (
     pair_of,
     sampling_of,
     tree_shape,
-)  # fmt: skip
+)
 from specdec.cli.output import check_files, console, write_files
 from specdec.config import SpecConfig
 
@@ -37,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     lines = "text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)"
     add("--prompts", type=not_empty, metavar="FILE", help=lines)
     add("--num-prompts", type=int, metavar="N", help="the file's first N; default: 8, or as many as the largest batch")
-    spec = f"shape of the draft tree, may be given several times; S may be auto; default: {shapes}"
+    spec = f"{SPEC_HELP}; may be given several times; default: {shapes}"
     add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
     add("--batch-sizes", type=ints, default=(1, 8), metavar="N,N", help="default: 1,8")
     add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
@@ -55,12 +56,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_files({flag: path for flag, path in (("--json", args.json), ("--plot", args.plot)) if path})
     if args.plot:
-        from specdec.bench import plots
+        from specdec.bench.show import plots
 
         plots.require(Path(args.plot))
     measurement = _measure(_options(args))
     try:
-        from specdec.bench.report import print_report
+        from specdec.bench.show.report import print_report
 
         print_report(measurement, console())
     finally:  # printed first: a disk that is full loses no measurement; but files are written even if nobody reads the report
@@ -104,7 +105,7 @@ def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Ca
     if args.json:
         writers[args.json] = lambda path: path.write_text(json.dumps(measurement.as_json(), indent=1) + "\n")
     if args.plot:
-        from specdec.bench import plots
+        from specdec.bench.show import plots
 
         writers[args.plot] = lambda path: plots.write_plot(measurement, path)
     return writers

@@ -14,6 +14,7 @@ from specdec.cli.output import complain
 from specdec.config import SamplingParams, SpecConfig
 from specdec.options import EngineOptions, setting_of
 
+SPEC_HELP = "shape of the draft tree: levels, branches, nodes; nd may be left out, S may be auto"
 OFF = "off"  # how the command line spells the choice False
 
 

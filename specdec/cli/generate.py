@@ -8,7 +8,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.flags import add_engine_flags, add_sampling_flags, engine_of, not_empty, pair_of, sampling_of, tree_shape
+from specdec.cli.flags import (
+    SPEC_HELP,
+    add_engine_flags,
+    add_sampling_flags,
+    engine_of,
+    not_empty,
+    pair_of,
+    sampling_of,
+    tree_shape,
+)
 from specdec.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,7 +29,7 @@ HELP = "stream a text"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="default: read from stdin")
-    add("--spec", type=tree_shape, metavar="S,k,nd", help="shape of the draft tree; S may be auto; default: 5,4,16")
+    add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
     add("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")

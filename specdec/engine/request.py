@@ -36,7 +36,7 @@ class Request:
         decode: Callable[[Sequence[int]], str],
         streaming: bool,
     ) -> Request:
-        return cls(prompt_ids, sampling, seed, Trimmer(sampling, eos_ids, decode, streaming))
+        return cls(prompt_ids, sampling, seed, Trimmer(sampling, eos_ids, decode, prompt_ids, streaming))
 
     @property
     def is_done(self) -> bool:

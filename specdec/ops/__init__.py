@@ -1,1 +1,1 @@
-"""What both models compute between attention and attention: pure functions, and the kernels that fuse them."""
+"""What targets and draft heads compute between attention calls: pure functions, and the kernels that fuse them."""

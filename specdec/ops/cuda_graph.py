@@ -1,6 +1,7 @@
-"""CUDA graphs: capture a function once, replay it.  Knows no model: the function reads and writes static tensors.
+"""CUDA graphs: capture a function once, then replay it.
 
-The function's one path serves eager, capture and replay; what it returns after a replay are the same tensors, refilled.
+A captured function reads and writes static tensors.  Its code is the same for eager calls, capture and replay; a replay refills
+the tensors that the captured call returned.  This module knows no model.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from torch import Tensor
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one: streams, graphs and Triton launches go there, whatever the caller's current device."""
+    """Makes a GPU the current device: streams, graphs and Triton launches go to it, whatever device the caller had made
+    current.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class GraphSet:
-    """Captured functions by key (phase, batch bucket, ...), sharing one memory pool.  Disabled, it just calls them.
+    """Captured functions by key (phase, batch bucket, ...), which share one memory pool.  If disabled, it just calls the
+    functions.
 
-    Graphs that share a pool must replay in the order they were captured within a round, which phases do.
+    Graphs that share a pool overwrite each other's intermediate memory.  Within a round they must replay in the order in which
+    they were captured, and a round's phases do.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -36,8 +41,8 @@ class GraphSet:
     def run(self, key: Hashable, fn: Callable[[], Any], mutable: list[Tensor]) -> Any:
         """Calls fn(), or replays its capture.
 
-        mutable: tensors that fn changes and whose value matters; the warm-up runs before a capture leave them as they
-        were.  Scratch that fn overwrites on every call need not be listed.
+        mutable: the tensors that fn changes and whose values matter afterwards.  Capture runs fn twice first to warm up, and
+            restores these tensors after each run.  Scratch that fn overwrites on every call need not be listed.
         """
         if not self.enabled:
             return fn()
@@ -52,7 +57,7 @@ class GraphSet:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and lets libraries allocate; capture allows neither
+            for _ in range(2):  # warm-up: kernels compile and libraries allocate, which capture forbids
                 fn()
                 for tensor, value in zip(mutable, saved, strict=True):
                     tensor.copy_(value)
@@ -61,13 +66,15 @@ class GraphSet:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
-            outputs = fn()  # recorded, not run: nothing has changed yet
+            outputs = fn()  # recorded, not executed: no tensor changes here
         return graph, outputs
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Inside, no cycle is collected: freeing an older decoder's graphs or pinned memory would break the capture under way."""
+    """Switches Python's garbage collector off: if it freed an older decoder's graphs or pinned memory now, the capture would
+    fail.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Index tensors: constants that are made once, and when the kernels that only read and write integers run.
+"""Index tensors: constants that are made once, and the condition under which kernels over integers run.
 
-Knows no table and no kernel.
+This module knows no table and no kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from specdec.ops.launch import has_triton
 
 
 def use_index_kernels(x: Tensor) -> bool:
-    """`use_kernels` for stages without a floating-point input: they have no gradient and know their integers' dtypes."""
+    """The counterpart of `use_kernels` for functions of integers, which have no gradient and fixed dtypes."""
     return x.is_cuda and has_triton()
 
 
 def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorator of a function whose result depends on its (hashable) arguments alone: called once, launched once.
+    """Decorator that caches the result of a function that depends on its (hashable) arguments alone.
 
-    Nobody may write to the result.  It is kept for good, since captured graphs read it; what is first made inside a
-    capture belongs to that graph and holds nothing before a replay, so it is not kept.
+    Nobody may write to the result.  It is kept as long as the process runs, since captured graphs read it.  A result made
+    during a capture is not kept: it belongs to that graph, and its memory holds no values before the first replay.
     """
     made: dict[tuple[Hashable, ...], Tensor] = {}
 
@@ -41,11 +41,14 @@ def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @kept
 def arange(count: int, device: torch.device, step: int = 1) -> Tensor:
-    """[count] int64: 0, step, 2 * step ...  device: another tensor's."""
+    """[count] int64: 0, step, 2 * step ...
+
+    device: an existing tensor's device.
+    """
     return torch.arange(0, count * step, step, device=device)
 
 
 @kept
 def predecessors(count: int, device: torch.device) -> Tensor:
-    """[count] int64: 0, 0, 1, 2 ...: who comes before each; the first is its own."""
+    """[count] int64: 0, 0, 1, 2 ...: the index before each index; the first is its own predecessor."""
     return torch.arange(-1, count - 1, device=device).clamp_(min=0)

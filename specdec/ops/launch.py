@@ -1,15 +1,42 @@
-"""When our kernels run, and how they chain.  Shared by every room that launches Triton; knows no kernel.
+"""When specdec's kernels run, and how one kernel may start before the kernel in front of it is complete.
 
-Chaining (programmatic dependent launch, Hopper and later): a kernel is launched while its predecessor still runs, does what
-needs nothing new, waits with `gdc_wait` until the predecessor is complete, and goes on.  Since every kernel waits, all before
-the predecessor is complete by then too, so memory is reused as if nothing overlapped.
-- Before its wait a kernel may read only what was complete before the predecessor began to wait for its own: weights; in
-  attention also the tables, which are older than the norm in front of the layer's projections.
-- `gdc_launch_dependents` lets the successor start.  It comes before the kernel's own wait (2 to 3 percent of a decode step on
-  an H100), except in the products and the paged attention kernels, where it comes behind: so tables are complete for whoever
-  follows a product, and queries and the tree's keys for the merge that follows the paged kernel and reads them early.  Behind
-  it also comes in MLA's store and merge, in top-k and in last positions.  First keys let nobody start early: attention reads
-  them before its wait, and may come next.
+Every package that launches Triton uses this module; it knows no kernel.
+
+On Hopper and later, launches are chained by programmatic dependent launch (PDL).  A chained kernel starts as soon as every
+program of the kernel in front of it has executed `gdc_launch_dependents` (the trigger, T below) or has ended.  `gdc_wait`
+blocks a program until the kernel in front is complete and its writes are visible.  Three kernels A, B and C, launched in this
+order on one stream:
+
+    time -->
+    A  |setup|T|wait|== reads, writes ===|
+    B           |setup|T|... gdc_wait ...|== reads, writes ===|
+    C                    |setup|......... gdc_wait ...........|== reads, writes ===|
+
+Here A and B trigger before their own waits, so C starts while A is still running.
+
+Rules for every chained kernel C.  Breaking one is a data race, which tests may not show.
+- Every program of C executes gdc_wait, and writes no memory before it.  B ends after its own wait, and so did A; therefore A, B
+  and all earlier kernels are complete when C's wait is over.  From then on C may read and write anything, and memory that
+  earlier kernels used may be reused as if nothing overlapped.
+- Before its wait, C may read only what is known to be complete when C starts.  Weights always qualify, because no kernel writes
+  them.  The other cases depend on where the kernels in front trigger.
+- B triggers after its wait ("late"): every program of B has seen A complete.  Before its wait, C may read what A and all
+  earlier kernels wrote; it must not read what B wrote.
+- B triggers before its wait ("early"): A may still be running.  Before its wait, C must not read what A or B wrote.  If A
+  triggers late, the kernels in front of A are complete, and C may read what they wrote; if A triggers early too, the same
+  question arises one kernel further in front.
+- B never triggers, or is no chained kernel (cuBLAS, torch): C starts when B is complete, and may read everything.
+
+Which kernel triggers when, and which reads before a wait depend on it:
+- Late: matrix products (halfway through their loop), the paged and latent attention kernels, the latent store and merge, the
+  scan and merge of top-k, and last positions.  Because products trigger late, the norm in front of the qkv projection is
+  complete when the store after the projection starts.  So the store may read positions and slots before its wait, and
+  attention, which follows the store, may read tables, lengths and first keys before its own, as long as all of these were
+  written before that norm.  Because paged attention triggers late, the suffix and merge kernel after it may read queries, and
+  the suffix's keys and table, before its wait.
+- Never: the first-keys kernel.  Attention reads first keys before its wait, and may be the next kernel.
+- Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/README.md, "Why the tiles
+  and rules are what they are").
 """
 
 from __future__ import annotations
@@ -25,21 +52,22 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether our kernels compute on x: on a GPU, in a dtype that they know, with no gradient to record."""
+    """Whether specdec's kernels compute on x: x is on a GPU, has a dtype that they know, and no gradient is recorded."""
     return x.is_cuda and x.dtype in KERNEL_DTYPES and not torch.is_grad_enabled() and has_triton()
 
 
 @cache
 def has_triton() -> bool:
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether kernels can be chained by programmatic dependent launch."""
+    """Whether kernels can be chained by programmatic dependent launch: on compute capability 9.0 or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def chained(device: torch.device) -> dict[str, Any]:
-    """Launch options of a chained kernel: its PDL constexpr, and the launch attribute where the GPU has it."""
+    """Launch options of a chained kernel: its constexpr PDL, and the launch attribute where the GPU supports it."""
     return {"PDL": True, "launch_pdl": True} if has_pdl(device) else {"PDL": False}

@@ -1,7 +1,7 @@
-"""RMSNorm (Zhang and Sennrich 2019) and what stands right before it: the residual sum, or EAGLE-3's pair of inputs.
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), fused with what comes right before it.
 
-Each function is the definition on a CPU and under autograd, and one launch of `norm_triton.py` on a GPU.  A sum is rounded
-to its dtype before it is normed, in both.
+That is the residual sum, or EAGLE-3's pair of inputs.  On a CPU and under autograd each function runs its definition here; on a
+GPU it is one launch of norm_triton.py.  Both round a sum to its dtype before it is normed.
 
 Shapes: T tokens, H hidden, V vocabulary.
 """
@@ -16,7 +16,7 @@ from specdec.ops.launch import use_kernels
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, over the last dim."""
+    """x / rms(x) * weight over the last dim; rms(x) = sqrt(mean(x ** 2) + eps)."""
     if use_kernels(x):
         from specdec.ops.norm_triton import launch_add_rms_norm
 
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm): the residual stream and what the next block reads."""
+    """(x + delta, its norm): the new residual stream, and the input of the next block."""
     if use_kernels(x_TH):
         from specdec.ops.norm_triton import launch_add_rms_norm
 
@@ -37,7 +37,7 @@ def add_rms_norm(x_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float) -
 def pair_rms_norm(
     ids_T: Tensor, table_VH: Tensor, table_weight_H: Tensor, x_TH: Tensor, weight_H: Tensor, eps: float
 ) -> Tensor:
-    """[T, 2H]: the normed embeddings of the ids beside the normed x, each under its own weight."""
+    """[T, 2H]: the normed embeddings of the ids (int64), then the normed x, each under its own weight."""
     if use_kernels(x_TH):
         from specdec.ops.norm_triton import launch_pair_rms_norm
 

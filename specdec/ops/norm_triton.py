@@ -1,4 +1,4 @@
-"""The kernels of `norm.py`: one program a row, the row in registers, read once.
+"""The kernels of norm.py: one program for each row, which is read once and held in registers.
 
 Shapes: T tokens, H hidden, V vocabulary.
 """
@@ -21,7 +21,9 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, PADDED)
     ok = h < SIZE
-    scale = tl.load(weight + h, mask=ok, other=0.0).to(tl.float32)  # no kernel writes weights: before the wait
+    scale = tl.load(weight + h, mask=ok, other=0.0).to(
+        tl.float32
+    )  # no kernel writes weights, so they may be read before the wait
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -76,6 +78,7 @@ def launch_add_rms_norm(x: Tensor, delta: Tensor | None, weight_H: Tensor, eps: 
 def launch_pair_rms_norm(
     ids_T: Tensor, table_VH: Tensor, table_weight_H: Tensor, x_TH: Tensor, weight_H: Tensor, eps: float
 ) -> Tensor:
+    """`norm.pair_rms_norm`: [T, 2H]."""
     T, H = x_TH.shape
     assert table_VH.shape[1] == H and table_VH.is_contiguous() and x_TH.stride(1) == 1 and ids_T.shape == (T,)
     normed = torch.empty(T, 2 * H, dtype=x_TH.dtype, device=x_TH.device)
@@ -88,10 +91,11 @@ def launch_pair_rms_norm(
 
 
 def _rows(x: Tensor) -> Tensor:
+    """x as rows [T, H], copied only if a row is not contiguous."""
     x_TH = x.reshape(-1, x.shape[-1])
     return x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
 
 
 def _warps(H: int) -> int:
-    """Sixteen bytes a thread and load, where the row is long enough for it."""
+    """Enough warps that a thread loads sixteen bytes at a time, where the row is long enough for that."""
     return max(1, min(16, triton.next_power_of_2(H) // 256))

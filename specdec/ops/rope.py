@@ -1,6 +1,7 @@
-"""Between the qkv projection and attention: optional norm of queries and keys, and rotary positions.  Knows no cache.
+"""What lies between the qkv projection and attention: an optional norm of queries and keys, and rotary positions.
 
-`HeadPrep.apply_` is the definition; `rope_store_triton.py` of attention does the same and stores keys and values in one launch.
+`HeadPrep.apply_` is the definition; attention/kernels/rope_store_triton.py does the same and stores keys and values in one
+launch.  This module knows no cache.
 
 Shapes: T tokens, Q query heads, K kv heads, X = Q + 2K, D head dim, P positions.
 """
@@ -16,9 +17,10 @@ from torch import Tensor
 
 
 class Rotation:
-    """Rotary position embedding (arXiv 2104.09864) of one forward pass's tokens.
+    """Rotary position embedding (RoPE, arXiv 2104.09864) of one forward pass's tokens.
 
-    table_P2D: cosines, and sines that carry the sign of rotate_half, so that rotating is a roll.  positions_T: int64.
+    table_P2D: for each position, cosines, then sines that carry the sign of rotate_half, so that rotating only needs a roll.
+    positions_T: int64.
     """
 
     def __init__(self, table_P2D: Tensor, positions_T: Tensor) -> None:
@@ -26,12 +28,12 @@ class Rotation:
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """[T, 1, D] each, shared by all layers of the pass."""
+        """Cosines and signed sines of the tokens, [T, 1, D] each.  All layers of the pass share them."""
         rows = self.table_P2D.index_select(0, self.positions_T)
         return rows[:, :1], rows[:, 1:]
 
     def rotate_(self, x_THD: Tensor) -> None:
-        """Rotates in place: x cos + rotate_half(x) sin."""
+        """Rotates in place: x * cos + rotate_half(x) * sin."""
         cos, sin = self.cos_sin
         rolled = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
         x_THD.mul_(cos).addcmul_(rolled, sin)
@@ -39,10 +41,11 @@ class Rotation:
 
 @dataclass(frozen=True)
 class HeadPrep:
-    """What a layer wants done to its fresh queries and keys.
+    """What has to be done to a layer's fresh queries and keys before attention.
 
-    rotation: None if they come rotated.  norm_HD: a weight for each query and key head (Qwen3's q/k norm over head_dim), or
-    None; eps belongs to it.
+    rotation: None if they are rotated already.
+    norm_HD: a norm weight for each query and key head (Qwen3's q/k norm over head_dim), or None.
+    eps: the epsilon of that norm.
     """
 
     rotation: Rotation | None
@@ -51,7 +54,7 @@ class HeadPrep:
     eps: float = 0.0
 
     def apply_(self, qkv_TXD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [T, Q, D] and keys and values [T, 2, K, D], both views of the input, which is changed in place."""
+        """Queries [T, Q, D] and keys and values [T, 2, K, D]: both are views of the input, which is changed in place."""
         T, X, D = qkv_TXD.shape
         K = self.num_kv_heads
         qk_THD = qkv_TXD[:, : X - K]
@@ -63,7 +66,7 @@ class HeadPrep:
 
 
 def rotary_table(inv_freq: Tensor, max_positions: int) -> Tensor:
-    """[P, 2, D] cosines and signed sines of every position, from [D/2] angles per position."""
+    """[P, 2, D]: cosines and signed sines of every position.  inv_freq: [D/2] angles by which a pair turns at each position."""
     angles = torch.outer(torch.arange(max_positions).float(), inv_freq)
     sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq)))
     both = torch.cat((angles, angles), dim=-1)

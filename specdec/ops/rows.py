@@ -1,6 +1,6 @@
-"""Picking rows out of each sequence's rows: features along a path, the last accepted row.
+"""Picking rows out of each sequence's rows: the features along a path, or the last accepted row.
 
-The definition on a CPU and under autograd, one launch of `rows_triton.py` on a GPU.
+On a CPU and under autograd the definition here runs; on a GPU it is one launch of rows_triton.py.
 
 Shapes: B sequences, N rows of a sequence, E picked rows, F columns.
 """
@@ -13,7 +13,7 @@ from specdec.ops.launch import use_kernels
 
 
 def take_rows(x_BNF: Tensor, index_BE: Tensor, out: Tensor | None = None) -> Tensor:
-    """[B, E, F]: row index_BE[b, e] (int64) of sequence b.  out: where they go, dense rows."""
+    """[B, E, F]: row index_BE[b, e] (int64) of sequence b.  out: memory for the result, contiguous."""
     if use_kernels(x_BNF):
         from specdec.ops.rows_triton import launch_take_rows
 
@@ -23,5 +23,5 @@ def take_rows(x_BNF: Tensor, index_BE: Tensor, out: Tensor | None = None) -> Ten
 
 
 def select_rows(x_TF: Tensor, rows_R: Tensor) -> Tensor:
-    """[R, F]: the rows (int64) of a whole batch."""
+    """[R, F]: the given rows (int64) of a whole batch."""
     return take_rows(x_TF[None], rows_R[None])[0]

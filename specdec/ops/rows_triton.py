@@ -1,4 +1,4 @@
-"""The kernel of `rows.py`: one program a picked row and block of columns.
+"""The kernel of rows.py: one program for each picked row and block of columns.
 
 Shapes: B sequences, N rows of a sequence, E picked rows, F columns.
 """
@@ -36,6 +36,7 @@ def take_rows_kernel(
 
 
 def launch_take_rows(x_BNF: Tensor, index_BE: Tensor, out: Tensor | None) -> Tensor:
+    """`rows.take_rows`: [B, E, F]."""
     (B, E), F = index_BE.shape, x_BNF.shape[2]
     if out is None:
         out = x_BNF.new_empty(B, E, F)

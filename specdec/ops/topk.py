@@ -1,8 +1,8 @@
-"""The best tokens of rows of logits, ordered by value, then by lower id, always: neither trees nor greedy text may depend on
-how a library breaks ties.
+"""The best tokens of rows of logits, always ordered by value and then by lower id.
 
-Each function is the definition on a CPU and under autograd, and two launches of `topk_triton.py` on a GPU: every row is
-scanned in slices, then the slices' best are merged.
+The fixed order of ties matters: neither trees nor greedy text may depend on how a library breaks ties.  On a CPU and under
+autograd the definitions here run.  On a GPU each function is two launches of topk_triton.py: one scans every row in slices, the
+other merges the slices' best tokens.
 
 Shapes: R rows, V vocabulary, k best.
 """
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 
-_SORT_UP_TO = 256  # below, one stable sort is faster than making keys (5 us against 20 us on a CPU)
+_SORT_UP_TO = 256  # threshold in values: up to this many, one stable sort is faster than making keys
 
 
 def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest along the last dim, (values, int64 indices), ties to the lower index.  values: float32, no NaN."""
+    """The k largest along the last dim: (values, int64 indices), ties to the lower index.  values: float32, no NaN."""
     V = values.shape[-1]
     if V <= _SORT_UP_TO:
         top, indices = values.sort(dim=-1, descending=True, stable=True)
         return top[..., :k], indices[..., :k]
-    # A float's bits, with the magnitude flipped for negatives, order like the float itself.  Above the inverted index they
-    # make keys that never tie, so any top-k gives the one right answer.
-    bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which compare equal
+    # A float's bits, with the magnitude's bits flipped for negatives, order like the float itself.  A key holds these bits
+    # above the inverted index.  Keys never tie, so any library's top-k gives the one right answer.
+    bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: the two are equal, their bits are not
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.long() << 32) | torch.arange(V - 1, -1, -1, device=values.device)
     indices = V - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
@@ -35,10 +35,11 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def top_tokens(
     logits: Tensor, k: int, offsets_V: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of [..., V]: (float32 log-probabilities, int64 ids), best first, [..., k] each.
+    """The k most likely tokens of [..., V], best first: (float32 log-probabilities, int64 ids), [..., k] each.
 
-    Ordered by logit, so that rounding in the log-probabilities makes no new ties.  They are never above 0.
-    offsets_V: int64, added to each id (from a draft's vocabulary to the target's).  out: where the result goes.
+    Tokens are ordered by logit, so rounding in the log-probabilities makes no new ties.  Log-probabilities are never above 0.
+    offsets_V: int64, added to each id (from a draft vocabulary to the target's).
+    out: memory for the two results.
     """
     if use_kernels(logits):
         from specdec.ops.topk_triton import launch_top_tokens
@@ -55,8 +56,9 @@ def top_tokens(
 
 
 def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False) -> Tensor:
-    """[...] int64: the likeliest token of each row of [..., V]; of equals the lowest id, NaN first, as torch's argmax.
+    """[...] int64: the most likely token of each row of [..., V].
 
+    Ties go to the lowest id and NaN counts as the largest value, as in torch's argmax.  offsets_V: as in `top_tokens`.
     finite: a row gives -1 instead where its largest logit is not a finite number: where it holds a NaN or +inf, or -inf alone.
     """
     if use_kernels(logits):
@@ -70,4 +72,5 @@ def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None, *, finite: bo
 
 
 def with_offsets(ids: Tensor, offsets_V: Tensor | None) -> Tensor:
+    """Draft ids plus their offsets; the ids themselves without offsets."""
     return ids if offsets_V is None else ids + offsets_V[ids]

@@ -1,7 +1,8 @@
-"""The kernels of `topk.py`.  `scan_kernel` finds the best of one slice of one row, `merge_kernel` the best of a row's slices.
+"""The kernels of topk.py: `scan_kernel` finds the best tokens of one slice of a row, `merge_kernel` the best of a row's slices.
 
-Between them travel keys: 64 bits, a float32 that is ordered as an integer above the inverted token id, so that the largest
-key is the best token, and keys never tie.  `merge_rows` is for kernels that go on with a row's best tokens.
+The scan hands keys to the merge.  A key has 64 bits: a float32 encoded as an integer of the same order, above the inverted
+token id.  The largest key is the best token, and keys never tie.  `merge_rows` is for kernels elsewhere that continue with a
+row's best tokens.
 
 Shapes: R rows, N tokens of a slice, S slices, M = S * k keys of a row, C = k best (padded).
 """
@@ -17,13 +18,13 @@ from specdec.ops.launch import chained
 
 LOWEST_32 = tl.constexpr(-(2**31))
 LOWEST_64 = tl.constexpr(-(2**63))
-PROGRAMS = 256  # enough to fill a GPU
-MAX_KEYS = 80  # of a row that are merged, if larger slices can bring that about
+PROGRAMS = 256  # programs that fill a GPU
+MAX_KEYS = 80  # threshold: slices are made larger until a row has at most this many keys to merge
 
 
 @triton.jit
 def ordered_16(x):
-    """int32 that order like 16-bit floats: -0.0 is 0.0, NaN is above all."""
+    """int32 numbers of the same order as 16-bit floats: -0.0 counts as 0.0, NaN as larger than all."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     bits = tl.where(bits == -32768, 0, bits)
     wide = x.to(tl.float32)
@@ -32,7 +33,7 @@ def ordered_16(x):
 
 @triton.jit
 def ordered_32(x):
-    """int32 that order like float32: -0.0 is 0.0, NaN is above all."""
+    """int32 numbers of the same order as float32: -0.0 counts as 0.0, NaN as larger than all."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits == LOWEST_32, 0, bits)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -40,18 +41,19 @@ def ordered_32(x):
 
 @triton.jit
 def make_key(value, index):
-    """The key of a float32 value at an index below 2**31."""
+    """The 64-bit key of a float32 value at an index below 2**31."""
     return (ordered_32(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit
 def key_index(key):
+    """The index that a key holds."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def key_value(key):
-    """The float32 of a key (-0.0 comes back as 0.0)."""
+    """The float32 that a key holds (-0.0 comes back as 0.0)."""
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -85,7 +87,7 @@ def scan_kernel(
     if SOFTMAX:
         shift = tl.where(top == -float("inf"), 0.0, top)
         tl.store(sums + place, tl.sum(tl.exp(wide_N - shift), 0))
-    if K == 1:  # comparing floats takes half the instructions of making keys
+    if K == 1:  # comparing floats takes half as many instructions as making keys
         wide_N = tl.where(wide_N != wide_N, float("inf"), wide_N)
         best = tl.min(tl.where(wide_N < tl.max(wide_N, 0), SLICE - 1, i_N), 0)
         token_C = first + best + c_C
@@ -93,7 +95,7 @@ def scan_kernel(
         if x_N.dtype == tl.float32:
             key_N = (ordered_32(x_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
             lowest = tl.full([], LOWEST_64, tl.int64)
-        else:  # 16 bits of value above 16 of place: comparing is one instruction
+        else:  # 16 bits of value above 16 bits of place: one instruction compares two keys
             key_N = (ordered_16(x_N) << 16) | (SLICE - 1 - i_N)
             lowest = tl.full([], LOWEST_32, tl.int32)
         key_N = tl.where(ok_N, key_N, lowest)
@@ -102,7 +104,7 @@ def scan_kernel(
             best = tl.max(key_N, 0)
             key_N = tl.where(key_N == best, lowest, key_N)
             best_C = tl.where(c_C == i, best, best_C)
-        # A slice of fewer than K tokens runs dry: then the token lies behind the vocabulary, and its key below all others.
+        # A slice of fewer than K tokens has no K best.  The rest get ids past the vocabulary, and keys below all others.
         token_C = first + (SLICE - 1 - (best_C & (SLICE - 1)).to(tl.int32))
     ok_C = c_C < K
     value_C = tl.load(logits + token_C, mask=ok_C & (token_C < vocab), other=-float("inf")).to(tl.float32)
@@ -180,10 +182,9 @@ def merge_kernel(
 
 
 def slice_size(rows: int, vocab: int, k: int) -> int:
-    """Tokens that one program scans.  k = 1: slices that fill the GPU.  Else: as small as keeps the merge small.
+    """How many tokens one program scans: for k = 1 so many that the programs fill the GPU, else as few as keep the merge small.
 
-    Measured on an H100: 8 best of 8 rows of 32,000 take 3.7 us here and 4.0 in `expand_kernel` by slices of 4,096, 2.9 and
-    5.3 by 2,048, 5.0 and 3.4 by 8,192.  The best of 1,920 rows of 128,256 is read at 3.0 TB/s.
+    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     if k == 1:
         return min(4096, max(256, triton.next_power_of_2(rows * vocab // PROGRAMS)))
@@ -192,7 +193,7 @@ def slice_size(rows: int, vocab: int, k: int) -> int:
 
 
 def launch_scan(logits_RV: Tensor, k: int, softmax: bool) -> tuple[Tensor, Tensor]:
-    """(keys [R, S, k], sums [R, S]): the best of each slice.  Rows may be strided."""
+    """(keys [R, S, k], sums [R, S]): the best tokens of each slice, and its sum of exponentials.  Rows may be strided."""
     R, V = logits_RV.shape
     assert 1 <= k <= V and logits_RV.stride(1) == 1
     size = slice_size(R, V, k)
@@ -217,6 +218,7 @@ def merge_sizes(slices: int, k: int) -> dict[str, int]:
 def launch_top_tokens(
     logits: Tensor, k: int, offsets_V: Tensor | None, out: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
+    """`topk.top_tokens`: (log-probabilities, ids)."""
     shape = (*logits.shape[:-1], k)
     if out is None:
         out = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
@@ -227,6 +229,7 @@ def launch_top_tokens(
 
 
 def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None, finite: bool = False) -> Tensor:
+    """`topk.greedy_tokens`: int64 ids."""
     ids = logits.new_empty(logits.shape[:-1], dtype=torch.int64)
     _merge(logits, 1, offsets_V, None, ids, softmax=False, finite=finite)
     return ids
@@ -235,6 +238,7 @@ def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None, finite: bool 
 def _merge(
     logits: Tensor, k: int, offsets_V: Tensor | None, logp: Tensor | None, ids: Tensor, softmax: bool, finite: bool = False
 ) -> None:
+    """Scans logits and merges into ids, and into logp if given."""
     keys, sums = launch_scan(logits.reshape(-1, logits.shape[-1]), k, softmax)
     rows, slices, _ = keys.shape
     if rows:

@@ -9,6 +9,7 @@ Shapes: B sequences, N tree nodes, K topk, S draft steps, T queries, H heads, D 
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -117,7 +118,7 @@ def tree(w: World) -> tuple[AttentionPlan, int]:
     N = w.fresh
     suffix = Segment.empty(w.B * N, N, 1, device=w.setup.device)
     fill_tree_suffix(suffix, w.fresh_slots(), random_tree_mask(w.B, N, w.generator).to(w.setup.device))
-    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.page_size), suffix)), w.B * N
+    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.page_size),), suffix=suffix), w.B * N
 
 
 def draft(w: World) -> tuple[AttentionPlan, int]:
@@ -125,7 +126,7 @@ def draft(w: World) -> tuple[AttentionPlan, int]:
     slots_BKS = w.fresh_slots()[:, : K * 2].view(w.B, K, 2).int()
     suffix = Segment.empty(w.B * K, step + 1, 1, device=w.setup.device)
     fill_draft_suffix(suffix, slots_BKS, step)
-    return AttentionPlan((prefix_segment(w.table, w.lens, K, w.page_size), suffix)), w.B * K
+    return AttentionPlan((prefix_segment(w.table, w.lens, K, w.page_size),), suffix=suffix), w.B * K
 
 
 PLANS = [decode, chain, prompts, tree, draft]
@@ -143,7 +144,8 @@ CASES = [
 
 def expected(q_THD: Tensor, view: MHAView, plan: AttentionPlan) -> Tensor:
     """In float64 on the CPU, from the very numbers the backend was given."""
-    on_host = AttentionPlan(tuple(host_copy(segment) for segment in plan.segments))
+    suffix = None if plan.suffix is None else host_copy(plan.suffix)
+    on_host = AttentionPlan(tuple(host_copy(segment) for segment in plan.segments), suffix=suffix)
     return ReferenceBackend().attend(q_THD.double().cpu(), MHAView(view.kv.double().cpu()), on_host)
 
 
@@ -181,7 +183,7 @@ def test_run_gives_a_natural_log_state(plan_of: Callable[[World], tuple[Attentio
     w = World([0, 3, 200, 17], 6, (4, 2, 16, 4), setup, seed=1)
     plan, T = plan_of(w)
     backend, q_THD = setup.backend(), w.q(T)
-    for segment in plan.segments:
+    for segment in plan.parts:
         state = backend.run(q_THD, w.view, segment)
         on_host = MHAView(w.view.kv.double().cpu())
         want = ReferenceBackend().run(q_THD.double().cpu(), on_host, host_copy(segment))
@@ -229,12 +231,12 @@ def test_static_buffers_equal_fresh_ones(setup: Setup) -> None:
     for lens in ([9, 12], [40]):
         w = World(lens, 4, (2, 1, 16, 4), setup, seed=len(lens))
         plan, T = tree(w)
-        prefix, fresh = plan.segments
+        prefix, fresh = plan.parts
         static = big.narrow(fresh.rows, 4)
         static.page_table.copy_(fresh.page_table)
         static.cache_seqlens.copy_(fresh.cache_seqlens)
         backend, q_THD = setup.backend(), w.q(T)
-        outs = [backend.attend(q_THD, w.view, backend.prepare(AttentionPlan((prefix, suffix)))) for suffix in (fresh, static)]
+        outs = [backend.attend(q_THD, w.view, backend.prepare(replace(plan, suffix=suffix))) for suffix in (fresh, static)]
         assert_close(outs[1], outs[0].cpu())
 
 

@@ -1,4 +1,4 @@
-"""The doors to the flash-attn packages, held against the definition; on a CPU through stand-ins, on an H100 fa4 itself.
+"""The adapters of the flash-attn packages, held against the definition; on a CPU through stand-ins, on an H100 fa4 itself.
 
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed
 from specdec.attention.eager.reference import ReferenceBackend
-from specdec.attention.flash.doors import DOORS, hold_to_its_word
+from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment
 from specdec.attention.segment import Segment
@@ -24,7 +24,7 @@ H, K, D, P = 4, 2, 16, 256
 LENS = [300, 0, 3, 511]
 REAL_FA4 = torch.cuda.is_available() and installed("flash-attn-4") is not None
 DEVICE = "cuda" if REAL_FA4 else "cpu"
-NAMES = ["fa4"] if REAL_FA4 else list(DOORS)
+NAMES = ["fa4"] if REAL_FA4 else list(ADAPTERS)
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +76,8 @@ def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None
     segment, count = segments(table, lens, page_size)[shape]
     q_THD = queries(count, head_dim)
     if REAL_FA4:  # what it finds in shared memory, where a tile is not full
-        DOORS[name](q_THD, MHAView(torch.full_like(view.kv, torch.nan)), segment, SCORINGS[scoring])
-    got = DOORS[name](q_THD, view, segment, SCORINGS[scoring])
+        ADAPTERS[name](q_THD, MHAView(torch.full_like(view.kv, torch.nan)), segment, SCORINGS[scoring])
+    got = ADAPTERS[name](q_THD, view, segment, SCORINGS[scoring])
     want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment, SCORINGS[scoring])
     torch.testing.assert_close(got.out_THD.double(), want.out_THD, atol=4e-3, rtol=4e-3)
     torch.testing.assert_close(got.lse_TH.double(), want.lse_TH, atol=4e-3, rtol=4e-3)
@@ -88,24 +88,24 @@ def test_fa2_is_asked_for_the_pages_it_can_read() -> None:
     """Keeps out: a stand-in that takes what the library refuses."""
     table, lens, view = world(16, LENS)
     with pytest.raises(RuntimeError, match="divisible by 256"):
-        DOORS["fa2"](queries(4), view, causal_segment(table, lens, 1, 16), PLAIN)
+        ADAPTERS["fa2"](queries(4), view, causal_segment(table, lens, 1, 16), PLAIN)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_doors_answer_full_layers_only(name: str) -> None:
+def test_adapters_answer_full_layers_only(name: str) -> None:
     """Keeps out: a window handed to a library that would shift it from query to query."""
     table, lens, view = world(P, LENS)
     local = causal_segment(table, lens, 1, P).local(LayerKind(window=4), lens.long() - 1)
     with pytest.raises(AssertionError, match="our kernel reads such segments"):
-        DOORS[name](queries(4), view, local, PLAIN)
+        ADAPTERS[name](queries(4), view, local, PLAIN)
 
 
 @pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_doors_keep_their_word(name: str, shape: str) -> None:
+def test_libraries_keep_the_conventions(name: str, shape: str) -> None:
     head_dim = 128 if REAL_FA4 else D
     table, lens, view = world(P, LENS, head_dim)
-    hold_to_its_word(name, queries(4, head_dim), view, segments(table, lens, P)[shape][0])
+    check_conventions(name, queries(4, head_dim), view, segments(table, lens, P)[shape][0])
 
 
 @pytest.mark.skipif(REAL_FA4, reason="of stand-ins")
@@ -124,7 +124,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
     monkeypatch.setattr(module, "flash_attn_varlen_func", other)
     table, lens, view = world(16, LENS)
     with pytest.raises(RuntimeError, match="fa4: the installed library .* attention='triton'"):
-        hold_to_its_word("fa4", queries(4), view, segments(table, lens, 16)["chain"][0])
+        check_conventions("fa4", queries(4), view, segments(table, lens, 16)["chain"][0])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, m
     def knock(*args: Any) -> None:
         raise Asked
 
-    monkeypatch.setitem(DOORS, name, knock)
+    monkeypatch.setitem(ADAPTERS, name, knock)
     page_size = 16 if shape == "small pages" else P
     table, lens, view = world(page_size, LENS)
     shapes = segments(table, lens, page_size)
@@ -182,7 +182,7 @@ def test_who_reads_a_segment(name: str, by_rule: bool, shape: str, asks: bool, m
     if shape == "window":
         segment = segment.local(LayerKind(window=4), lens.long().repeat_interleave(5))
     backend, q_THD = FlashBackend(name, by_rule), queries(count)
-    monkeypatch.setattr(backend, "_hold_once", lambda *args: None)
+    monkeypatch.setattr(backend, "_check_once", lambda *args: None)
     assert (backend.partial_splits(q_THD, view, segment, PLAIN) == 0) == asks
     if asks:
         with pytest.raises(Asked):

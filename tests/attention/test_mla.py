@@ -62,8 +62,16 @@ def suffix_rows(table: Tensor, lens: list[int], counts: list[int], P: int) -> Se
     return Segment.of_slots(slots.int(), ints(*(counts * len(lens))))
 
 
-def check(backend: Backend, q_THL: Tensor, latent: Tensor, *segments: Segment, rank: int = C, tolerance: float = 2e-5) -> None:
-    plan = AttentionPlan(segments)
+def check(
+    backend: Backend,
+    q_THL: Tensor,
+    latent: Tensor,
+    *segments: Segment,
+    suffix: Segment | None = None,
+    rank: int = C,
+    tolerance: float = 2e-5,
+) -> None:
+    plan = AttentionPlan(segments, suffix=suffix)
     want = ReferenceBackend().attend(q_THL.double(), MLAView(latent.double(), rank), plan, SCALE)
     got = backend.attend(q_THL, MLAView(latent, rank), backend.prepare(plan), SCALE)
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
@@ -90,7 +98,7 @@ def test_trees_meet_latents(backend: Backend, P: int) -> None:
     table, latent = scattered([n + 3 for n in lens], P, seed=20 + P)
     q_THL = rand(len(lens) * len(counts), H, C + R, seed=3)
     suffix = suffix_rows(table, [n + 3 for n in lens], counts, P)
-    check(backend, q_THL, latent, prefix_segment(table, ints(*lens), len(counts), P), suffix)
+    check(backend, q_THL, latent, prefix_segment(table, ints(*lens), len(counts), P), suffix=suffix)
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:], ids=["triton", "triton-split"])
@@ -100,14 +108,14 @@ def test_shared_prefixes_and_windows(backend: Backend) -> None:
     q_THL = rand(6, H, C + R, seed=6)
     shared = Segment(table[:1], ints(48), ints(0, 6), 6, False, 16)
     own = Segment(table[:, 3:], ints(9, 1), ints(0, 3, 6), 3, False, 16)
-    check(backend, q_THL, latent, shared, own, suffix_rows(table, [64, 64], [1, 2, 2], 16))
+    check(backend, q_THL, latent, shared, own, suffix=suffix_rows(table, [64, 64], [1, 2, 2], 16))
     positions = torch.tensor([48, 49, 50] * 2, device=DEVICE)
     chain = causal_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=20), positions)
     tree = suffix_rows(table, [54, 54], [1, 2, 3], 16)
     check(backend, q_THL, latent, chain)
     prefix = prefix_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=4), positions + 3)
     starts = Segment(tree.page_table, tree.cache_seqlens, tree.cu_seqlens_q, 1, starts_T=ints(0, 1, 1, 0, 0, 3))
-    check(backend, q_THL, latent, prefix, starts)
+    check(backend, q_THL, latent, prefix, suffix=starts)
     behind = slots_at(table, torch.arange(29, device=DEVICE).expand(2, 29), 16).flatten()
     check(backend, q_THL, latent.index_fill(0, behind, NAN), chain)  # pages behind a window may be given away
 
@@ -117,7 +125,7 @@ def test_odd_sizes_are_padded() -> None:
     table, latent = scattered([40, 3], 5, seed=7, width=24 + 6)
     q_THL = rand(4, 3, 30, seed=8)
     suffix = suffix_rows(table, [40, 3], [2, 1], 5)
-    check(TritonBackend(8), q_THL, latent, prefix_segment(table, ints(38, 1), 2, 5), suffix, rank=24)
+    check(TritonBackend(8), q_THL, latent, prefix_segment(table, ints(38, 1), 2, 5), suffix=suffix, rank=24)
 
 
 # ---- layers ----

@@ -34,10 +34,10 @@ def scattered(lens: list[int], P: int) -> tuple[Tensor, MLAView]:
     return table, MLAView(latent, C)
 
 
-def check(q_THL: Tensor, view: MLAView, *segments: Segment) -> None:
+def check(q_THL: Tensor, view: MLAView, *segments: Segment, suffix: Segment | None = None) -> None:
     from specdec.attention.kernels.triton_backend import TritonBackend
 
-    plan, oracle = AttentionPlan(segments), TorchBackend()
+    plan, oracle = AttentionPlan(segments, suffix=suffix), TorchBackend()
     want = oracle.attend(q_THL.double(), MLAView(view.latent.double(), C), oracle.prepare(plan), SCALING)
     for programs in (1, None, 1000):
         backend = TritonBackend(programs)
@@ -74,7 +74,7 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
     prefix = [n - 4 for n in lens]
     places = torch.tensor([[n + i for i in range(4)] for n in prefix], device="cuda").repeat_interleave(6, 0)
     slots = slots_at(table.repeat_interleave(6, 0), places, P).int()
-    check(q_THL, view, prefix_segment(table, ints(*prefix), 6, P), Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4)))
-    empty = prefix_segment(table, ints(960, 0, 129, 0), 6, P)
-    check(q_THL, view, empty, Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4)))
+    suffix = Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4))
+    check(q_THL, view, prefix_segment(table, ints(*prefix), 6, P), suffix=suffix)
+    check(q_THL, view, prefix_segment(table, ints(960, 0, 129, 0), 6, P), suffix=suffix)
     assert chosen == {(False, hopper), (True, False)}

@@ -100,7 +100,7 @@ class TestBuilders:
             suffix = Segment.empty(len(w.lens_list) * N, width, 1)
             fill_tree_suffix(suffix, w.fresh_slots(), mask_BNN)
             assert torch.equal(suffix.cache_seqlens, mask_BNN.sum(-1).flatten().int())
-            plan = AttentionPlan((prefix_segment(w.table, w.lens, N, page_size), suffix))
+            plan = AttentionPlan((prefix_segment(w.table, w.lens, N, page_size),), suffix=suffix)
             masks = [
                 torch.cat((torch.ones(N, n, dtype=torch.bool), mask), 1) for n, mask in zip(w.lens_list, mask_BNN, strict=True)
             ]
@@ -116,7 +116,7 @@ class TestBuilders:
             ancestors = fresh[:, None].expand(-1, K, -1).gather(2, picked_BKS)
             suffix = Segment.empty(len(w.lens_list) * K, step + 1, 1)
             fill_draft_suffix(suffix, ancestors, step)
-            plan = AttentionPlan((prefix_segment(w.table, w.lens, K, page_size), suffix))
+            plan = AttentionPlan((prefix_segment(w.table, w.lens, K, page_size),), suffix=suffix)
             masks = []
             for n, picked_KS in zip(w.lens_list, picked_BKS, strict=True):
                 own = torch.zeros(K, K * S, dtype=torch.bool).scatter_(1, picked_KS[:, : step + 1], True)
@@ -150,7 +150,7 @@ class TestBuilders:
             outs = []
             for suffix in (fresh, narrowed):
                 fill_tree_suffix(suffix, w.fresh_slots(), mask_BNN)
-                plan = AttentionPlan((prefix_segment(w.table, w.lens, N, page_size), suffix))
+                plan = AttentionPlan((prefix_segment(w.table, w.lens, N, page_size),), suffix=suffix)
                 outs.append(backend.attend(q_THD, w.view, backend.prepare(plan)))
             assert torch.equal(*outs)
 

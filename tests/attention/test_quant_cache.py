@@ -166,7 +166,7 @@ def tree_plan(lens: list[int], nodes: int, page_size: int) -> tuple[AttentionPla
     suffix = Segment.empty(B * nodes, nodes, 1)
     fill_tree_suffix(suffix, fresh, mask)
     every = slots_at(table, torch.arange(max(lens) + nodes).expand(B, -1), page_size)
-    return AttentionPlan((prefix_segment(table, lens_B, nodes, page_size), suffix)), every, mask, fresh
+    return AttentionPlan((prefix_segment(table, lens_B, nodes, page_size),), suffix=suffix), every, mask, fresh
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

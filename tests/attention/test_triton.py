@@ -15,11 +15,12 @@ from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.eager.reference import ReferenceBackend
-from specdec.attention.kernels.tiles_triton import padded, splits_for, tiles_for
-from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kernels.triton_plan import is_suffix
+from specdec.attention.kernels import triton_backend
+from specdec.attention.kernels.tiles_triton import padded, paged_tiles, splits_for
+from specdec.attention.kernels.triton_backend import TritonBackend, launch_paged, launch_suffix_merge
 from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.shared import SharedPrefix, split_shared
 from specdec.attention.state import AttentionState
 from specdec.ops.rope import HeadPrep, Rotation
 
@@ -73,9 +74,9 @@ def check(out_THD: Tensor, q_THD: Tensor, view: MHAView, plan: AttentionPlan) ->
     torch.testing.assert_close(out_THD.double(), want, atol=2e-5, rtol=2e-5)
 
 
-def attend(q_THD: Tensor, view: MHAView, *segments: Segment, programs: int = 64) -> Tensor:
+def attend(q_THD: Tensor, view: MHAView, *segments: Segment, suffix: Segment | None = None, programs: int = 64) -> Tensor:
     backend = TritonBackend(programs)
-    return backend.attend(q_THD, view, backend.prepare(AttentionPlan(segments)))
+    return backend.attend(q_THD, view, backend.prepare(AttentionPlan(segments, suffix=suffix)))
 
 
 def suffix_rows(view: MHAView, counts: list[int], seed: int) -> Segment:
@@ -109,12 +110,12 @@ def test_padded_rows_are_zero_and_harm_nobody() -> None:
     q_THD[2:4] = q_THD[6:8] = NAN
     prefix = prefix_segment(both, lens, 2, P)
     suffix = suffix_rows(view, [1, 2, 0, 0, 2, 1, 0, 0], seed=6)
-    out_THD = attend(q_THD, view, prefix, suffix)
+    out_THD = attend(q_THD, view, prefix, suffix=suffix)
     assert out_THD[2:4].eq(0).all() and out_THD[6:8].eq(0).all()
     live = [0, 1, 4, 5]
     two = prefix_segment(table, ints(50, 9), 2, P)
     rows = Segment(suffix.page_table[live], suffix.cache_seqlens[live], ints(0, 1, 2, 3, 4), 1)
-    check(out_THD[live], q_THD[live], view, AttentionPlan((two, rows)))
+    check(out_THD[live], q_THD[live], view, AttentionPlan((two,), suffix=rows))
 
 
 @pytest.mark.parametrize("programs", [1, 8, 64, 10_000])
@@ -124,17 +125,18 @@ def test_any_number_of_splits_gives_the_same(programs: int, with_suffix: bool) -
     lens = [700, 3, 0]
     table, view = scattered(lens, seed=7)
     prefix = prefix_segment(table, ints(*lens), 2, P)
-    segments = (prefix, suffix_rows(view, [3, 1, 0, 2, 0, 9], seed=8)) if with_suffix else (prefix,)
+    suffix = suffix_rows(view, [3, 1, 0, 2, 0, 9], seed=8) if with_suffix else None
     q_THD = rand(6, H, D, seed=9)
-    check(attend(q_THD, view, *segments, programs=programs), q_THD, view, AttentionPlan(segments))
+    out_THD = attend(q_THD, view, prefix, suffix=suffix, programs=programs)
+    check(out_THD, q_THD, view, AttentionPlan((prefix,), suffix=suffix))
 
 
 def test_suffix_wider_than_a_chunk() -> None:
     """Keeps out: a suffix kernel that looks at its first few keys only."""
     table, view = scattered([90], seed=10)
-    segments = (prefix_segment(table, ints(20), 2, P), suffix_rows(view, [64, 33], seed=11))
+    prefix, suffix = prefix_segment(table, ints(20), 2, P), suffix_rows(view, [64, 33], seed=11)
     q_THD = rand(2, H, D, seed=12)
-    check(attend(q_THD, view, *segments), q_THD, view, AttentionPlan(segments))
+    check(attend(q_THD, view, prefix, suffix=suffix), q_THD, view, AttentionPlan((prefix,), suffix=suffix))
 
 
 def test_ragged_tiles() -> None:
@@ -156,16 +158,51 @@ def test_a_prompt_behind_a_cached_prefix() -> None:
 
 
 def test_other_plans_are_merged_segment_by_segment() -> None:
-    """Keeps out: a plan that looks like prefix + suffix taken for one (paged suffix, three segments)."""
+    """Keeps out: a plan without a suffix taken for one with (paged segments that hold pages, or slots as a suffix does)."""
     lens = [21, 6]
     table, view = scattered(lens, seed=17)
     prefix = prefix_segment(table, ints(*lens), 2, P)
     suffix = suffix_rows(view, [1, 2, 3, 0], seed=18)
     paged = causal_segment(table, ints(*lens), 2, P)
     q_THD = rand(4, H, D, seed=19)
-    assert is_suffix(suffix, 4) and not is_suffix(suffix, 5) and not is_suffix(paged, 4)
-    for segments in ((prefix, paged), (suffix, prefix), (prefix, suffix, paged), (suffix, suffix)):
+    for segments in ((prefix, paged), (suffix, prefix), (prefix, suffix), (prefix, suffix, paged), (suffix, suffix)):
         check(attend(q_THD, view, *segments), q_THD, view, AttentionPlan(segments))
+        check(attend(q_THD, view, *segments, suffix=suffix), q_THD, view, AttentionPlan(segments, suffix=suffix))
+
+
+def test_a_private_prefix_of_slots_is_no_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: with page size 1, a shared prefix and one query a row, a private prefix of any length read as if it were a
+    suffix, by the one-warp kernel that takes 16 keys at a time."""
+    table_BW = torch.randperm(400, generator=torch.Generator().manual_seed(30)).view(2, 200).int().to(DEVICE)
+    table_BW[1, :150] = table_BW[0, :150]
+    view, lens_B = MHAView(rand(400, 2, K, D, seed=31)), ints(200, 160)
+    shared = SharedPrefix.empty(table_BW, most_queries=4)
+    shared.set([0, 1], table_BW[0, :150].tolist(), 150)
+    own = causal_segment(table_BW, lens_B, 1, 1)
+    segments, launched, merged = split_shared(own, shared), [], []
+
+    def spy(q_THD: Tensor, view: MHAView, segment: Segment, *rest: object) -> None:
+        launched.append(segment)
+        launch_paged(q_THD, view, segment, *rest)
+
+    def spy_merge(q_THD: Tensor, view: MHAView, suffix: Segment | None, *rest: object) -> None:
+        merged.append(suffix)
+        launch_suffix_merge(q_THD, view, suffix, *rest)
+
+    monkeypatch.setattr(triton_backend, "launch_paged", spy)
+    monkeypatch.setattr(triton_backend, "launch_suffix_merge", spy_merge)
+    q_THD = rand(2, H, D, seed=32)
+    check(attend(q_THD, view, *segments), q_THD, view, AttentionPlan((own,)))
+    assert len(segments) == 2 and launched == [*segments] and merged == [None]
+
+
+def test_a_plan_refuses_a_suffix_of_pages() -> None:
+    """Keeps out: a segment of pages, or of several queries a row, handed to the kernel that reads one query's slots."""
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    prefix = prefix_segment(table, torch.zeros(2, dtype=torch.int32), 1, 1)
+    for suffix in (causal_segment(table, prefix.cache_seqlens, 1, 4), causal_segment(table, prefix.cache_seqlens, 2, 1)):
+        with pytest.raises(AssertionError, match="one query's slots"):
+            AttentionPlan((prefix,), suffix=suffix)
 
 
 def test_views_and_slices_need_no_copy() -> None:
@@ -195,7 +232,7 @@ def test_layers_share_their_scratch() -> None:
     table, view = scattered(lens, seed=23)
     other = MHAView(view.kv.flip(1))  # keys and values swapped: another layer
     prefix, suffix = prefix_segment(table, ints(*lens), 2, P), suffix_rows(view, [1, 1, 2, 0], seed=24)
-    plan = AttentionPlan((prefix, suffix))
+    plan = AttentionPlan((prefix,), suffix=suffix)
     backend = TritonBackend(64)
     prepared = backend.prepare(plan)
     for layer, seed in ((view, 25), (other, 26), (view, 27)):
@@ -230,7 +267,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 @pytest.mark.parametrize("packed", [1, 4, 24, 64, 128, 240, 4096])
 def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int, quant: str, causal: bool, waves: float) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
-    tiles = tiles_for(packed, head_dim, itemsize, quant, causal, waves)
+    tiles = paged_tiles(packed, head_dim, itemsize, quant, causal, waves)
     row = padded(head_dim) * itemsize
     kept = tiles.stages * (padded(head_dim) if quant else row) + (row if quant else 0)  # 8-bit blocks, and one made wider
     assert tiles.block_m * row + 2 * tiles.block_n * kept <= 227 * 1024

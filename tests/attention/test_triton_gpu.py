@@ -83,7 +83,7 @@ def world(
         suffix = replace(Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE), base_B=lens_B)
         fill_tree_suffix(suffix, slots_BN, mask.to(DEVICE).expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B).to(DEVICE)
-        plan = AttentionPlan((prefix_segment(table, lens_B, N, P), suffix), positions_T)
+        plan = AttentionPlan((prefix_segment(table, lens_B, N, P),), positions_T, suffix)
     return World(plan, MHAView(kv), q_THD, lens_B, slots_BN.flatten(), table)
 
 

@@ -98,7 +98,7 @@ def tree_suffix(w: World) -> tuple[Segment, Tensor]:
 
 def tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.P), suffix), positions_T)
+    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.P),), positions_T, suffix)
 
 
 def split(w: World, own: Segment) -> tuple[Segment, Segment]:
@@ -113,7 +113,7 @@ def split(w: World, own: Segment) -> tuple[Segment, Segment]:
 
 def shared_tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan((*split(w, prefix_segment(w.table, w.lens, N, w.P)), suffix), positions_T)
+    return AttentionPlan(split(w, prefix_segment(w.table, w.lens, N, w.P)), positions_T, suffix)
 
 
 def shared_chain(w: World) -> AttentionPlan:
@@ -123,8 +123,8 @@ def shared_chain(w: World) -> AttentionPlan:
 
 def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPlan]:
     """NaN in every slot that no query reads, and any page's number in every entry that no query looks up."""
-    seen_N, segments = torch.zeros(view.kv.shape[0], dtype=torch.bool), []
-    for s in plan.segments:
+    seen_N, parts = torch.zeros(view.kv.shape[0], dtype=torch.bool), []
+    for s in plan.parts:
         table = torch.randint_like(s.page_table, view.kv.shape[0] // s.page_size)
         for row in range(s.rows):
             start, end = s.cu_seqlens_q[row : row + 2].tolist()
@@ -135,20 +135,28 @@ def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPl
                 places = keys[keys >= 0] // s.page_size
                 table[row, places] = s.page_table[row, places]
                 seen_N[s.page_table[row, places].long() * s.page_size + keys[keys >= 0] % s.page_size] = True
-        segments.append(replace(s, page_table=table))
+        parts.append(replace(s, page_table=table))
+    *segments, suffix = parts if plan.suffix is not None else (*parts, None)
+    plan = replace(plan, segments=tuple(segments), suffix=suffix)
     kv = view.kv.clone()
     if isinstance(view, QuantView):
         kv.view(torch.uint8)[~seen_N] = 127  # NaN in float8_e4m3fn
         scales = None if view.scales_N2K is None else view.scales_N2K.masked_fill(~seen_N[:, None, None], NAN)
-        return QuantView(kv, view.scale_2K, scales), replace(plan, segments=tuple(segments))
+        return QuantView(kv, view.scale_2K, scales), plan
     kv[~seen_N] = NAN
-    return MHAView(kv), replace(plan, segments=tuple(segments))
+    return MHAView(kv), plan
 
 
 def moved(x: object) -> object:
     """A segment or view on the device."""
     tensors = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
     return replace(x, **tensors)  # type: ignore[type-var]
+
+
+def moved_plan(plan: AttentionPlan) -> AttentionPlan:
+    """A plan's parts on the device."""
+    segments = tuple(moved(s) for s in plan.segments)
+    return replace(plan, segments=segments, suffix=None if plan.suffix is None else moved(plan.suffix))  # type: ignore[arg-type]
 
 
 BACKENDS = {"torch": (TorchBackend, torch.float64), "triton": (lambda: TritonBackend(40), torch.float32)}
@@ -189,7 +197,7 @@ def test_every_kind_equals_the_definition(
 def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scoring: Scoring, want: Tensor) -> None:
     """attend, and run of each segment, whose states hold no sinks."""
     q_THD = q_THD.to(DEVICE)
-    plan = replace(plan, segments=tuple(moved(s) for s in plan.segments))
+    plan = moved_plan(plan)
     on_device = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
     bound = 1e-9 if q_THD.dtype == torch.float64 else 3e-5
     out_THD = backend.attend(q_THD, moved(view), backend.prepare(plan), on_device)
@@ -205,7 +213,7 @@ def test_a_segments_state_holds_no_sinks(kv_dtype: str, name: str) -> None:
     plan, scoring = shared_tree(w).local(LayerKind(window=140)), w.scoring(True)
     view, plan = poisoned(w.view(kv_dtype, dtype), plan, w.P)
     q_THD = w.randn(w.B * N, w.H, w.D).to(dtype)
-    for segment in plan.segments:
+    for segment in plan.parts:
         want = ReferenceBackend().run(q_THD.double(), view, segment, scoring)
         on_device = replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
         got = make().run(q_THD.to(DEVICE), moved(view), moved(segment), on_device)
@@ -226,7 +234,7 @@ def test_half_precision(kv_dtype: str) -> None:
     q_THD = w.randn(w.B * N, w.H, w.D).half()
     want = ReferenceBackend().attend(q_THD.double(), view, plan)
     backend = TritonBackend(40)
-    plan = replace(plan, segments=tuple(moved(s) for s in plan.segments))
+    plan = moved_plan(plan)
     out_THD = backend.attend(q_THD.to(DEVICE), moved(view), backend.prepare(plan)).double().cpu()
     assert float((out_THD - want).norm() / want.norm()) < 2e-3
 
@@ -254,7 +262,7 @@ class Library(TritonBackend):
 def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan] | str, scored: bool) -> None:
     """Keeps out: its states lost or merged twice, sinks forgotten or passed on, its layout taken for ours, its junk read."""
     w = World([0, 150, 36, 3], (4, 2, 8), 4, 9, 32)
-    plan = AttentionPlan(tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
+    plan = replace(tree(w), segments=tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
     view, q_THD = w.view("auto", torch.float32), w.randn(T, w.H, w.D)
     want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)

@@ -10,7 +10,7 @@ from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
 from specdec.ops.products import linear_triton
-from specdec.ops.products.linear import Tiles, gated_linear, linear, silu_mul, tiles_for
+from specdec.ops.products.linear import ProductTiles, gated_linear, linear, product_tiles, silu_mul
 from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul
 from specdec.ops.products.linear_wide_triton import launch_wide_linear
 
@@ -64,7 +64,7 @@ def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool,
         rand(2 * O if gated else O, I, dtype=dtype),
         rand(2 * O if gated else O, dtype=dtype),
     )
-    tiles = Tiles(max(8, 1 << (T - 1).bit_length()), 32, 32, splits, 4, 3)
+    tiles = ProductTiles(max(8, 1 << (T - 1).bit_length()), 32, 32, splits, 4, 3)
     check(launch_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
     check(launch_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
@@ -80,7 +80,7 @@ def test_wide_equals_the_definition(T: int, block_t: int, O: int, I: int, gated:
         rand(2 * O if gated else O, I, dtype=dtype),
         rand(2 * O if gated else O, dtype=dtype),
     )
-    tiles = Tiles(block_t, 128 if HAS_GPU else 32, 64, 1, 4, 3)
+    tiles = ProductTiles(block_t, 128 if HAS_GPU else 32, 64, 1, 4, 3)
     check(launch_wide_linear(x, weight, bias, gated, tiles), exact(x, weight, bias, gated), dtype)
     check(launch_wide_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
@@ -88,7 +88,7 @@ def test_wide_equals_the_definition(T: int, block_t: int, O: int, I: int, gated:
 def test_a_split_leaves_its_counters_as_it_found_them() -> None:
     """Keeps out: stale arrivals, by which a second launch or a graph's replay sums too early; sums in order of arrival."""
     x, weight = rand(5, 256), rand(48, 256)
-    tiles = Tiles(8, 16, 32, 4, 4, 2)
+    tiles = ProductTiles(8, 16, 32, 4, 4, 2)
     outs = [launch_linear(x, weight, None, False, tiles) for _ in range(3)]
     check(outs[0], exact(x, weight, None, False), torch.float32)
     assert all(torch.equal(outs[0], out) for out in outs)
@@ -122,7 +122,7 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
     for T in (*range(66), 100, 128, 129, 160, 192, 193):
         for O in (2, 256, 1400, 4096, 6144, 16383, 19456, 28672, 128256):
             for I in (16, 256, 4096, 14336, 28672):
-                tiles = tiles_for(T, O, I, dtype, O == 28672)
+                tiles = product_tiles(T, O, I, dtype, O == 28672)
                 ours = 0 < T <= 64 or (O == 28672 and 0 < T <= 192) or (O == 128256 and 0 < T <= 128)
                 assert (tiles is not None) == ours or dtype == torch.float32
                 if tiles is not None:

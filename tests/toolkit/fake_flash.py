@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention import capabilities
-from specdec.attention.flash import doors as flash_doors
+from specdec.attention.flash import adapters
 
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "triton": "3.6.0"}
 
@@ -32,7 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fa2, fa3, cute, interface):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(capabilities, "installed", VERSIONS.get)
-    flash_doors._fa4.cache_clear()
+    adapters._fa4.cache_clear()
 
 
 def dense(

@@ -155,7 +155,7 @@ class World:
         suffix = replace(Segment.empty(len(LENS) * N, self.deepest, 1, device=DEVICE), base_B=self.lens_B)
         fill_tree_suffix(suffix, slots_BN, self.mask_NN.expand(len(LENS), N, N))
         positions_T = (self.lens_B.long()[:, None] + self.depth_N).flatten()
-        plan = AttentionPlan((prefix_segment(self.table, self.lens_B, N, P), suffix), positions_T)
+        plan = AttentionPlan((prefix_segment(self.table, self.lens_B, N, P),), positions_T, suffix)
         return PagedAttention(backend, self.cache, plan, slots_BN.flatten())
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Matrix products: which kernel computes which shape."""
+"""Matrix products, and the choice of the kernel for each shape."""

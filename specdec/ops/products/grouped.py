@@ -1,4 +1,4 @@
-"""Whether torch's grouped product (`F.grouped_mm`) runs on given weights and reads nothing on the host.
+"""Whether torch's grouped product (`F.grouped_mm`) runs on given weights without reading anything on the host.
 
 Shapes: E experts, O out, I in.
 """
@@ -11,14 +11,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes, of which the rows of inputs, weights and outputs must hold whole numbers
+ALIGNMENT = 16  # bytes: the rows of inputs, weights and outputs must be multiples of it
 
 
 def has_grouped_product(weights_EOI: Sequence[Tensor]) -> bool:
-    """Whether the products with all of these weights can be grouped: by shapes, dtypes and the device alone.
+    """Whether the products with all of these weights can be grouped; decided by shapes, dtypes and the device alone.
 
-    On a GPU: bf16 on Hopper and later, where torch takes the groups' sizes from the device.  A CPU's own memory may be read at
-    any time.  Both dims of a weight must be whole multiples of 16 bytes: they are its rows, and those of inputs and outputs.
+    On a GPU this takes bf16 on Hopper or later, where torch reads the groups' sizes on the device.  (On a CPU, reading sizes
+    costs no synchronisation.)  Both dims of a weight must be multiples of 16 bytes: they are the row lengths of weights, inputs
+    and outputs.
     """
     return all(_is_known(weight.device, weight.dtype) and _is_aligned(weight) for weight in weights_EOI)
 
@@ -29,6 +30,7 @@ def _is_aligned(weight_EOI: Tensor) -> bool:
 
 @cache
 def _is_known(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has a grouped product for this device and dtype that reads no sizes on the host of a GPU."""
     if device.type == "cpu":
         return dtype in (torch.float32, torch.float16, torch.bfloat16)
     return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)

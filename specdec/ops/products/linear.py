@@ -1,8 +1,9 @@
 """Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up) and `silu_mul`.
 
-Each is its definition on a CPU and under autograd.  On a GPU few rows (a decode step, a tree) go through our kernel of
-`linear_triton.py`, and up to 192 on wide weights through that of `linear_wide_triton.py`, where they were measured faster
-than cuBLAS; cuBLAS takes the rest: `tiles_for` decides.  Knows no model.
+On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
+kernel in linear_triton.py, and products of up to 192 rows with wide weights the one in linear_wide_triton.py, for those shapes
+for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  `product_tiles` decides.  This module knows no
+model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
@@ -18,14 +19,18 @@ from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
 
-FEW = 64  # rows of x up to which the kernel of linear_triton.py goes; linear_wide_triton.py has the one for more
-SMS, WAVE_FULL = 132, 0.8  # of the GPU measured on; the share of them that must have work, over all waves of tiles
+FEW = 64  # threshold in rows of x: up to this many, linear_triton.py's kernel is used, and linear_wide_triton.py's for more
+SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 
 
-class Tiles(NamedTuple):
-    """What one program of the kernel works on: rows of x (padded), rows of the weight, columns a step; and how.
+class ProductTiles(NamedTuple):
+    """What one program of a product kernel works on.
 
-    splits: programs that share a tile's columns; warps and stages are Triton's.
+    block_t: rows of x (padded).
+    block_o: rows of the weight.
+    block_i: columns of a step.
+    splits: programs that share a tile's columns.
+    warps, stages: Triton's.
     """
 
     block_t: int
@@ -36,6 +41,7 @@ class Tiles(NamedTuple):
     stages: int
 
     def shared_bytes(self, itemsize: int) -> int:
+        """Bytes of shared memory that the pipeline's stages take."""
         return self.stages * (self.block_t + self.block_o) * self.block_i * itemsize
 
 
@@ -46,10 +52,10 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None) -> Tensor:
-    """silu_mul(linear(x, W, bias)): [T, F].  W's first F rows are the gate's.
+    """silu_mul(linear(x, W, bias)): [T, F].  The first F rows of W are the gate's, the other F are up's.
 
-    The fused kernel keeps gate and up in float32 until their product, the definition rounds them to x's dtype first: in
-    bf16 the two differ by norm(a - b) / norm(a) < 6e-3, the fused one being closer to the exact product.
+    The fused kernel keeps gate and up in float32 until they are multiplied, whereas the definition rounds them to x's dtype
+    first.  In bf16 the two differ by norm(a - b) / norm(a) < 6e-3, and the fused result is closer to the exact product.
     """
     tiles = _tiles(x_TI, weight_2FI, gated=True)
     if tiles is None:
@@ -58,7 +64,7 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """silu(gate) * up, [..., F], of the two halves of the last dim."""
+    """silu(gate) * up: [..., F].  gate and up are the two halves of the last dim."""
     if use_kernels(gate_up_T2F) and gate_up_T2F.dim() == 2 and gate_up_T2F.stride(1) == 1:
         from specdec.ops.products.linear_triton import launch_silu_mul
 
@@ -67,24 +73,24 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _tiles(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
-    """None where the kernel can't go, or was not measured: without chained launches."""
+def _tiles(x: Tensor, weight: Tensor, gated: bool) -> ProductTiles | None:
+    """The kernel's tiles; None where the kernel can't run, or was not measured because launches can't be chained."""
     if not use_kernels(x) or not has_pdl(x.device) or x.dim() != 2 or x.stride(1) != 1:
         return None
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
-    tiles = tiles_for(x.shape[0], *weight.shape, x.dtype, gated)
+    tiles = product_tiles(x.shape[0], *weight.shape, x.dtype, gated)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
 
 
 def _tma_reads(*matrices: Tensor) -> bool:
-    """Whether the GPU's copy engine can: rows that start on 16 bytes."""
+    """Whether the GPU's copy engine (TMA) can read these matrices: every row must start at a multiple of 16 bytes."""
     return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: Tiles) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
     if tiles.block_t > FEW:
         from specdec.ops.products.linear_wide_triton import launch_wide_linear
 
@@ -96,22 +102,17 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
+    """Bytes of shared memory that one program may have."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the field
     return properties.shared_memory_per_block_optin
 
 
 @cache
-def tiles_for(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> Tiles | None:
-    """The kernel's tiles for T rows and a weight of O rows, or None: cuBLAS.
+def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+    """The kernel's tiles for T rows and a weight of O rows and I columns; None: cuBLAS is used.
 
-    Measured on an H100 in chains of whole layers of the Llama-3.1-8B shape, weights out of memory each time, and on smaller
-    shapes with a norm before each product (benchmarks/gemm.py, results/gemm_h100.json).  Bytes in flight count, not
-    programs: 64 programs with 100 KiB each under way stream a 4096 x 4096 weight as fast as 256 small ones.  Long rows
-    (down, fc) are shared by several programs, so that the fast ones take over from the slow at the end; wide weights
-    (gate_up, lm_head) have tiles enough for that.  Beyond 16 rows x itself must come out of L2 for every tile: fewer
-    columns a step, taller tiles where there are enough of them.  At 64 rows cuBLAS is faster on qkv and o when products
-    follow each other directly, and slower with a norm between, since it can't start early: in a model it never wins.
+    gated: whether the weight holds gate and up rows.
+    The choices were measured on an H100: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     if not 0 < T <= FEW:
         return _tiles_many(T, O, dtype, gated)
@@ -121,52 +122,40 @@ def tiles_for(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> Tiles 
     wide = O >= 16384
     if T <= 16:
         if wide and T <= 8:
-            return Tiles(block_t, 32, 512, 1, 4, 3)
+            return ProductTiles(block_t, 32, 512, 1, 4, 3)
         if O < 4096:
-            return Tiles(block_t, 16, 256, -(-I // 4096), 2, 4)
+            return ProductTiles(block_t, 16, 256, -(-I // 4096), 2, 4)
         if wide or I <= 8192:
-            return Tiles(block_t, 64, 256, 1, 4, 4)
-        return Tiles(block_t, 64, 128, 4, 4, 6) if T <= 8 else Tiles(block_t, 64, 256, 2, 4, 4)
+            return ProductTiles(block_t, 64, 256, 1, 4, 4)
+        return ProductTiles(block_t, 64, 128, 4, 4, 6) if T <= 8 else ProductTiles(block_t, 64, 256, 2, 4, 4)
     if wide:
         stages = 4 if T <= 32 else 3
-        return Tiles(block_t, 64, 128, 1, 4, stages) if gated else Tiles(block_t, 128, 128, 1, 8, stages)
+        return ProductTiles(block_t, 64, 128, 1, 4, stages) if gated else ProductTiles(block_t, 128, 128, 1, 8, stages)
     if O < 4096:
-        return Tiles(block_t, 64, 128, -(-I // 2048), 4, 5)
+        return ProductTiles(block_t, 64, 128, -(-I // 2048), 4, 5)
     splits = -(-I // 8192)
-    return Tiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
+    return ProductTiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
 
 
-def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> Tiles | None:
-    """More than 64 rows: the kernel of linear_wide_triton.py for a gated pair, up to 128 rows for any wide weight, or None.
+def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+    """More than 64 rows: the wide kernel's tiles for a gated pair, and up to 128 rows for any wide weight; None: cuBLAS.
 
-    Measured on an H100 behind a norm, in us, cuBLAS (and SiLU-mul) against ours:
-                         T = 96           T = 128         T = 192
-        gate_up          96.4   88.8    96.1   88.2    103.2   98.8    more than half of it is SiLU-mul's own pass
-        lm_head         388.9  372.3   398    379      407    405      192: left to cuBLAS, as is the draft's
-        draft lm_head                  109.4   98.9    107.4  105.7
-        qkv                             24.5   27.7     25.8   33.4    our best of all tiles and splits: too few tiles for
-        o                               18.5   22.9     19.4   27.5    all SMs, and the partial sums of splits, T * O floats
-        down                            57.4   56.8     54.9   63.2    each, cost more than splits bring
-    Whole layers with their norms, clocks as after 0.3 s of them: 6635 against 6366 at 128 rows, 7275 against 7074 at 192.
-    At 192 tiles of 128 weight rows make gate_up's 98.8 to 94.6, but whole layers 7330: x comes out of L2 twice as often.
-    Rows beyond T are not free: 72 rows took 98.3 padded to 128, and 87.5 to 96.  160 is not measured with these tiles.
-    A program's 200 KiB fill an SM, so tiles go in waves, and a last wave that is mostly empty loses: 19456 x 2560, 192 rows
-    and tiles of 128, 58.6 against 52.2.
+    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     if not FEW < T <= (192 if gated else 128) or dtype == torch.float32 or O < 16384:
         return None
-    tiles = Tiles(96 if T <= 96 else 128, 128, 64, 1, 4, 5)
+    tiles = ProductTiles(96 if T <= 96 else 128, 128, 64, 1, 4, 5)
     if T > 128:
-        tiles = Tiles(160 if T <= 160 else 192, 256, 64, 1, 8, 4)
+        tiles = ProductTiles(160 if T <= 160 else 192, 256, 64, 1, 8, 4)
     programs = -(-O // tiles.block_o)
     return tiles if programs >= WAVE_FULL * SMS * -(-programs // SMS) else None
 
 
-def _tiles_float32(T: int, O: int, I: int) -> Tiles | None:
-    """Without tensor cores the kernel only wins on small weights, the shipped pair's.
+def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:
+    """float32: without tensor cores the kernel is faster than cuBLAS only for small weights, as the shipped pair has them.
 
-    Of more rows than one cuBLAS makes 5.5 to 32 us there, ours 2.5 to 6; on gate_up the two are about even (5 to 8 us).
+    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     if not 1 < T <= 16 or O > 1536 or I > 1024:
         return None
-    return Tiles(8 if T <= 8 else 16, 16, 32, min(8, -(-I // 32)), 2, 3)
+    return ProductTiles(8 if T <= 8 else 16, 16, 32, min(8, -(-I // 32)), 2, 3)

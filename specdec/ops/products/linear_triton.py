@@ -1,13 +1,15 @@
-"""The kernels of `linear.py`: a product with few rows, which streams the weight once, and SiLU-mul for many rows.
+"""The kernels of linear.py: a product with few rows, which streams the weight once, and SiLU-mul for many rows.
 
-With few rows the weight's bytes are all that counts, so a tile of it is the first operand of every product and x, padded
-to BLOCK_T rows, the second.  Knows no shapes' names and chooses no tiles.
+With few rows, only the time to read the weight's bytes matters.  So a tile of the weight is the first operand of every product,
+and x, padded to BLOCK_T rows, is the second.  This module knows no model's shapes and chooses no tiles.
 
-What hides the start of a launch: weights are written by no kernel, so each program asks L2 for the first AHEAD elements of
-its rows before it waits for its predecessor.  What hides the end: it lets its successor go halfway down its own rows, so
-that the successor's requests arrive while the slowest programs here still run.
+The kernel hides the start and the end of a launch (see specdec/ops/launch.py).
+- Start: no kernel writes weights, so each program asks L2 for the first AHEAD elements of its rows before it waits for the
+  kernel in front.
+- End: each program lets the next kernel start when it is halfway through its rows, so that the next kernel's requests arrive
+  while this kernel's slowest programs still run.
 
-Shapes: T rows, I in, O out, F = O of a gated product, whose weight has 2F rows: gate above up.
+Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from torch import Tensor
 from specdec.ops.launch import chained
 
 if TYPE_CHECKING:
-    from specdec.ops.products.linear import Tiles
+    from specdec.ops.products.linear import ProductTiles
 
-AHEAD = 512  # measured in whole layers against 0, 256, 1024, 2048 and all: more only queues before what is needed now
-ARRIVALS = 1024  # tiles of a split product, at most
+AHEAD = 512  # elements of each row; measured: asking for more delays the requests that are needed first
+ARRIVALS = 1024  # the most tiles of a split product
 
 
-@triton.jit(do_not_specialize=["T"])  # rows come and go: a 1 or a multiple of 16 must not mean a new compilation
+@triton.jit(do_not_specialize=["T"])  # T changes from call to call; Triton would compile again for 1 or a multiple of 16
 def linear_kernel(
     x,  # [T, I]
     weight,  # [O, I], or [2 * O, I] if GATED
@@ -45,7 +47,7 @@ def linear_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     r = tl.arange(0, BLOCK_O)
-    if GATED:  # the upper half of the tile is gate rows, the lower half their up rows
+    if GATED:  # the tile's first half holds gate rows, its second half the up rows that belong to them
         out_O = tile * (BLOCK_O // 2) + r % (BLOCK_O // 2)
         row_O = (out_O + r // (BLOCK_O // 2) * O).to(tl.int64)
     else:
@@ -53,7 +55,7 @@ def linear_kernel(
         row_O = out_O.to(tl.int64)
     ok_O = out_O < O
     if not EVEN_O:
-        row_O = tl.where(ok_O, row_O, 0)  # reads what exists, and is never stored
+        row_O = tl.where(ok_O, row_O, 0)  # an out-of-range row reads row 0; its result is not stored
     per_split = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
     low = split * per_split
     high = tl.minimum(low + per_split, I)
@@ -86,7 +88,7 @@ def linear_kernel(
 
     if SPLITS == 1:
         _finish(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
-    else:  # who arrives last sums all, in a fixed order
+    else:  # the program of this tile that arrives last sums all partial results, in a fixed order
         SIZE: tl.constexpr = BLOCK_O * BLOCK_T
         cell_OT = r[:, None] * BLOCK_T + t[None, :]
         mine = partials + tile * (SPLITS * SIZE)
@@ -96,13 +98,15 @@ def linear_kernel(
             tl.store(arrivals + tile, 0)
             acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
             for s in tl.static_range(SPLITS):
-                acc_OT += tl.load(mine + s * SIZE + cell_OT, cache_modifier=".cg")  # not from this SM's own cache
+                acc_OT += tl.load(
+                    mine + s * SIZE + cell_OT, cache_modifier=".cg"
+                )  # .cg: from L2, since this SM's L1 may hold old data
             _finish(acc_OT, bias, y, T, O, BLOCK_T, BLOCK_O, GATED, HAS_BIAS)
 
 
 @triton.jit
 def _prefetch(at, ok):
-    """Asks L2 for the 128 bytes around each address; returns at once."""
+    """Asks L2 for the 128 bytes around each address, and returns at once."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r", [at, ok.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -113,7 +117,7 @@ def _prefetch(at, ok):
 def _finish(
     acc_OT, bias, y, T, O, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
-    """Bias, SiLU-mul, one rounding, store."""
+    """Adds the bias, applies SiLU-mul if gated, rounds once and stores."""
     r = tl.arange(0, BLOCK_O)
     t = tl.arange(0, BLOCK_T)
     y_T = y + t.to(tl.int64) * O
@@ -148,10 +152,11 @@ def silu_mul_kernel(gate_up, out, stride, blocks, F, BLOCK: tl.constexpr, PDL: t
     tl.store(out + row * F + f, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
 
 
-def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: Tiles) -> Tensor:
-    """[T, O], or [T, F] if gated.  x's rows may be strided; at most tiles.block_t of them.
+def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    """[T, O], or [T, F] if gated.  The rows of x may be strided; there are at most tiles.block_t of them.
 
-    A split product counts arrivals in memory that a device's launches share: on one device, one stream at a time.
+    A split product counts its programs' arrivals in memory that all launches on a device share, so a device must run such
+    products on one stream at a time.
     """
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O = rows // 2 if gated else rows
@@ -175,6 +180,7 @@ def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated:
 
 
 def launch_silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """silu(gate) * up of [T, 2F]: [T, F]."""
     T, F = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     assert gate_up_T2F.stride(1) == 1
     out_TF = gate_up_T2F.new_empty(T, F)
@@ -189,5 +195,7 @@ def launch_silu_mul(gate_up_T2F: Tensor) -> Tensor:
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Made by the first call, which is a warm-up and not a capture; each launch leaves it zero."""
+    """A device's arrival counters.  The first call makes them, in a warm-up and not in a capture; each launch leaves them at
+    zero.
+    """
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)

@@ -1,11 +1,11 @@
-"""A product with 65 to 192 rows of x, where cuBLAS leaves a weight's bytes waiting: wide weights, gated or not.
+"""A product with 65 to 192 rows of x and a wide weight, gated or not, for which cuBLAS falls short of the memory's speed.
 
-Beyond 64 rows tensor cores and L2 have to keep up with memory.  So tiles come by TMA, which needs no registers for
-addresses and pads with zeros, and a program sums two tiles of weight rows over the same x: the gate's and the up's, or two
-neighbours.  Triton's tiles are powers of two, so 192 rows of x are two pieces, 128 and 64, under one read of the weight.
-Chains like `linear_triton.py`: see there.  Knows no shapes' names and chooses no tiles.
+Beyond 64 rows tensor cores and L2 have to keep up with memory.  So tiles are loaded by TMA, which needs no registers for
+addresses and pads with zeros.  A program multiplies two tiles of weight rows with the same x: the gate's and the up's, or two
+neighbours.  Triton's tiles are powers of two, so 192 rows of x become two pieces, 128 and 64, that share one read of the
+weight.  The launch is chained as in linear_triton.py.  This module knows no model's shapes and chooses no tiles.
 
-Shapes: T rows, I in, O out, F = O of a gated product, whose weight has 2F rows: gate above up.
+Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from specdec.ops.launch import chained
 from specdec.ops.products.linear_triton import _prefetch
 
 if TYPE_CHECKING:
-    from specdec.ops.products.linear import Tiles
+    from specdec.ops.products.linear import ProductTiles
 
-AHEAD = 256  # elements of each row asked of L2 before the wait; measured: 0 and 128 are slower, 512 is the same
+AHEAD = 256  # elements of each row that are requested from L2 before the wait; measured
 
 
-@triton.jit(do_not_specialize=["T"])  # see linear_kernel
+@triton.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
 def wide_linear_kernel(
     x_low,  # tiles [LOW, BLOCK_I] of x [T, I]
     x_high,  # tiles [HIGH, BLOCK_I]
@@ -83,7 +83,7 @@ def _finish_pair(
     a_HT, b_HT, bias, y, first, first_t, T, O,
     ROWS: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Bias, SiLU-mul, one rounding, store: of the x rows from first_t on."""
+    """Adds the bias, applies SiLU-mul if gated, rounds once and stores the rows of x from first_t on."""
     out_H = first + tl.arange(0, HALF)
     t = first_t + tl.arange(0, ROWS)
     at_HT = y + t.to(tl.int64)[None, :] * O + out_H[:, None]
@@ -100,8 +100,8 @@ def _finish_pair(
         tl.store(at_HT + HALF, b_HT.to(y.dtype.element_ty), mask=(out_H + HALF < O)[:, None] & ok_T)
 
 
-def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: Tiles) -> Tensor:
-    """[T, O], or [T, F] if gated.  x's rows may be strided; tiles.block_t is a power of two, or the sum of two."""
+def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    """[T, O], or [T, F] if gated.  The rows of x may be strided; tiles.block_t is a power of two or the sum of two."""
     (T, I), rows = x_TI.shape, weight_OI.shape[0]
     O, half = rows // 2 if gated else rows, tiles.block_o // 2
     low = 1 << (tiles.block_t.bit_length() - 1)
@@ -118,5 +118,6 @@ def launch_wide_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, g
     return y_TO
 
 
-def _rows_of(matrix: Tensor, rows: int, tiles: Tiles) -> TensorDescriptor:
+def _rows_of(matrix: Tensor, rows: int, tiles: ProductTiles) -> TensorDescriptor:
+    """The copy engine's descriptor of tiles of `rows` rows."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, tiles.block_i])

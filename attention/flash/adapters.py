@@ -1,6 +1,7 @@
-"""Three thin doors to the flash-attn packages: a segment in, its state out.  Argument names, layouts of lse, limits; no kernel.
+"""Three thin adapters of the flash-attn packages: each takes a segment and returns its state.
 
-They answer full layers (no first keys), keys in the models' own dtype, pages the library can read.  Sinks are never passed on:
+They translate argument names, layouts of lse and conventions for empty rows; they hold no kernel.  They answer segments without
+first keys, over keys in the models' own dtype, in pages that the library can read.  Sinks are never passed to a library:
 whoever merges the states adds them, once.
 
 Shapes: T queries, H heads, K kv heads, D head dim, R rows, n queries of each row, P page size.
@@ -21,13 +22,14 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 
-Door = Callable[[Tensor, MHAView, Segment, Scoring], AttentionState]
+Adapter = Callable[[Tensor, MHAView, Segment, Scoring], AttentionState]
 
 
 def fa2_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-    """flash_attn 2.8.  Pages hold a multiple of 256 tokens; a query that reads no key comes back with lse +inf.
+    """The package flash_attn 2.8.  Pages hold a multiple of 256 tokens; a query that reads no key comes back with lse +inf.
 
-    Rows of equal counts go through the call that may split their keys; packed prompts through the one that can't.
+    If all rows hold equally many queries, the call is flash_attn_with_kvcache, which may split keys over the GPU.  Packed
+    prompts go through flash_attn_varlen_func, which can't.
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -44,12 +46,14 @@ def fa2_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
     cu_seqlens_k = torch.nn.functional.pad(segment.cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     out_THD, lse_HT, _ = flash_attn_varlen_func(
         q_THD, k, v, segment.cu_seqlens_q, cu_seqlens_k, max(n, 2), segment.max_keys, return_attn_probs=True, **options
-    )  # told of one query at most, it would take every row to hold one
+    )  # max(n, 2): with 1 the library assumes that every row holds exactly one query, and an empty row holds none
     return _state(out_THD, lse_HT.t())
 
 
 def fa3_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-    """flash_attn_interface.  Returns four things where asked for lse; +inf if no row of the call has a key."""
+    """The package flash_attn_interface.  It returns four values when asked for lse; lse is +inf if no row of the call has a
+    key.
+    """
     from flash_attn_interface import flash_attn_with_kvcache
 
     k, v = _pages(q_THD, view, segment, scoring)
@@ -62,7 +66,11 @@ def fa3_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
 
 
 def fa4_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-    """flash_attn.cute.  Compiles at the first call of each dtype, head shape, causality and softcap: not during a capture."""
+    """The package flash_attn.cute.
+
+    It compiles at the first call of each dtype, head shape, causality and softcap.  That call must not happen inside a graph
+    capture.
+    """
     flash_attn_varlen_func = _fa4()
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_varlen_func(
@@ -77,18 +85,18 @@ def fa4_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
 def _fa4() -> Callable[..., tuple[Tensor, Tensor]]:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
-    # At every compilation, of an argument of its own.
+    # flash-attn 4 triggers this warning with an argument of its own, at every compilation.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
     return flash_attn_varlen_func
 
 
-DOORS: dict[str, Door] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_state}
+ADAPTERS: dict[str, Adapter] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_state}
 
 
 def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Keys and values [pages, P, K, D], as views of the cache; holds the segment against what the doors answer."""
-    assert isinstance(view, MHAView), f"the flash-attn doors read plain caches, got {type(view).__name__}"
-    assert scoring.sinks_H is None, "sinks are merged once, by us"
+    """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
+    assert isinstance(view, MHAView), f"the flash-attn adapters read plain caches, got {type(view).__name__}"
+    assert scoring.sinks_H is None, "sinks are added once, where states are merged"
     assert segment.starts_T is None, "first keys differ by query: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.page_size))
@@ -96,15 +104,16 @@ def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> 
 
 
 def _state(out_THD: Tensor, lse_TH: Tensor) -> AttentionState:
+    """A state whose empty rows have lse -inf instead of the library's +inf."""
     return AttentionState(out_THD, torch.where(lse_TH == torch.inf, -torch.inf, lse_TH))
 
 
 @torch.inference_mode()
-def hold_to_its_word(name: str, q_THD: Tensor, view: MHAView, like: Segment) -> None:
-    """Asks a door what is known: lse is a natural log, and a row without keys is empty.
+def check_conventions(name: str, q_THD: Tensor, view: MHAView, like: Segment) -> None:
+    """Asks a library for two results that are known: that lse is a natural log, and that a row without keys is empty.
 
-    In the dtype and heads of q and view, and in the kind of call that `like` is, so that nothing is compiled in vain.  Raises
-    RuntimeError if the installed library answers otherwise.
+    The question uses the dtype and heads of q and view, and the kind of call that `like` is, so the kernel that it compiles is
+    needed later anyway.  Raises RuntimeError if the installed library answers otherwise.
     """
     (H, D), K, device = q_THD.shape[1:], view.kv.shape[2], q_THD.device
     n, P = min(like.max_seqlen_q, 129), like.page_size
@@ -112,8 +121,8 @@ def hold_to_its_word(name: str, q_THD: Tensor, view: MHAView, like: Segment) -> 
     lens_R = torch.tensor([min(3, P), 0], dtype=torch.int32, device=device)
     segment = Segment(table_R1, lens_R, uniform_cu_seqlens(2, n, device), n, like.causal, P)
     ones = MHAView(torch.ones(P, 2, K, D, dtype=q_THD.dtype, device=device))
-    out_THD, lse_TH = DOORS[name](torch.ones(2 * n, H, D, dtype=q_THD.dtype, device=device), ones, segment, PLAIN)
-    want, got = math.sqrt(D) + math.log(min(3, P)), float(lse_TH[n - 1, 0])  # the row's last query reads all its keys
+    out_THD, lse_TH = ADAPTERS[name](torch.ones(2 * n, H, D, dtype=q_THD.dtype, device=device), ones, segment, PLAIN)
+    want, got = math.sqrt(D) + math.log(min(3, P)), float(lse_TH[n - 1, 0])  # the row's last query reads all keys
     empty = (float(lse_TH[n:].max()), float(out_THD[n:].abs().max()))
     if abs(got - want) > 1e-2 * want or empty != (-math.inf, 0.0):
         raise RuntimeError(

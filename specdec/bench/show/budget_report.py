@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.bench.budget import ATTENTION, GEMM, PHASES, Budget
-from specdec.bench.layout import Grid
 from specdec.bench.measurement import Measurement
+from specdec.bench.show.layout import Grid
 
 SYNTHETIC = "SYNTHETIC"
 LONGEST_SHOWN = 5

@@ -1,0 +1,1 @@
+"""What the benchmark shows of a finished measurement: tables, a legend, a figure.  Measures nothing."""
