@@ -99,6 +99,38 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path) == []
 
 
+def missing_files(page: str) -> list[str]:
+    """Paths in backticks that are neither in the repository nor in specdec/."""
+    paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|sh|txt|json))?|\w+\.py)`", page)
+    roots = (ROOT, ROOT / "specdec", *(ROOT / "specdec").rglob("*/"), ROOT / "attention")
+    return [path for path in paths if not any((root / path).exists() for root in roots)]
+
+
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "ARCHITECTURE.md"], ids=lambda path: path.name)
+def test_files_that_pages_name_are_there(path: Path) -> None:
+    """Keeps out: a guide that sends its reader to a file which was moved or split."""
+    assert path.read_text().count(".py`") > 20
+    assert missing_files(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "ARCHITECTURE.md"], ids=lambda path: path.name)
+def test_names_that_pages_use_are_in_the_code(path: Path) -> None:
+    """Keeps out: a guide that tells its reader to change a function or a field which was renamed."""
+    folders = ("specdec", "draft", "verify", "attention", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file != Path(__file__).resolve()]
+    known = {word for file in files for word in re.findall(r"\w+", file.read_text())}
+    used = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", path.read_text())
+    named = {part for name in used if not name.endswith((".py", ".md", ".json", ".txt")) for part in name.split(".")}
+    tools = {"pytest", "ruff", "mypy", "dev", "format", "check"}
+    assert len(named) > 30 and named - known - tools == set()
+
+
+def test_a_missing_file_is_seen() -> None:
+    """Keeps out: a search that overlooks folders, or names without one."""
+    page = "`specdec/config.py` `engine/loop.py` `steps.py` `caches/` `specdec/no.py` `no.py` `no/`"
+    assert missing_files(page) == ["specdec/no.py", "no.py", "no/"]
+
+
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     """Keeps out: a search that overlooks anchors."""
     (tmp_path / "b.md").write_text("# S, k and nd\n")
