@@ -54,7 +54,7 @@ class Capability:
     kinds: the kinds of layers that its own kernel reads.
     ours: the kinds of layers that specdec's Triton kernels read in its place.  Where this is not empty, they read shared
         prefixes too.
-    kv_dtypes: the settings of kv_cache_dtype that it takes.
+    kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
     fp8_from: the lowest compute capability for fp8 KV.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").  No
         backend reads latents in 8 bits.
@@ -77,7 +77,7 @@ class Capability:
     ours: tuple[str, ...] = ()
     softcap: bool = True
     sinks: bool = True
-    kv_dtypes: tuple[str, ...] = ("auto",)
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
     tree: bool = True
@@ -90,11 +90,12 @@ TABLE = {
     c.name: c
     for c in (
         Capability(
-            "torch", "gathered keys, SDPA", "CPU, H100", ("cpu", "cuda"), dtypes=FLOATS, kv_dtypes=KV_DTYPES, mla="any scoring",
+            "torch", "gathered keys, SDPA", "CPU, H100", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
+            mla="any scoring",
         ),
         Capability(
             "triton", "our kernels", "H100", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain",
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain",
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -126,7 +127,7 @@ class AttentionNeeds:
 
     architecture: the GPU's compute capability; None on a CPU.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
-    kv_dtype: the setting kv_cache_dtype.
+    kv_cache_dtype: as in EngineOptions.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
     rows: the most sequences in a batch.
@@ -142,7 +143,7 @@ class AttentionNeeds:
     kinds: tuple[LayerKind, ...] = (FULL,)
     softcap: bool = False
     sinks: bool = False
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     mla: bool = False
     page_size: int = 16
     tree: bool = True
@@ -227,20 +228,20 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     asked = dict.fromkeys(map(kind_name, n.kinds))
     if not set(asked) & set(c.kinds) and not n.mla:
         yield Fault(f"reads {', '.join(c.kinds)} layers, and these models have {' and '.join(asked)} layers only")
-    if n.kv_dtype not in c.kv_dtypes:
-        problem = f"reads KV in the models' own dtype, got kv_cache_dtype={n.kv_dtype!r}"
-        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_dtype="auto"))
-    elif n.kv_dtype == "fp8" and c.fp8_from and n.architecture and n.architecture < c.fp8_from:
+    if n.kv_cache_dtype not in c.kv_cache_dtypes:
+        problem = f"reads KV in the models' own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
+        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
+    elif n.kv_cache_dtype == "fp8" and c.fp8_from and n.architecture and n.architecture < c.fp8_from:
         wanted, got = (".".join(map(str, numbers)) for numbers in (c.fp8_from, n.architecture))
         problem = f"reads fp8 KV on GPUs of compute capability {wanted} or later, got {got}"
-        yield Fault(problem, "kv_cache_dtype='int8'", replace(n, kv_dtype="int8"))
+        yield Fault(problem, "kv_cache_dtype='int8'", replace(n, kv_cache_dtype="int8"))
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
         yield Fault("reads MLA's latent cache without softcap or sinks, which these models use")
-    if n.mla and n.kv_dtype != "auto":
-        problem = f"reads MLA's latent cache in the model's own dtype, got kv_cache_dtype={n.kv_dtype!r}"
-        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_dtype="auto"))
+    if n.mla and n.kv_cache_dtype != "auto":
+        problem = f"reads MLA's latent cache in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
+        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
     yield from _plan_faults(c, n)
 
 

@@ -57,9 +57,9 @@ def _kind(c: Capability, kind: str) -> str:
 
 
 def _kv(c: Capability, kv: str) -> str:
-    if kv == "fp8" and kv in c.kv_dtypes and c.fp8_from:
+    if kv == "fp8" and kv in c.kv_cache_dtypes and c.fp8_from:
         return f"on {'.'.join(map(str, c.fp8_from))} and later"
-    return _yes(kv in c.kv_dtypes)
+    return _yes(kv in c.kv_cache_dtypes)
 
 
 def _mla(c: Capability) -> str:

@@ -121,12 +121,12 @@ class World:
         self.plan = plan.local(LayerKind(case.window))
 
 
-def cached(kv: Tensor, kv_dtype: str) -> MHAView | QuantView:
+def cached(kv: Tensor, kv_cache_dtype: str) -> MHAView | QuantView:
     """The numbers [slots, 2, K, D], stored as a cache of that kind stores them."""
-    if kv_dtype == "auto":
+    if kv_cache_dtype == "auto":
         return MHAView(kv)
     parts = kv.split(65_536)
-    if kv_dtype == "fp8":
+    if kv_cache_dtype == "fp8":
         scale_2K = torch.full((2, K), 0.02, device=DEVICE)
         return QuantView(torch.cat([to_fp8(part, scale_2K).view(torch.uint8) for part in parts]).view(FP8), scale_2K)
     stored, scales = zip(*map(to_int8, parts), strict=True)

@@ -15,8 +15,17 @@ import torch
 from specdec.attention.kinds import LayerKind
 from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.config_values import flag, mapping, whole
-from specdec.models.checkpoints.loader import build, copy_, fill_attention, fill_layer, fill_mlp, fill_norm
+from specdec.models.checkpoints.config_values import flag, mapping, text, whole
+from specdec.models.checkpoints.loader import (
+    build,
+    copy_,
+    expect_layer_sizes,
+    fill_attention,
+    fill_layer,
+    fill_mlp,
+    fill_norm,
+)
+from specdec.models.checkpoints.swapped import refuse_target_tensors
 from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
 from specdec.models.target import Target
 
@@ -39,13 +48,13 @@ _EAGLE_KEYS: Mapping[str, Sequence[Any]] = {  # key: the values that mean what w
 }
 
 
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+def default_aux_layers(num_layers: int, where: str = "config.json") -> tuple[int, ...]:
     """The reference's features when a config names none: outputs of layers 1, N//2 - 1 and N - 4 (0-based)."""
     layers = (1, num_layers // 2 - 1, num_layers - 4)
     if not 0 <= layers[0] < layers[1] < layers[2]:
         raise ValueError(
-            f"a target of {num_layers} layers has no default aux layers (1, N//2-1, N-4 must ascend); "
-            "name them in the head's eagle_config.eagle_aux_hidden_state_layer_ids"
+            f"{where}: a target of {num_layers} layers has no default aux layers (1, N//2-1, N-4 must ascend); "
+            "name them in eagle_config.eagle_aux_hidden_state_layer_ids"
         )
     return layers
 
@@ -55,9 +64,12 @@ def load_head(folder: Path, target: Target, max_positions: int, device: torch.de
 
     ValueError names any config key or tensor that is unknown, missing or contradicts the target.
     """
-    raw = read_json(folder / "config.json")
+    path = folder / "config.json"
+    raw = read_json(path)
     checkpoint = Checkpoint(folder)
-    config = parse_head_config(raw, checkpoint, target.config, str(folder))
+    refuse_target_tensors(checkpoint.names(), folder)
+    config = parse_head_config(raw, checkpoint, target.config, str(path))
+    _expect_sizes(config, checkpoint)
     head = build(lambda: HEADS[config.kind](config, max_positions), device, dtype)
     if isinstance(head, Eagle3Head):
         _fill_eagle3(head, checkpoint)
@@ -74,6 +86,8 @@ def load_head(folder: Path, target: Target, max_positions: int, device: torch.de
 def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: ModelConfig, where: str) -> HeadConfig:
     """A head's config held against its own tensors and its target's config."""
     _refuse_unread(raw, where)
+    text(raw, "model_type", where)
+    has_bias = flag(raw, "bias", where, True)
     llama = {key: value for key, value in raw.items() if key not in (*_HEAD_KEYS, "layer_types")}
     model = parse_config({"rms_norm_eps": target.rms_norm_eps, **llama, "model_type": "llama"}, where)
     kinds = _layer_kinds(raw, model.num_layers, where)
@@ -89,20 +103,20 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
         only = [key for key in _EAGLE3_KEYS if raw.get(key) is not None]
         if only:
             raise ValueError(f"{where}: {', '.join(only)} belong to EAGLE-3, but the tensors are an EAGLE-1/2 head's")
-        return HeadConfig(model, "eagle1", (), width, target.vocab_size, fc_bias=flag(raw, "bias", where, True))
+        return HeadConfig(model, "eagle1", (), width, target.vocab_size, fc_bias=has_bias)
     if model.num_layers != 1:
         raise ValueError(f"{where}: an EAGLE-3 head must have num_hidden_layers 1, got {model.num_layers}")
     eagle = mapping(raw, "eagle_config", where)
     ids = eagle.get("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"))
     named = ids is not None
-    aux_layers = _check_aux_layers(ids, target.num_layers, where) if named else default_aux_layers(target.num_layers)
+    aux_layers = _check_aux_layers(ids, target.num_layers, where) if named else default_aux_layers(target.num_layers, where)
     return HeadConfig(
         model,
         "eagle3",
         aux_layers,
         width,
-        whole(raw, "draft_vocab_size", where, target.vocab_size),
-        norm_before_residual=bool(eagle.get("norm_before_residual", False)),
+        whole(raw, "draft_vocab_size", where, target.vocab_size, most=target.vocab_size),
+        norm_before_residual=flag(eagle, "norm_before_residual", f"{where}: eagle_config"),
     )
 
 
@@ -126,7 +140,7 @@ def _refuse_unread(raw: dict[str, Any], where: str) -> None:
         if key not in _EAGLE_KEYS:
             raise ValueError(f"{where}: unknown key eagle_config.{key}; it may change what the head computes")
         allowed = _EAGLE_KEYS[key]
-        if allowed and value not in allowed:
+        if allowed and not any(type(value) is type(one) and value == one for one in allowed):
             raise ValueError(f"{where}: eagle_config.{key} must be {' or '.join(map(str, allowed))}, got {value!r}")
 
 
@@ -137,6 +151,20 @@ def _check_aux_layers(ids: Any, num_layers: int, where: str) -> tuple[int, ...]:
     if min(ids) < 0 or max(ids) >= num_layers:
         raise ValueError(f"{where}: eagle_aux_hidden_state_layer_ids must lie in [0, {num_layers - 1}], got {ids}")
     return tuple(sorted(ids))
+
+
+def _expect_sizes(config: HeadConfig, checkpoint: Checkpoint) -> None:
+    """ValueError if the config's sizes are not those of the tensors: keeps an absurd size from taking time and memory."""
+    H = config.model.hidden_size
+    if config.kind == "eagle3":
+        checkpoint.expect("fc.weight", (H, config.feature_size), "hidden_size and eagle_aux_hidden_state_layer_ids")
+        expect_layer_sizes(checkpoint, f"{_layer_prefix(checkpoint)}", config.model, 2 * H)
+        if "lm_head.weight" in checkpoint:
+            checkpoint.expect("lm_head.weight", (config.draft_vocab_size, H), "draft_vocab_size and hidden_size")
+    else:
+        checkpoint.expect("fc.weight", (H, H + config.target_hidden_size), "hidden_size and target_hidden_size")
+        checkpoint.expect_layers("layers", config.model.num_layers)
+        expect_layer_sizes(checkpoint, "layers.0", config.model, H)
 
 
 def _layer_prefix(checkpoint: Checkpoint) -> str | None:
@@ -195,15 +223,16 @@ def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: Target) -> No
             raise ValueError(f"{where}: draft_vocab_size {Vd} (of {V}) needs a d2t tensor that maps draft ids to target ids")
         checkpoint.ignore("t2d")
         return
-    d2t_V = checkpoint.take("d2t", (Vd,)).long()
+    d2t_V = checkpoint.take_integers("d2t", (Vd,)).long()
     ids_V = d2t_V + torch.arange(Vd)
-    if not (bool((ids_V.diff() > 0).all()) and 0 <= int(ids_V[0]) and int(ids_V[-1]) < V):
+    # Each id is compared with the vocabulary too: the difference of two ids near the ends of int64 wraps around.
+    if not bool(((ids_V >= 0) & (ids_V < V)).all() and (ids_V.diff() > 0).all()):
         raise ValueError(
-            f"{where}: d2t must hold offsets (target id = draft id + d2t[draft id]) that give ascending ids below {V}; "
-            "got others (absolute ids?)"
+            f"{checkpoint.file('d2t')}: d2t must hold offsets (target id = draft id + d2t[draft id]) that give ascending ids "
+            f"in [0, {V - 1}]; got others (absolute ids?)"
         )
     if "t2d" in checkpoint:
-        t2d_V = checkpoint.take("t2d", (V,)).bool()
+        t2d_V = checkpoint.take_integers("t2d", (V,)).bool()
         if int(t2d_V.sum()) != Vd or not bool(t2d_V[ids_V].all()):
-            raise ValueError(f"{where}: t2d does not mark the {Vd} target ids that d2t maps to")
+            raise ValueError(f"{checkpoint.file('t2d')}: t2d does not mark the {Vd} target ids that d2t maps to")
     head.d2t_V = d2t_V.to(target.embed_tokens.weight.device) if bool(d2t_V.any()) else None

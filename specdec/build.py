@@ -46,9 +46,9 @@ CAPTURE_SECONDS = 0.2  # of a round's graph, its warm-up included, on a slow hos
 # there one dense product over all rows' keys answers all of them.
 LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
 MOST_PACKED = 64  # queries x heads of a row that read each key, beyond which reading keys less often gains nothing
-# The cost of a chunk of prompts, in tokens of an empty context (engine/chunks.py): between rounds of running rows, and alone.
-# On a CPU the second bounds a chunk's mask.  Measured on an H200 at the 8B shape: benchmarks/README.md, prompts in chunks.
-CHUNK_COST = {"cuda": (1536, 8192), "cpu": (256, 1024)}
+# The cost of a chunk of prompts, in tokens of an empty context (engine/chunks.py): between rounds of running rows, and of whole
+# prompts while no row runs.  On a CPU the second bounds a chunk's mask.  Measured: benchmarks/README.md, prompts in chunks.
+CHUNK_COST = {"cuda": (1920, 8192), "cpu": (256, 1024)}
 # What decides whether a chunk is captured: seconds in which a slow host launches a layer, and products a second of a GPU.
 LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # of attention over long contexts against the matrix products of a layer, in operations a second
@@ -65,7 +65,7 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
     heads = heads_a_key(model.config)
     shared = shared_room(workers.state, MOST_PACKED, heads) if settings.options.prefix_caching else None
-    runner = DeviceRunner(workers, graphs, most_captured_tokens(model, head), shared)
+    runner = DeviceRunner(workers, graphs, most_captured_cost(model, head), shared)
     admission = Admission(pool, settings.lookahead, settings.options.prefix_caching)
     scheduler = Scheduler(
         admission,
@@ -127,8 +127,8 @@ def doubling_context(config: ModelConfig) -> float:
     return math.inf if not full else ATTENTION_EFFICIENCY * products / (4.0 * heads_D * full)
 
 
-def most_captured_tokens(model: Target, head: DraftHead | None) -> int:
-    """Tokens of a chunk up to which a GPU computes for a shorter time than a slow host launches: those chunks are captured.
+def most_captured_cost(model: Target, head: DraftHead | None) -> int:
+    """Cost of a chunk up to which a GPU computes for a shorter time than a slow host launches: those chunks are captured.
 
     A layer's launches take the same time whatever its width, and its kernels the longer the more weights it has.
     """

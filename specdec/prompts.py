@@ -141,9 +141,9 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
         raise TypeError(_expected(name, prompt) + (f"; {fault}" if fault else ""))
     if not ids:
         raise ValueError(f"{name} is empty: expected at least one token")
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} holds the token id {token}; expected ids in [0, {vocab_size - 1}]")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ValueError(f"{name} holds the token id {wrong}; expected ids in [0, {vocab_size - 1}]")
     return ids
 
 

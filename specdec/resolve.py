@@ -149,7 +149,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),
-        kv_dtype=settings.options.kv_cache_dtype,
+        kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),
         page_size=settings.options.page_size,
         tree=spec is not None and spec.topk > 1,

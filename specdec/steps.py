@@ -18,8 +18,8 @@ RoundKind = Literal["plain", "paused", "speculative"]
 
 
 @dataclass(frozen=True)
-class EnterRow:
-    """A request takes a row of the batch.  The row takes no part in rounds until its whole prompt has run.
+class Entry:
+    """A request that takes a row of the batch.
 
     pages: of the KV pool, by position.  temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
     """
@@ -30,6 +30,13 @@ class EnterRow:
     top_k: int
     top_p: float
     seed: int
+
+
+@dataclass(frozen=True)
+class EnterRows:
+    """Requests take rows of the batch.  A row takes no part in rounds until its whole prompt has run."""
+
+    entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
@@ -59,12 +66,14 @@ class PromptPart:
 class RunChunk:
     """One pass over parts of prompts.  A row whose prompt ends in it gets its first token, and runs from now on.
 
-    drafted: whether the drafter reads the prompts too.  mode: of the rows whose prompts end here.
+    drafted: whether the drafter reads the prompts too.  mode: of the rows whose prompts end here.  cost: of the pass, in
+    tokens of an empty context: a token that reads many others costs more.
     """
 
     parts: tuple[PromptPart, ...]
     mode: SamplingMode
     drafted: bool
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ class ClearRow:
     row: int
 
 
-Step = EnterRow | RunChunk | RunRound | CatchUp | ShareRows | MoveRow | ClearRow
+Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | MoveRow | ClearRow
 
 
 class Pending(Protocol):

@@ -136,7 +136,7 @@ def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str], command:
 def test_a_tree_shape_may_leave_its_size_out() -> None:
     """Keeps out: three numbers where two say all."""
     assert tree_shape("5,4,16") == SpecConfig(5, 4, 16) and tree_shape("auto,1,6") == SpecConfig("auto", 1, 6)
-    assert tree_shape("5,4") == SpecConfig(num_steps=5, topk=4)
+    assert tree_shape("5,4") == SpecConfig(num_steps=5, topk=4) and tree_shape("3,1") == SpecConfig(3, 1, 4)
 
 
 def test_a_target_without_a_draft_is_measured_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def settings_in(message: str) -> list[dict[str, Any]]:
     return found
 
 
-NAMES = {"kv_cache_dtype": "kv_dtype", "cuda_graphs": "graphs", "prefix_caching": "shared_prefixes"}
+NAMES = {"cuda_graphs": "graphs", "prefix_caching": "shared_prefixes"}
 
 
 def applied(name: str, needs: AttentionNeeds, settings: dict[str, Any]) -> tuple[str, AttentionNeeds]:
@@ -110,8 +110,8 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "head_dims": dict(head_dims=(128, 272)),
     "odd heads": dict(head_dims=(100,)),
     "no full layer": dict(kinds=(LAYERS["window"], LAYERS["chunk"])),
-    "two at once": dict(mla=True, head_dims=(), kv_dtype="fp8"),
-    "fp8 on Ampere": dict(architecture=(8, 0), kv_dtype="fp8"),
+    "two at once": dict(mla=True, head_dims=(), kv_cache_dtype="fp8"),
+    "fp8 on Ampere": dict(architecture=(8, 0), kv_cache_dtype="fp8"),
     "nothing": dict(),
     "shared_prefixes": dict(shared_prefixes=True),
 }
@@ -125,7 +125,7 @@ def test_what_the_cells_hold_fixed(name: str, change: str, monkeypatch: pytest.M
     needs = replace(WANTED, **OTHER_MACHINES[change])
     if why_not(name, needs):
         hold_refusal(name, needs)
-    assert choose_backend("auto", replace(needs, kv_dtype="auto")).reason
+    assert choose_backend("auto", replace(needs, kv_cache_dtype="auto")).reason
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "triton"])

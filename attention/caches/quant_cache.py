@@ -126,13 +126,13 @@ def to_int8(kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
 class QuantCache:
     """Keys and values in 8 bits: [layers, num_slots, 2, K, D].
 
-    kv_dtype: "fp8" or "int8".
+    kv_cache_dtype: "fp8" or "int8".
     scales: each layer's fp8 scales, [2, K] float32; None for layers whose scales the checkpoint does not hold.
     """
 
     def __init__(
         self,
-        kv_dtype: str,
+        kv_cache_dtype: str,
         num_layers: int,
         num_slots: int,
         num_kv_heads: int,
@@ -144,9 +144,9 @@ class QuantCache:
     ) -> None:
         self.kinds = tuple(kinds or [FULL] * num_layers)
         shape = (num_layers, num_slots, 2, num_kv_heads, head_dim)
-        self.kv = torch.empty(shape, dtype=KV_CACHE_DTYPES[kv_dtype], device=device)
+        self.kv = torch.empty(shape, dtype=KV_CACHE_DTYPES[kv_cache_dtype], device=device)
         self.scales: Tensor | None = None
-        if kv_dtype == "int8":
+        if kv_cache_dtype == "int8":
             self.scales = torch.empty(shape[:-1], dtype=torch.float32, device=device)
             self._views = [QuantView(kv, scales_N2K=scales) for kv, scales in zip(self.kv, self.scales, strict=True)]
         else:

@@ -132,11 +132,11 @@ class BatchState:
         self.pending_features_BPF[rows_B, self.pending_B] = features_BF
         self.pending_B.add_(self.active_B)
 
-    def enter_row(self, row: int, pages: Tensor, sampling: tuple[float, int, float, int]) -> None:
-        """Gives the row its pages ([w] int32, on the device) and its sampling: temperature, top_k, top_p, seed."""
-        self.prompt_table_BW[row, : pages.shape[0]] = pages
-        for tensor, value in zip(self.sampling, sampling, strict=True):
-            tensor[row] = value
+    def enter_rows(self, rows_R: Tensor, pages_Rw: Tensor, sampling: RowSampling) -> None:
+        """Gives rows (int64) their first w pages, of any integer type, and their sampling, of any types."""
+        self.prompt_table_BW[:, : pages_Rw.shape[1]].index_copy_(0, rows_R, pages_Rw.int())
+        for tensor, values_R in zip(self.sampling, sampling, strict=True):
+            tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))
 
     def start_rows(self, rows_R: Tensor, lens_R: Tensor, last_R: Tensor, bonus_R: Tensor) -> None:
         """Prompts have run up to lens_R; where last_R is 1 they are complete, and the row runs from now on.

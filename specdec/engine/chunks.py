@@ -24,13 +24,15 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkBudget:
-    """beside_rounds: the cost of a chunk between two rounds of running rows.  alone: of a chunk while no row runs.
+    """beside_rounds: what a chunk may cost between two rounds of running rows.
 
+    whole_prompts: what it may cost while no row runs, if it consists of whole prompts.  Parts of longer prompts fill a chunk up
+    to beside_rounds only, so that a short prompt that comes next does not wait for long.
     most: the most tokens of one prompt in one chunk.  doubling: see the top of this file.
     """
 
     beside_rounds: int
-    alone: int
+    whole_prompts: int
     doubling: float = math.inf
     most: int | None = None
 
@@ -50,28 +52,33 @@ class ChunkBudget:
         """Tokens of each prompt (in order of arrival) in the next chunk; 0 of those that wait.  At least one in all.
 
         The prompts that have least left come first, so that the first token of a short prompt does not wait for a long one.
-        The prompt that arrived first gets its fair share before that.
+        Before them, the prompt that arrived first gets its fair share.
         """
-        budget: float = self.beside_rounds if rows_run else self.alone
-        shares = [0] * len(prompts)
+        shares, spent = [0] * len(prompts), 0.0
         by_cost = sorted(range(len(prompts)), key=lambda i: self.cost(*prompts[i]))
-        reserved = {0: budget / FAIR_SHARE} if by_cost[0] != 0 else {}
-        for index in (*reserved, *by_cost):
-            left = Left(prompts[index].start + shares[index], prompts[index].count - shares[index])
-            count = self.affordable(left, reserved.pop(index, budget))
-            if self.most is not None:
-                count = min(count, self.most - shares[index])
-            shares[index] += count
-            budget -= self.cost(left.start, count)
+        if by_cost[0] != 0:
+            shares[0] = self.affordable(prompts[0], self.beside_rounds / FAIR_SHARE)
+            spent = self.cost(prompts[0].start, shares[0])
+        budget = self.beside_rounds if rows_run else max(self.beside_rounds, self.whole_prompts)
+        for index in by_cost:
+            start, count = prompts[index].start + shares[index], prompts[index].count - shares[index]
+            if spent + self.cost(start, count) <= budget and (self.most is None or prompts[index].count <= self.most):
+                shares[index] = prompts[index].count
+                spent += self.cost(start, count)
+                continue
+            most = count if self.most is None else min(count, self.most - shares[index])
+            part = self.affordable(Left(start, most), self.beside_rounds - spent)
+            shares[index] += part
+            spent += self.cost(start, part)
         if not any(shares):
             shares[by_cost[0]] = 1
         return self._trimmed(prompts, shares)
 
     def _trimmed(self, prompts: Sequence[Left], shares: list[int]) -> list[int]:
         """Cuts the longest part that does not end its prompt, so that the chunk's size is a multiple of the granule."""
-        cut = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.count]
+        parts = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.count]
         excess = sum(shares) % GRANULE
-        if cut and sum(shares) > GRANULE:
-            longest = max(cut, key=lambda i: shares[i])
+        if parts and sum(shares) > GRANULE:
+            longest = max(parts, key=lambda i: shares[i])
             shares[longest] -= min(excess, shares[longest] - 1)
         return shares

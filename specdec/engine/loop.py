@@ -84,7 +84,8 @@ class Engine:
         """
         with self.lock:
             try:
-                self._run(self.scheduler.admit())
+                if entering := self.scheduler.admit():
+                    self.runner.run(entering)
                 launch = self.scheduler.next()
                 is_unread = launch is not None and self._launch(launch)
                 while self.scheduler.seats and len(self._unread) > (self.depth if is_unread else 0):

@@ -15,7 +15,7 @@ from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
-from specdec.steps import ClearRow, EnterRow, MoveRow, PromptPart, RunChunk, RunRound, SamplingMode, Step
+from specdec.steps import ClearRow, EnterRows, Entry, MoveRow, PromptPart, RunChunk, RunRound, SamplingMode, Step
 
 
 @dataclass(eq=False)
@@ -104,9 +104,9 @@ class Scheduler:
 
     # ---- what runs next ----
 
-    def admit(self) -> list[Step]:
+    def admit(self) -> EnterRows | None:
         """Gives free rows and pages to waiting requests, in the order of arrival."""
-        steps: list[Step] = []
+        entries: list[Entry] = []
         while self.waiting and len(self.seats) < self.rows:
             request = self.waiting[0]
             found = self.admission.find(request, self.speculation.enabled)
@@ -118,10 +118,10 @@ class Scheduler:
             self.waiting.popleft()
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
-            steps.append(EnterRow(len(self.seats), place.table, *options))
+            entries.append(Entry(len(self.seats), place.table, *options))
             self.seats.append(Seat(request, place.start))
             self._rows_changed()
-        return steps
+        return EnterRows(tuple(entries)) if entries else None
 
     def next(self) -> Launch | None:
         """The next chunk or round.  Chunks and rounds take turns while there are both; None: there is nothing to launch."""
@@ -170,7 +170,8 @@ class Scheduler:
                 seat.runs, seat.unread = True, 1
                 self._rows_changed()
         ending = [seat.request for seat in seats if seat is not None and seat.runs]
-        return Launch([], RunChunk(tuple(parts), sampling_mode(ending), self.speculation.enabled), seats)
+        cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
+        return Launch([], RunChunk(tuple(parts), sampling_mode(ending), self.speculation.enabled, cost), seats)
 
     def _next_round(self) -> Launch:
         seats = [seat if seat.runs else None for seat in self.seats]

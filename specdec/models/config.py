@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import NotComputedHere, flag, mapping, number, text, token_ids, whole
+from specdec.models.checkpoints.config_values import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    NotComputedHere,
+    dtype_name,
+    flag,
+    mapping,
+    number,
+    token_ids,
+    whole,
+)
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -72,8 +82,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; expected a Hugging Face model folder holding {path.name}")
     try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid UTF-8: {error}") from error
+    except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
@@ -101,22 +113,31 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
     parameters, scaling = (mapping(raw, key, where) for key in ("rope_parameters", "rope_scaling"))
     if default is not None and not parameters and not scaling and raw.get("rope_theta") is None:
         return default
-    outside = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
+    outside = {key: number(raw, key, where) for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
     merged = {**outside, **scaling, **parameters}
     kind = rope_type(merged, where)
     if kind not in _ROPE_KEYS:
         raise NotComputedHere(
-            f"{where}: rope type must be default, linear or llama3, got {kind!r}: no module of ours computes it yet"
+            f"{where}: rope type must be default, linear or llama3, got {kind!r} (rope_type): no native module computes it yet"
         )
     if unknown := sorted(set(merged) - _ROPE_KNOWN):
-        raise ValueError(f"{where}: unknown rope keys {', '.join(unknown)}; they may change what the model computes")
+        raise ValueError(
+            f"{where}: unknown rope keys {', '.join(unknown)} in rope_parameters or rope_scaling; they may change the model"
+        )
     if merged.get("partial_rotary_factor") is not None and number(merged, "partial_rotary_factor", where) != 1.0:
-        raise NotComputedHere(f"{where}: partial_rotary_factor must be absent or 1: no module of ours computes parts yet")
+        raise NotComputedHere(
+            f"{where}: partial_rotary_factor must be absent or 1: no native module turns only a part of each head yet"
+        )
     wanted = _ROPE_KEYS[kind]
     missing = [key for key in wanted if merged.get(key) is None]
     if missing:
         raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
     numbers = {name: number(merged, key, where) for key, name in wanted.items()}
+    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise ValueError(
+            f"{where}: high_freq_factor must be above low_freq_factor, got {numbers['high_freq_factor']:g} and "
+            f"{numbers['low_freq_factor']:g}"
+        )
     return RopeConfig(theta=number(merged, "rope_theta", where, RopeConfig.theta), kind=kind, **numbers)
 
 
@@ -142,14 +163,18 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     refuse_unknown(raw, NATIVE_KEYS, where)
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
-        raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
-    hidden, intermediate, layers, heads, vocab_size = (whole(raw, key, where) for key in _REQUIRED)
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
+    hidden, intermediate, heads, vocab_size = (whole(raw, key, where) for key in _REQUIRED if key != "num_hidden_layers")
     kv_heads = whole(raw, "num_key_value_heads", where, heads)
     head_dim = whole(raw, "head_dim", where, hidden // heads, least=0)
     if heads % kv_heads:
         raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
     if head_dim % 2 or not head_dim:
-        raise ValueError(f"{where}: head_dim must be even and above 0 for rotary embeddings, got {head_dim}")
+        own = "" if raw.get("head_dim") is not None else ", which is hidden_size / num_attention_heads where it is absent"
+        raise ValueError(f"{where}: head_dim must be even and above 0 for rotary embeddings, got {head_dim}{own}")
+    for key in ("max_sequence_length", "pretraining_tp"):  # not read, but a config with such sizes is broken
+        whole(raw, key, where, 1)
     attention_bias = flag(raw, "attention_bias", where)
     return ModelConfig(
         family=family,
@@ -162,7 +187,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         vocab_size=vocab_size,
         rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-6),
         rope=parse_rope(raw, where),
-        max_position=whole(raw, "max_position_embeddings", where, 2048),
+        max_position=whole(raw, "max_position_embeddings", where, 2048, most=MOST_POSITIONS),
         tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias and family in ("llama", "qwen3"),
@@ -170,7 +195,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         qk_norm=family == "qwen3",
         layer_kinds=_layer_kinds(raw, family, where),
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
-        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
+        dtype=dtype_name(raw, where),
     )
 
 
@@ -210,9 +235,13 @@ _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atten
 def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKind, ...]:
     """What each layer reads, by the rules of transformers' own class of the family."""
     count, types = raw["num_hidden_layers"], raw.get("layer_types")
-    window = sliding_window(raw, where) if _has_windows(raw, family, where) else None
-    if family in ("qwen2", "qwen3"):
-        first = whole({"max_window_layers": 28, **raw}, "max_window_layers", where, least=0)
+    is_qwen = family in ("qwen2", "qwen3")
+    window = sliding_window(raw, where)  # read in every family, so that a broken value is refused in every one
+    is_on = flag(raw, "use_sliding_window", where)
+    first = whole({"max_window_layers": 28, **raw}, "max_window_layers", where, 28 if not is_qwen else None, least=0)
+    if not (family == "mistral" or is_qwen and is_on):  # Qwen ships the number with a switch that turns it off
+        window = None
+    if is_qwen:
         expected = _alternating(count, first, window)
     else:
         expected = [WINDOWED if window else "full_attention"] * count
@@ -220,10 +249,10 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
         types = expected
     else:
         _check_types(types, count, where)
-    if family not in ("qwen2", "qwen3") and types != expected:
+    if not is_qwen and types != expected:
         raise ValueError(f"{where}: a {family} model's layers are all alike ({expected[0]}), got layer_types {types}")
     if WINDOWED in types and window is None:
-        raise ValueError(f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on")
+        raise ValueError(f"{where}: layer_types has {WINDOWED}, but no sliding_window is switched on (use_sliding_window)")
     return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
 
 
@@ -233,13 +262,6 @@ def _check_types(types: Any, count: int, where: str) -> None:
         raise ValueError(message)
     if set(types) - {"full_attention", WINDOWED}:
         raise NotComputedHere(message)
-
-
-def _has_windows(raw: dict[str, Any], family: str, where: str) -> bool:
-    """Qwen ships the number with a switch that turns it off; Llama has none."""
-    if family in ("qwen2", "qwen3"):
-        return flag(raw, "use_sliding_window", where)
-    return family == "mistral"
 
 
 def _alternating(count: int, first: int, window: int | None) -> list[str]:
@@ -252,4 +274,4 @@ def sliding_window(raw: dict[str, Any], where: str) -> int | None:
     window = raw.get("sliding_window", 4096)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(f"{where}: sliding_window must be a positive number of tokens or null, got {window!r}")
-    return window
+    return None if window is None else whole({"sliding_window": window}, "sliding_window", where)

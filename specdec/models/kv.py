@@ -2,9 +2,9 @@
 
 This file knows model configs and caches; it knows neither pages nor requests.
 
-`kept`, in all functions, is the setting kv_cache_dtype: "auto" stores keys and values in the model's own dtype, while "fp8" and
-"int8" quantise them.  A config's head_dim is the dimension of every key and value head; only with latent attention (MLA) it is
-the rotated part of a key, which is stored beside the latent.
+kv_cache_dtype is, in all functions, the setting of that name: "auto" stores keys and values in the model's own dtype, while
+"fp8" and "int8" quantise them.  A config's head_dim is the dimension of every key and value head; only with latent attention
+(MLA) it is the rotated part of a key, which is stored beside the latent.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def keeps_latents(config: ModelConfig) -> bool:
     return isinstance(config, DeepseekConfig)
 
 
-def kv_token_bytes(config: ModelConfig, kept: str, dtype: torch.dtype) -> int:
+def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers.  dtype: the model's; latents are always stored in it."""
     if isinstance(config, DeepseekConfig):
         return config.num_layers * (config.rank + config.head_dim) * dtype.itemsize
-    return kv_bytes_per_token(kept, dtype, config.num_layers, config.num_kv_heads, config.head_dim)
+    return kv_bytes_per_token(kv_cache_dtype, dtype, config.num_layers, config.num_kv_heads, config.head_dim)
 
 
 def heads_a_key(config: ModelConfig) -> int:
@@ -38,7 +38,7 @@ def heads_a_key(config: ModelConfig) -> int:
 
 
 def make_cache(
-    model: nn.Module, config: ModelConfig, num_slots: int, kept: str, dtype: torch.dtype, device: torch.device
+    model: nn.Module, config: ModelConfig, num_slots: int, kv_cache_dtype: str, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """An empty cache of num_slots tokens for all layers of a model.
 
@@ -47,6 +47,6 @@ def make_cache(
     layers, heads, dim, kinds = config.num_layers, config.num_kv_heads, config.head_dim, config.layer_kinds
     if isinstance(config, DeepseekConfig):
         return MLACache(layers, num_slots, config.rank, dim, dtype=dtype, device=device, kinds=kinds)
-    if kept == "auto":
+    if kv_cache_dtype == "auto":
         return MHACache(layers, num_slots, heads, dim, dtype=dtype, device=device, kinds=kinds)
-    return QuantCache(kept, layers, num_slots, heads, dim, device=device, kinds=kinds, scales=kv_scales(model))
+    return QuantCache(kv_cache_dtype, layers, num_slots, heads, dim, device=device, kinds=kinds, scales=kv_scales(model))

@@ -14,6 +14,7 @@ import torch
 
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.loader import load_target, with_generation_eos
+from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_json
 from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
 from specdec.models.target import Target
@@ -49,7 +50,10 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}; nearest setting that works: 'auto'")
-    family = text(read_json(folder / "config.json"), "model_type", str(folder))
+    path = folder / "config.json"
+    raw = read_json(path)
+    refuse_head_config(raw, path)
+    family = text(raw, "model_type", str(path))
     native = _native(family)
     if backend == "transformers":
         return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
@@ -57,10 +61,10 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
             known = ", ".join((*FAMILIES, *DEEPSEEK))
-            raise ValueError(f"{folder}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
+            raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
-        config = with_generation_eos(native.parse(read_json(folder / "config.json"), str(folder)), folder)
+        config = with_generation_eos(native.parse(raw, str(path)), folder)
     except NotComputedHere as error:
         if backend == "native":
             raise

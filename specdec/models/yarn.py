@@ -71,12 +71,16 @@ def parse_rope_with_yarn(raw: dict[str, Any], where: str) -> RopeConfig:
     if rope_type(merged, where) != "yarn":
         return parse_rope(raw, where)
     if unknown := sorted(set(merged) - _KNOWN):
-        raise ValueError(f"{where}: unknown rope keys {', '.join(unknown)}; they may change what the model computes")
+        raise ValueError(
+            f"{where}: unknown rope keys {', '.join(unknown)} in rope_parameters or rope_scaling; they may change the model"
+        )
     if missing := [key for key in ("factor", "original_max_position_embeddings") if merged.get(key) is None]:
         raise ValueError(f"{where}: rope type 'yarn' needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
     merged = {"rope_theta": raw.get("rope_theta"), **merged}
     given = [key for key in _NUMBERS if merged.get(key) is not None]
     numbers: dict[str, Any] = {_NUMBERS[key]: number(merged, key, where, or_zero=key.startswith("mscale")) for key in given}
+    if numbers.get("theta", RopeConfig.theta) <= 1:  # the blend's borders are logarithms to this base
+        raise ValueError(f"{where}: rope_theta must be above 1 for rope type 'yarn', got {merged['rope_theta']!r}")
     rope = YarnRope(**numbers, truncate=flag(merged, "truncate", where, True))
     if "amplitude" in numbers:
         return rope

@@ -1,6 +1,6 @@
 """Chunks of prompts through both models: eagerly, or by replaying a graph where launching would take longer than computing.
 
-A small chunk's kernels are over before the host has launched the next ones, so chunks up to `most_captured` tokens are
+A small chunk's kernels are over before the host has launched the next ones, so chunks that cost at most `most_captured` are
 captured, padded to a bucket, once the bucket has come often enough to be worth it.
 
 Knows both models' workers; no request and no page.
@@ -19,6 +19,7 @@ from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.workers import Workers
 from specdec.steps import RunChunk, SamplingMode
 
+LARGEST_STEP = 128  # between buckets: products compute whole tiles of rows
 EAGER_USES = 1  # of a bucket before it is captured, which takes as long as a few eager passes
 
 
@@ -33,7 +34,7 @@ class Work(NamedTuple):
 class PromptRunner:
     """Runs chunks.  What they compute for the batch is written into its rows; the first tokens come back.
 
-    capture: whether there are CUDA graphs.  most_captured: tokens of the largest bucket; a larger chunk runs eagerly.
+    capture: whether there are CUDA graphs.  most_captured: the cost of a chunk (see RunChunk) above which it runs eagerly.
     """
 
     def __init__(self, workers: Workers, capture: bool, most_captured: int) -> None:
@@ -47,7 +48,7 @@ class PromptRunner:
         exact = ChunkShape.of(chunk.parts)
         bucket = bucket_of(exact)
         reads_lengths = not self.workers.verifier.backend.reads_no_lengths  # then the host must know each chunk's own lengths
-        if not self.graphs.enabled or reads_lengths or bucket.tokens > self.most_captured:
+        if not self.graphs.enabled or reads_lengths or max(chunk.cost, bucket.tokens) > self.most_captured:
             return self._eager(chunk, exact)
         work = Work(bucket, chunk.mode, chunk.drafted)
         self._uses[work] += 1
@@ -85,8 +86,8 @@ class PromptRunner:
 
 
 def bucket_of(exact: ChunkShape) -> ChunkShape:
-    """The padded shape whose graph serves this one: tokens in steps of an eighth of the next power of two."""
+    """The padded shape whose graph serves this one: tokens in steps of an eighth of the next power of two, at most 128."""
     tokens = exact.tokens
-    step = max(16, 1 << max(0, (tokens - 1).bit_length() - 3))
+    step = min(LARGEST_STEP, max(16, 1 << max(0, (tokens - 1).bit_length() - 3)))
     padded = -(-tokens // step) * step
     return ChunkShape(padded, 1 << (exact.parts - 1).bit_length(), padded, uniform=False, cached=None)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from specdec.attention.shared import SharedPrefix
+from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.config import GraphMode
 from specdec.ops.cuda_graph import on_device
@@ -20,7 +21,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, ClearRow, EnterRow, MoveRow, Pending, RunChunk, RunRound, ShareRows, Step
+from specdec.steps import CatchUp, ClearRow, EnterRows, MoveRow, Pending, RunChunk, RunRound, ShareRows, Step
 
 
 class DeviceRunner:
@@ -37,7 +38,7 @@ class DeviceRunner:
         self.prompts = PromptRunner(workers, bool(graphs), most_captured)
         self.readback = Readback(self.device)
         self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
-            EnterRow: self._enter,
+            EnterRows: self._enter,
             RunChunk: self._chunk,
             RunRound: self._round,
             CatchUp: self._catch_up,
@@ -79,11 +80,19 @@ class DeviceRunner:
 
     # ---- what changes rows ----
 
-    def _enter(self, step: EnterRow) -> None:
-        pages = torch.tensor(step.pages, dtype=torch.int32)
-        if self.device.type == "cuda":  # from pinned memory nobody waits for the copy
-            pages = pages.pin_memory().to(self.device, non_blocking=True)
-        self.workers.state.enter_row(step.row, pages, (step.temperature, step.top_k, step.top_p, step.seed))
+    def _enter(self, step: EnterRows) -> None:
+        """All numbers travel in one copy, from pinned memory, so that nobody waits for it."""
+        most = max(len(entry.pages) for entry in step.entries)
+        numbers_RX = torch.zeros(len(step.entries), 5 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
+        for row, entry in enumerate(step.entries):
+            ints[row, :3] = entry.row, entry.top_k, entry.seed
+            floats[row, 3:5] = entry.temperature, entry.top_p
+            ints[row, 5 : 5 + len(entry.pages)] = entry.pages
+        numbers_RX = numbers_RX.to(self.device, non_blocking=True)
+        floats_RX = numbers_RX.view(torch.float64)
+        sampling = RowSampling(floats_RX[:, 3], numbers_RX[:, 1], floats_RX[:, 4], numbers_RX[:, 2])
+        self.workers.state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 5:], sampling)
 
     def _catch_up(self, step: CatchUp) -> None:
         self.rounds.catch_up(self._rows(step.rows, step.shared))

@@ -138,7 +138,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
         ("triton", dict(head_dims=(128, 64))),
         ("triton", dict(architecture=(8, 0))),
         ("triton", dict(page_size=128)),
-        ("triton", dict(kv_dtype="fp8")),
+        ("triton", dict(kv_cache_dtype="fp8")),
     ],
 )
 def test_auto_takes_what_measured_faster(asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

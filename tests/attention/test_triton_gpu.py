@@ -87,8 +87,8 @@ def world(
     return World(plan, MHAView(kv), q_THD, lens_B, slots_BN.flatten(), table)
 
 
-def in_8_bit(view: MHAView, kv_dtype: str) -> QuantView:
-    if kv_dtype == "fp8":
+def in_8_bit(view: MHAView, kv_cache_dtype: str) -> QuantView:
+    if kv_cache_dtype == "fp8":
         scale_2K = torch.rand(2, view.kv.shape[2], device=DEVICE) * 0.02 + 0.01
         return QuantView(to_fp8(view.kv, scale_2K), scale_2K)
     stored, scales_N2K = to_int8(view.kv)
@@ -123,15 +123,15 @@ def test_against_float64(case: tuple, dtype: torch.dtype) -> None:
     assert error(attend(w), w) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("layer", [FULL, LayerKind(window=128), LayerKind(chunk=700)], ids=str)
 @pytest.mark.parametrize(
     "case", [("tree", 2, 3000, 32), ("tree", 3, 1500, 6, 5), ("chain", 2, 3000, 6), ("prompts", 2, 900, 0)], ids=str
 )
-def test_kinds_against_float64(case: tuple, layer: LayerKind, kv_dtype: str) -> None:
+def test_kinds_against_float64(case: tuple, layer: LayerKind, kv_cache_dtype: str) -> None:
     """Keeps out: first keys, sinks, softcaps and 8-bit numbers that are wrong in compiled code only."""
     w = world(*case)
-    w = w._replace(view=w.view if kv_dtype == "auto" else in_8_bit(w.view, kv_dtype))
+    w = w._replace(view=w.view if kv_cache_dtype == "auto" else in_8_bit(w.view, kv_cache_dtype))
     if case[0] == "prompts":
         w = w._replace(plan=replace(w.plan, positions_T=torch.arange(case[2], device=DEVICE).repeat(case[1])))
     w = w._replace(plan=w.plan.local(layer))

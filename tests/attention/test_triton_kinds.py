@@ -55,12 +55,12 @@ class World:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def view(self, kv_dtype: str, dtype: torch.dtype) -> View:
+    def view(self, kv_cache_dtype: str, dtype: torch.dtype) -> View:
         kv_N2KD = self.randn(self.pages * self.P, 2, self.K, self.D)
-        if kv_dtype == "fp8":
+        if kv_cache_dtype == "fp8":
             scale_2K = torch.rand(2, self.K, generator=self.generator) * 0.02 + 0.005
             return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K)
-        if kv_dtype == "int8":
+        if kv_cache_dtype == "int8":
             stored, scales_N2K = to_int8(kv_N2KD)
             return QuantView(stored, scales_N2K=scales_N2K)
         return MHAView(kv_N2KD.to(dtype))
@@ -171,14 +171,14 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "plan_of", "kind", "heads", "P", "kv_dtype", "scored"), CASES)
+@pytest.mark.parametrize(("name", "plan_of", "kind", "heads", "P", "kv_cache_dtype", "scored"), CASES)
 def test_every_kind_equals_the_definition(
     name: str,
     plan_of: Callable[[World], AttentionPlan],
     kind: LayerKind,
     heads: tuple[int, int, int],
     P: int,
-    kv_dtype: str,
+    kv_cache_dtype: str,
     scored: bool,
 ) -> None:
     """Keeps out: a window's or chunk's first key off by one, in a suffix too; sinks or a scale taken twice or never; pages read
@@ -188,7 +188,7 @@ def test_every_kind_equals_the_definition(
     w = World([0, 3, 41, 36] if plan_of is prompts else [0, 150, 36, 3], heads, P, sum(heads) + P, shared // P * P)
     plan = plan_of(w).local(kind)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
-    view, plan = poisoned(w.view(kv_dtype, dtype), plan, P)
+    view, plan = poisoned(w.view(kv_cache_dtype, dtype), plan, P)
     q_THD = w.randn(T, w.H, w.D).to(dtype)
     want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)
     check(make(), q_THD, view, plan, scoring, want)
@@ -205,13 +205,13 @@ def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scor
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_a_segments_state_holds_no_sinks(kv_dtype: str, name: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None:
     """Keeps out: sinks that every segment of a plan brings along; an lse without its softcap or scale, or of idle splits."""
     make, dtype = BACKENDS[name]
     w = World([0, 150, 36, 3], (4, 2, 8), 5, 7, 30)
     plan, scoring = shared_tree(w).local(LayerKind(window=140)), w.scoring(True)
-    view, plan = poisoned(w.view(kv_dtype, dtype), plan, w.P)
+    view, plan = poisoned(w.view(kv_cache_dtype, dtype), plan, w.P)
     q_THD = w.randn(w.B * N, w.H, w.D).to(dtype)
     for segment in plan.parts:
         want = ReferenceBackend().run(q_THD.double(), view, segment, scoring)
@@ -221,12 +221,12 @@ def test_a_segments_state_holds_no_sinks(kv_dtype: str, name: str) -> None:
             torch.testing.assert_close(a.double().cpu(), b, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
-def test_half_precision(kv_dtype: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+def test_half_precision(kv_cache_dtype: str) -> None:
     """Keeps out: weights times small scales that vanish in float16."""
     w = World([0, 150, 36, 3], (4, 2, 16), 16, 8)
     plan = tree(w)
-    full = w.view(kv_dtype, torch.float16)
+    full = w.view(kv_cache_dtype, torch.float16)
     if isinstance(full, QuantView):  # values of about 1e-3
         scales = full.scale_2K if full.scales_N2K is None else full.scales_N2K.transpose(0, 1)
         scales[1] *= 1e-3

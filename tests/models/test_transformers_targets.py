@@ -238,7 +238,7 @@ def test_weights_are_whole_or_refused(families: Families, tmp_path: Path) -> Non
         (state | {"model.layers.1.mlp.bias": torch.ones(2)}, "1 tensors are not part .* model.layers.1.mlp.bias"),
         (
             state | {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3)},
-            r"tensor 'model.layers.1.mlp.up_proj.weight' must have shape \(\d+, 32\), got \(3, 3\) \(1 tensors are wrong\)",
+            r"tensor 'model.layers.1.mlp.up_proj.weight' must have shape \(\d+, 32\), got \(3, 3\)",
         ),
     ):
         model.save_pretrained(tmp_path, state_dict=tensors)
@@ -289,7 +289,7 @@ def test_auto_does_not_fall_back_from_a_malformed_config(
     """Keeps out: a broken config that is read again by other rules, which hide what is wrong with it."""
     with pytest.raises(ValueError, match=match) as info:
         choose_target(rewrite(families.target(name), tmp_path, **changes))
-    assert str(info.value).startswith(f"{tmp_path}: ")
+    assert str(info.value).startswith(f"{tmp_path}/config.json: ")
 
 
 def test_a_fall_back_that_fails_says_what_it_stood_in_for(families: Families, tmp_path: Path) -> None:

@@ -274,8 +274,8 @@ class Driver:
     def set_chunk(self, tokens: int) -> int:
         """Prompt tokens that one pass takes at most.  Returns what it was."""
         before = self._scheduler.budget
-        self._scheduler.budget = replace(before, beside_rounds=tokens, alone=tokens)
-        return before.alone
+        self._scheduler.budget = replace(before, beside_rounds=tokens, whole_prompts=tokens)
+        return before.whole_prompts
 
     def set_least_shared(self, tokens: int) -> None:
         """(rows - 1) * tokens from which rows read together what they share."""

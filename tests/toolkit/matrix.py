@@ -52,7 +52,7 @@ class Cell(NamedTuple):
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.cache == "mla" else (D,),
             kinds=(FULL, LAYERS[self.kind]), softcap=self.capped, sinks=self.capped, mla=self.cache == "mla",
-            kv_dtype="auto" if self.cache == "mla" else self.cache, page_size=self.page_size, tree=self.tree,
+            kv_cache_dtype="auto" if self.cache == "mla" else self.cache, page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
         )  # fmt: skip
 

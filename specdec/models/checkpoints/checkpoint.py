@@ -5,13 +5,13 @@ Knows files and names, not architectures; see `loader.py` for what a target take
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from specdec.models.checkpoints.files import StoredTensor, stored_tensors
+from specdec.models.checkpoints.finite import FiniteCheck
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _ELSEWHERE = ["original/*", "consolidated*"]  # the same weights once more, in Meta's and Mistral's own layouts
@@ -21,6 +21,8 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
     """A local folder as it is; anything else is a hub id, fetched through huggingface_hub.  argument: for errors."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"{argument} must be a folder or a hub id, a str or a Path; got {name!r} of type {type(name).__name__}")
+    if name == "":  # which a Path takes for the current folder
+        raise ValueError(f"{argument} must be a folder or a hub id like 'org/name', got ''")
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -42,69 +44,104 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
 
 
 class Checkpoint:
-    """The tensors of one folder, by name; remembers which were taken."""
+    """The tensors of one folder, by name; remembers which were taken, and whether those that were copied are finite."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._readers: dict[str, Callable[[], Tensor]] = {}
-        files = _weight_files(folder)
-        if not files:
-            raise ValueError(f"{folder} holds no weights: expected *.safetensors (or pytorch_model*.bin)")
-        for file in files:
-            self._add(file)
-        self._untaken = set(self._readers)
+        self._stored = stored_tensors(folder)
+        self._untaken = set(self._stored)
+        self._finite = FiniteCheck()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._readers
+        return name in self._stored
 
     def names(self) -> list[str]:
-        return sorted(self._readers)
+        return sorted(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """By the file's header: the tensor is not read."""
+        return self._find(name).shape()
+
+    def expect(self, name: str, shape: tuple[int, ...], keys: str = "") -> None:
+        """ValueError if there is no such tensor, or one of another shape.  Reads headers only: ask before memory is taken.
+
+        keys: those of config.json that the shape follows from, for the error.
+        """
+        stored = self._find(name)
+        if stored.shape() != tuple(shape):
+            raise ValueError(
+                f"{stored.file}: tensor {name!r} must have shape {tuple(shape)}, got {stored.shape()}"
+                + (f"; config.json asks for the former by {keys}" if keys else "")
+            )
+
+    def expect_layers(self, prefix: str, count: int) -> None:
+        """ValueError if there are fewer layers named `prefix` and a number than `count`."""
+        numbers = {name.removeprefix(f"{prefix}.").partition(".")[0] for name in self._stored if name.startswith(f"{prefix}.")}
+        held = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+        if count > held:
+            raise ValueError(
+                f"{self.folder / 'config.json'}: num_hidden_layers is {count}, but the checkpoint holds {held} layers: "
+                f"{prefix}.{held} is missing"
+            )
+
+    def expect_kind(self, name: str, kind: str) -> None:
+        """ValueError if the tensor does not hold "floating-point numbers", or "integers" (or booleans), by the header."""
+        stored = self._find(name)
+        if stored.kind != kind:
+            raise ValueError(f"{stored.file}: tensor {name!r} must hold {kind}, got {stored.dtype()}")
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor of that name (and shape); it counts as used."""
-        if name not in self._readers:
-            have = ", ".join(self.names()[:8])
-            raise ValueError(f"{self.folder}: tensor {name!r} is missing; the checkpoint holds {have}, ...")
-        tensor = self._readers[name]()
-        if shape is not None and tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"{self.folder}: tensor {name!r} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-        self._untaken.discard(name)
-        return tensor
+        """The tensor of that name (and shape), of floating-point numbers; it counts as used."""
+        return self._take(name, shape, "floating-point numbers")
+
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Like `take`, of integers or booleans."""
+        return self._take(name, shape, "integers")
+
+    def landed(self, name: str, copy: Tensor) -> None:
+        """Says where the tensor's values are now: `finish` refuses them if they are not finite there."""
+        self._finite.see(name, copy)
 
     def ignore(self, suffix: str) -> None:
         """Declares tensors with that ending as known and harmless."""
         self._untaken = {name for name in self._untaken if not name.endswith(suffix)}
 
     def finish(self) -> None:
-        """ValueError if the checkpoint holds a tensor nobody took: it would change the model if it were used."""
+        """ValueError for tensors nobody took, which would change the model if they were used, and for values not finite."""
         if self._untaken:
             names = sorted(self._untaken)
             raise ValueError(f"{self.folder}: {len(names)} tensors are not part of this architecture: {', '.join(names[:8])}")
+        self.refuse_not_finite()
 
-    def _add(self, file: Path) -> None:
-        if file.suffix == ".safetensors":
-            from safetensors import SafetensorError, safe_open
+    def refuse_not_finite(self) -> None:
+        """ValueError if a tensor that landed holds NaN or an infinity.  Waits for the device, once."""
+        if not (names := self._finite.not_finite()):
+            return
+        name = names[0]
+        more = f" ({len(names)} tensors do)" if len(names) > 1 else ""
+        if name in self and bool(self._stored[name].read().isfinite().all()):
+            raise ValueError(
+                f"{self.file(name)}: tensor {name!r} holds numbers too large for the dtype asked for{more}; nearest setting "
+                "that works: dtype='bfloat16'"
+            )
+        raise ValueError(
+            f"{self.file(name)}: tensor {name!r} holds NaN or infinity{more}; expected finite weights: was training or "
+            "conversion broken?"
+        )
 
-            try:
-                handle = safe_open(file, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{file} is no whole safetensors file ({error}); was its download cut off?") from error
-            self._readers.update({name: lambda n=name: handle.get_tensor(n) for name in handle.keys()})
-        else:
-            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            self._readers.update({name: lambda n=name: tensors[n] for name in tensors})
+    def file(self, name: str) -> Path:
+        """The file that holds the tensor, or the folder, if it is known by another name there."""
+        return self._stored[name].file if name in self else self.folder
 
+    def _find(self, name: str) -> StoredTensor:
+        if name not in self._stored:
+            have = ", ".join(self.names()[:8])
+            raise ValueError(f"{self.folder}: tensor {name!r} is missing; the checkpoint holds {have}, ...")
+        return self._stored[name]
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The shards an index names, or else the single files; safetensors before pickles."""
-    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        index = folder / f"{stem}{suffix}.index.json"
-        if index.is_file():
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            absent = [shard for shard in shards if not (folder / shard).is_file()]
-            if absent:
-                raise ValueError(f"{index} names files that do not exist: {', '.join(absent)}")
-            return [folder / shard for shard in shards]
-        if (folder / f"{stem}{suffix}").is_file():
-            return [folder / f"{stem}{suffix}"]
-    return sorted(folder.glob("*.safetensors"))
+    def _take(self, name: str, shape: tuple[int, ...] | None, kind: str) -> Tensor:
+        self.expect_kind(name, kind)
+        if shape is not None:
+            self.expect(name, shape)
+        self._untaken.discard(name)
+        return self._stored[name].read()

@@ -1,6 +1,6 @@
 """Reads single values of a config.json, and refuses those that are of another kind than the key's.
 
-Every function takes the object, the key, and `where` (the folder) for its error.  Knows no model.
+Every function takes the object, the key, and `where` (the file) for its error.  Knows no model.
 """
 
 from __future__ import annotations
@@ -8,17 +8,28 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
+# The largest sizes that are believed.  Beyond them a config would be computed from for hours, or take all memory.
+MOST, MOST_LAYERS, MOST_POSITIONS = 2**31 - 1, 4096, 2**24
+
 
 class NotComputedHere(ValueError):
     """A sound config of a model that our own modules don't compute; transformers' code may.  A malformed one is no such."""
 
 
-def whole(raw: dict[str, Any], key: str, where: str, default: int | None = None, least: int = 1) -> int:
-    """A whole number of at least `least`.  default: where it is absent or null; None: then it is an error."""
+def whole(raw: dict[str, Any], key: str, where: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+    """A whole number from `least` to `most`.  default: where it is absent or null; None: then it is an error."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{where}: {key} must be a whole number of at least {least}, got {value!r}")
+    if value > most:
+        raise ValueError(f"{where}: {key} must be at most {most}, got {shown(value)}")
     return value
+
+
+def shown(value: int) -> str:
+    """A number for an error, shortened where nobody would count its digits."""
+    return str(value) if abs(value) < 10**24 else f"a number of {value.bit_length()} bits"
 
 
 def number(raw: dict[str, Any], key: str, where: str, default: float | None = None, or_zero: bool = False) -> float:
@@ -45,6 +56,21 @@ def text(raw: dict[str, Any], key: str, where: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{where}: {key} must be a string or null, got {value!r}")
     return value
+
+
+def one_line(error: Exception) -> str:
+    """What a library's error says, which may be a page long, for the end of our own line."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= 300 else f"{words[:300]} ..."
+
+
+def dtype_name(raw: dict[str, Any], where: str) -> str | None:
+    """Of the weights, by its key of today or the older one; None where neither says."""
+    for key in ("dtype", "torch_dtype"):
+        value = text(raw, key, where)
+        if value is not None and value not in DTYPE_NAMES:
+            raise ValueError(f"{where}: {key} must be null or one of {', '.join(DTYPE_NAMES)}, got {value!r}")
+    return raw.get("dtype") or raw.get("torch_dtype")
 
 
 def mapping(raw: dict[str, Any], key: str, where: str) -> dict[str, Any]:

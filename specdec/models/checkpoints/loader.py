@@ -12,19 +12,21 @@ from torch import Tensor, nn
 
 from specdec.models.causal_lm import CausalLM, DecoderLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.config_values import token_ids
+from specdec.models.checkpoints.config_values import DTYPE_NAMES, token_ids
 from specdec.models.checkpoints.kv_scales import take_kv_scale
+from specdec.models.checkpoints.swapped import refuse_head_tensors
 from specdec.models.config import ModelConfig, parse_config, read_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 
 M = TypeVar("M", bound=nn.Module)
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 def read_target_config(folder: Path) -> ModelConfig:
     """The target's config, by the Llama family's rules."""
-    return with_generation_eos(parse_config(read_json(folder / "config.json"), str(folder)), folder)
+    path = folder / "config.json"
+    return with_generation_eos(parse_config(read_json(path), str(path)), folder)
 
 
 def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -49,13 +51,37 @@ def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
 
 def load_target(folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape."""
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_target(folder)
+    expect_sizes(checkpoint, config)
     model = build(lambda: CausalLM(config, max_positions), device, dtype)
     for index, layer in enumerate(model.layers):
         fill_layer(layer, checkpoint, f"model.layers.{index}")
     fill_ends(model, checkpoint)
     checkpoint.finish()
     return model
+
+
+def open_target(folder: Path) -> Checkpoint:
+    """The folder's tensors.  ValueError if they are a draft head's."""
+    checkpoint = Checkpoint(folder)
+    refuse_head_tensors(checkpoint.names(), folder)
+    return checkpoint
+
+
+def expect_sizes(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """ValueError if the config's sizes are not those of the tensors: keeps an absurd size from taking time and memory."""
+    checkpoint.expect_layers("model.layers", config.num_layers)
+    checkpoint.expect("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "vocab_size and hidden_size")
+    expect_layer_sizes(checkpoint, "model.layers.0", config, config.hidden_size)
+
+
+def expect_layer_sizes(checkpoint: Checkpoint, prefix: str, config: ModelConfig, in_features: int) -> None:
+    """The same for one decoder layer.  in_features: what its attention reads."""
+    q_shape, k_shape = ((heads * config.head_dim, in_features) for heads in (config.num_heads, config.num_kv_heads))
+    checkpoint.expect(f"{prefix}.self_attn.q_proj.weight", q_shape, "num_attention_heads, head_dim and hidden_size")
+    checkpoint.expect(f"{prefix}.self_attn.k_proj.weight", k_shape, "num_key_value_heads, head_dim and hidden_size")
+    mlp_shape = (config.intermediate_size, config.hidden_size)
+    checkpoint.expect(f"{prefix}.mlp.gate_proj.weight", mlp_shape, "intermediate_size and hidden_size")
 
 
 def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
@@ -68,15 +94,17 @@ def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
         head = checkpoint.take("lm_head.weight", tuple(model.lm_head.weight.shape))
         if not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
             raise ValueError(
-                f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them"
+                f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them; "
+                "expected tie_word_embeddings false"
             )
     checkpoint.ignore("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
 
 
 def copy_(target: Tensor, checkpoint: Checkpoint, name: str) -> None:
-    """Copies one tensor, in the target's dtype and onto its device."""
+    """Copies one tensor, in the target's dtype and onto its device, where `checkpoint.finish` refuses values not finite."""
     with torch.no_grad():
         target.copy_(checkpoint.take(name, tuple(target.shape)))
+    checkpoint.landed(name, target)
 
 
 def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str) -> None:
@@ -94,12 +122,12 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
 
 
 def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
-    """q, k and v one below the other in one weight; q/k norms spread over their heads; fp8 KV scales, if any."""
+    """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any."""
     D = attention.head_dim
     attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
-    heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
+    counts = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
     start = 0
-    for letter, count in heads.items():
+    for letter, count in counts.items():
         rows = slice(start, start + count * D)
         copy_(attention.qkv_proj.weight[rows], checkpoint, f"{prefix}.{letter}_proj.weight")
         if attention.qkv_proj.bias is not None:
@@ -110,9 +138,11 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
         copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
     if attention.qk_norm is not None:
         weight, Q = attention.qk_norm.weight, attention.num_heads
-        with torch.no_grad():
-            weight[:Q] = checkpoint.take(f"{prefix}.q_norm.weight", (D,)).to(weight)
-            weight[Q:] = checkpoint.take(f"{prefix}.k_norm.weight", (D,)).to(weight)
+        for letter, heads in (("q", weight[:Q]), ("k", weight[Q:])):
+            name = f"{prefix}.{letter}_norm.weight"
+            with torch.no_grad():
+                heads.copy_(checkpoint.take(name, (D,)).expand_as(heads))
+            checkpoint.landed(name, heads)
 
 
 def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:

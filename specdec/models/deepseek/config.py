@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.models.checkpoints.config_values import flag, number, text, token_ids, whole
+from specdec.models.checkpoints.config_values import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    dtype_name,
+    flag,
+    mapping,
+    number,
+    token_ids,
+    whole,
+)
 from specdec.models.config import ModelConfig, refuse_unknown
 from specdec.models.experts import ExpertsConfig
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
@@ -38,9 +47,9 @@ class DeepseekConfig(ModelConfig):
 
 
 def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
-    """ValueError names `where`, the key, what was expected and what was found."""
+    """ValueError names `where` (the file), the key, what was expected and what was found."""
     family = raw["model_type"]
-    if raw.get("quantization_config"):
+    if mapping(raw, "quantization_config", where):
         raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
     refuse_unknown(raw, _KNOWN, where)
     for key, allowed in _ONLY[family].items():
@@ -48,8 +57,11 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
             raise ValueError(f"{where}: {key} must be {' or '.join(map(repr, allowed))}, got {raw[key]!r}")
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing or "q_lora_rank" not in raw:  # which may be null
-        raise ValueError(f"{where}: config.json lacks {', '.join(missing or ['q_lora_rank'])}")
-    hidden, intermediate, layers, heads, vocab_size, rank, nope, rope_dim, value = (whole(raw, key, where) for key in _SIZES)
+        raise ValueError(f"{where} lacks {', '.join(missing or ['q_lora_rank'])}")
+    hidden, intermediate, heads, vocab_size, rank, nope, rope_dim, value = (whole(raw, key, where) for key in _SIZES)
+    layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
+    for key in _UNREAD_SIZES:
+        whole(raw, key, where, 1)
     first_dense = whole(raw, "first_k_dense_replace", where, least=0)
     if rope_dim % 2:
         raise ValueError(f"{where}: qk_rope_head_dim must be even for rotary embeddings, got {rope_dim}")
@@ -67,13 +79,15 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         vocab_size=vocab_size,
         rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-6),
         rope=parse_rope_with_yarn(raw, where),
-        max_position=whole(raw, "max_position_embeddings", where, 2048 if family == "deepseek_v2" else 4096),
+        max_position=whole(
+            raw, "max_position_embeddings", where, 2048 if family == "deepseek_v2" else 4096, most=MOST_POSITIONS
+        ),
         tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=flag(raw, "mlp_bias", where),
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
-        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
+        dtype=dtype_name(raw, where),
         rank=rank,
         q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank", where),
         nope_dim=nope,
@@ -82,7 +96,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         first_dense=first_dense,
         experts=_experts(raw, where) if first_dense < layers else None,
         has_experts=first_dense < layers,
-        extra_layers=whole(raw, "num_nextn_predict_layers", where, 0, least=0),
+        extra_layers=whole(raw, "num_nextn_predict_layers", where, 0, least=0, most=MOST_LAYERS),
     )
 
 
@@ -91,7 +105,7 @@ def _experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
     grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]
     if missing := [key for key in needed if raw.get(key) is None]:
-        raise ValueError(f"{where}: config.json lacks {', '.join(missing)}")
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
     count, chosen, intermediate, shared = (whole(raw, key, where) for key in _EXPERTS)
     groups, top_groups = (whole(raw, key, where) if grouped else None for key in ("n_group", "topk_group"))
     if chosen > count:
@@ -118,17 +132,17 @@ def _experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
 
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 _SIZES = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size kv_lora_rank qk_nope_head_dim "
-    "qk_rope_head_dim v_head_dim"
+    "hidden_size intermediate_size num_attention_heads vocab_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 ).split()
-_REQUIRED = (*_SIZES, "first_k_dense_replace")
+_UNREAD_SIZES = ("ep_size", "head_dim", "moe_layer_freq", "num_key_value_heads", "pretraining_tp", "qk_head_dim")
+_REQUIRED = (*_SIZES, "num_hidden_layers", "first_k_dense_replace")
 _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the values that mean what we compute, besides null
     "deepseek_v2": {
         "hidden_act": ("silu",),
         "moe_layer_freq": (1,),
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
-        "norm_topk_prob": (False,),  # transformers looks away, DeepSeek's own code does not
+        "norm_topk_prob": (False,),  # transformers ignores this key, DeepSeek's own code obeys it
         "num_nextn_predict_layers": (0,),
     },
     "deepseek_v3": {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, copy_, fill_ends, fill_mlp, fill_norm
+from specdec.models.checkpoints.loader import build, copy_, fill_ends, fill_mlp, fill_norm, open_target
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.modules import DeepseekLayer, DeepseekLM, LatentAttention
@@ -22,10 +22,11 @@ def load_deepseek(
 ) -> DeepseekLM:
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
 
-    Layers of multi-token prediction, which the config counts behind the others, are left where they are.
+    Layers of multi-token prediction, which the config counts after the others, are left where they are.
     """
     assert isinstance(config, DeepseekConfig)
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_target(folder)
+    _expect_sizes(checkpoint, config)
     model = build(lambda: DeepseekLM(config, max_positions), device, dtype)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DeepseekLayer)
@@ -37,6 +38,31 @@ def load_deepseek(
             checkpoint.ignore(name)
     checkpoint.finish()
     return model
+
+
+def _expect_sizes(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
+    """ValueError if the config's sizes are not those of the tensors: keeps an absurd size from taking time and memory."""
+    H, C, hidden, query_dim = config.num_heads, config.rank, config.hidden_size, config.nope_dim + config.head_dim
+    expect, attention, mlp = checkpoint.expect, "model.layers.0.self_attn", f"model.layers.{config.first_dense}.mlp"
+    checkpoint.expect_layers("model.layers", config.num_layers)
+    expect("model.embed_tokens.weight", (config.vocab_size, hidden), "vocab_size and hidden_size")
+    queries = "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank"
+    if config.q_rank is None:
+        expect(f"{attention}.q_proj.weight", (H * query_dim, hidden), queries)
+    else:
+        expect(f"{attention}.q_a_proj.weight", (config.q_rank, hidden), "q_lora_rank and hidden_size")
+        expect(f"{attention}.q_b_proj.weight", (H * query_dim, config.q_rank), queries)
+    expect(f"{attention}.kv_a_proj_with_mqa.weight", (C + config.head_dim, hidden), "kv_lora_rank and qk_rope_head_dim")
+    keys_values = "num_attention_heads, qk_nope_head_dim, v_head_dim and kv_lora_rank"
+    expect(f"{attention}.kv_b_proj.weight", (H * (config.nope_dim + config.value_dim), C), keys_values)
+    if config.first_dense > 0:
+        expect("model.layers.0.mlp.gate_proj.weight", (config.intermediate_size, hidden), "intermediate_size")
+    if (experts := config.experts) is not None:
+        size = experts.intermediate_size
+        expect(f"{mlp}.gate.weight", (experts.count, hidden), "n_routed_experts, after first_k_dense_replace layers")
+        expect(f"{mlp}.experts.0.gate_proj.weight", (size, hidden), "moe_intermediate_size")
+        shared = (experts.shared * size, hidden)
+        expect(f"{mlp}.shared_experts.gate_proj.weight", shared, "n_shared_experts and moe_intermediate_size")
 
 
 def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
@@ -53,47 +79,43 @@ def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, confi
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
     """Queries (or what they come from) above the latent in one weight; rotated pairs as halves of a head."""
-    take = partial(_take, checkpoint, prefix)
     queries, latent = attention.in_proj.weight.split(attention.splits)
     bias = attention.in_proj.bias
     by_head = (config.num_heads, attention.query_dim)
+    halved = partial(_copy_halved, checkpoint, config)
     if attention.q_b_proj is None:
-        _copy_halved(queries, take("q_proj.weight", queries), by_head, config)
+        halved(queries, f"{prefix}.q_proj.weight", by_head)
         if bias is not None:
             bias[: attention.splits[0]] = 0  # transformers gives q_proj none
     else:
-        queries.copy_(take("q_a_proj.weight", queries))
+        copy_(queries, checkpoint, f"{prefix}.q_a_proj.weight")
         if bias is not None:
-            bias[: attention.splits[0]] = take("q_a_proj.bias", bias[: attention.splits[0]])
+            copy_(bias[: attention.splits[0]], checkpoint, f"{prefix}.q_a_proj.bias")
         assert attention.q_a_layernorm is not None
         fill_norm(attention.q_a_layernorm, checkpoint, f"{prefix}.q_a_layernorm")
-        _copy_halved(attention.q_b_proj.weight, take("q_b_proj.weight", attention.q_b_proj.weight), by_head, config)
-    _copy_halved(latent, take("kv_a_proj_with_mqa.weight", latent), (1, latent.shape[0]), config)
+        halved(attention.q_b_proj.weight, f"{prefix}.q_b_proj.weight", by_head)
+    halved(latent, f"{prefix}.kv_a_proj_with_mqa.weight", (1, latent.shape[0]))
     if bias is not None:
         own = bias[attention.splits[0] :]
-        _copy_halved(own, take("kv_a_proj_with_mqa.bias", own), (1, own.shape[0]), config)
+        halved(own, f"{prefix}.kv_a_proj_with_mqa.bias", (1, own.shape[0]))
     fill_norm(attention.kv_a_layernorm, checkpoint, f"{prefix}.kv_a_layernorm")
-    flat = attention.kv_b_HXC.flatten(0, 1)
-    flat.copy_(take("kv_b_proj.weight", flat))
+    copy_(attention.kv_b_HXC.flatten(0, 1), checkpoint, f"{prefix}.kv_b_proj.weight")
     copy_(attention.o_proj.weight, checkpoint, f"{prefix}.o_proj.weight")
     if attention.o_proj.bias is not None:
         copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
 
 
-def _take(checkpoint: Checkpoint, prefix: str, name: str, like: Tensor) -> Tensor:
-    return checkpoint.take(f"{prefix}.{name}", tuple(like.shape))
-
-
-def _copy_halved(target: Tensor, source: Tensor, heads: tuple[int, int], config: DeepseekConfig) -> None:
+def _copy_halved(checkpoint: Checkpoint, config: DeepseekConfig, target: Tensor, name: str, heads: tuple[int, int]) -> None:
     """Copies rows of heads.  Where rotated pairs lie side by side, their first members move before their second ones:
     queries and keys alike, so that their products stay as they are.
     """
     R = config.head_dim
-    rows = source.unflatten(0, heads)
+    rows = checkpoint.take(name, tuple(target.shape)).unflatten(0, heads)
     if config.interleaved:
         turned = rows[:, -R:].unflatten(1, (R // 2, 2)).transpose(1, 2).flatten(1, 2)
         rows = torch.cat((rows[:, :-R], turned), dim=1)
     target.copy_(rows.flatten(0, 1))
+    checkpoint.landed(name, target)
 
 
 def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
@@ -103,6 +125,7 @@ def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) ->
         name = f"{prefix}.gate.e_score_correction_bias"
         correction_E = checkpoint.take(name, tuple(moe.gate.correction_E.shape))
         moe.gate.correction_E = nn.Buffer(correction_E.to(moe.gate.weight.device, torch.float32))
+        checkpoint.landed(name, moe.gate.correction_E)
     F = moe.down_proj.shape[2]
     for index, (gate_up, down) in enumerate(zip(moe.gate_up_proj, moe.down_proj)):
         copy_(gate_up[:F], checkpoint, f"{prefix}.experts.{index}.gate_proj.weight")

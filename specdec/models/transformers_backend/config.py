@@ -11,8 +11,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import text, token_ids
+from specdec.models.checkpoints.config_values import dtype_name, one_line, token_ids
 from specdec.models.config import NATIVE_KEYS, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
 
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
@@ -25,9 +26,10 @@ _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's 
 
 
 def read_transformers_config(folder: Path) -> ModelConfig:
-    """The target's config by transformers' rules.  ValueError names the folder and what can't run here."""
+    """The target's config by transformers' rules.  ValueError names the file and what can't run here."""
     config = load_hf_config(folder)
-    raw, where = read_json(folder / "config.json"), str(folder)
+    path = folder / "config.json"
+    raw, where = read_json(path), str(path)
     if keys := unknown_keys(folder):
         raise ValueError(
             f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
@@ -56,24 +58,26 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         has_sinks=traced.has_sinks,
         has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
         eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
-        dtype=text(raw, "dtype", where) or text(raw, "torch_dtype", where),
+        dtype=dtype_name(raw, where),
     )
 
 
 def load_hf_config(folder: Path) -> Any:
     """transformers' config object, after all that can be refused by it alone."""
-    raw, where = read_json(folder / "config.json"), str(folder)
+    path = folder / "config.json"
+    raw, where = read_json(path), str(path)
     name = raw.get("model_type")
     if name not in CONFIG_MAPPING:
         why = "its code is its own (auto_map), and a model folder's code is not run" if "auto_map" in raw else "it is unknown"
         raise ValueError(
             f"{where}: model_type must be one that transformers knows, got {name!r}: {why}; nearest: a newer transformers"
         )
+    refuse_values(raw, where)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any kind: config classes check themselves, each in its way
-        raise ValueError(f"{where}: transformers does not accept config.json: {error}") from error
-    _refuse(config, raw, where)
+        raise ValueError(f"{where}: transformers does not accept it: {one_line(error)}") from error
+    _refuse(config, where)
     return config
 
 
@@ -85,7 +89,7 @@ def unknown_keys(folder: Path) -> list[str]:
     return sorted(key for key in raw if key not in known and not key.startswith("_"))
 
 
-def _refuse(config: Any, raw: dict[str, Any], where: str) -> None:
+def _refuse(config: Any, where: str) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{where}: {name} is an encoder-decoder model, expected a decoder-only one, such as a Llama")
@@ -93,11 +97,6 @@ def _refuse(config: Any, raw: dict[str, Any], where: str) -> None:
         raise ValueError(
             f"{where}: {name} with ALiBi biases attention by distance, which no kernel here computes; nearest: a model with "
             "rotary positions"
-        )
-    if raw.get("quantization_config"):
-        raise ValueError(
-            f"{where}: quantization_config must be absent: quantised weights can't be loaded yet; nearest: the same model's "
-            "checkpoint in bfloat16"
         )
     text = config.get_text_config(decoder=True)
     if text is not config:
@@ -133,7 +132,8 @@ def layer_kinds(config: Any, where: str) -> tuple[LayerKind, ...]:
     for kind in sorted(set(types) - {"full_attention"}):
         span = spans[kind]
         if not isinstance(span, int) or span < 1:
-            raise ValueError(f"{where}: layers of type {kind} need a positive number of tokens, got {span!r}")
+            key = "sliding_window" if kind == "sliding_attention" else "attention_chunk_size"
+            raise ValueError(f"{where}: {key} must be a positive number of tokens for layers of type {kind}, got {span!r}")
     made = {"sliding_attention": "window", "chunked_attention": "chunk"}
     return tuple(FULL if kind == "full_attention" else LayerKind(**{made[kind]: spans[kind]}) for kind in types)
 
@@ -168,8 +168,9 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     if not any(isinstance(value, dict) for value in parameters.values()):
         return [parameters]
-    types = sorted((name for name, value in parameters.items() if isinstance(value, dict)), key="full_attention".__ne__)
-    return [parameters[name] for name in types]
+    by_type = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+    full = [by_type.pop("full_attention")] if "full_attention" in by_type else []
+    return full + list(by_type.values())
 
 
 def _rope(config: Any) -> RopeConfig:

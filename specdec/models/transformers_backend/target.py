@@ -8,6 +8,7 @@ Shapes: T tokens, H hidden or query heads, K kv heads, X = H + 2K, D head dim, V
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from specdec.attention.kinds import PLAIN, Scoring
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.config_values import one_line
+from specdec.models.checkpoints.loader import open_target
 from specdec.models.config import ModelConfig
 from specdec.models.layers import AttentionFn, Embedding, Linear
 from specdec.models.target import Target, TargetOutput
@@ -32,6 +36,7 @@ from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
 
 CHECK_TOKENS = 8
+MOST_MADE_UP = 4  # times the checkpoint's weights: what transformers may take memory for before missing ones are refused
 MOST_MIXED = 1e-2  # of a hidden state, relative: rounding of one row among others stays far below
 
 
@@ -63,7 +68,7 @@ class TransformersTarget(Target):
         rows_R: Tensor | None = None,
     ) -> TargetOutput:
         """See `Target`."""
-        # Nodes behind the last position can't be accepted, but a table of learnt positions must not be read there.
+        # Nodes after the last position can't be accepted, but a table of learnt positions must not be read there.
         positions_T = positions_T.clamp(max=self.config.max_position - 1)
         more = {"past_key_values": _CountedTokens(positions_T)} if self._counts_from_cache else {}
         wanted = dict.fromkeys(aux_layers)
@@ -125,20 +130,46 @@ def load_transformers_target(
     folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
 ) -> TransformersTarget:
     """The folder's model.  ValueError names tensors missing, left over or of another shape, and what can't run here."""
+    checkpoint, hf_config = open_target(folder), load_hf_config(folder)
+    expect_sizes(checkpoint, hf_config)
     try:
         with _no_progress_bar():
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, config=load_hf_config(folder), dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
+                folder, config=hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
                 output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
             )  # fmt: skip
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{folder}: transformers can't load its weights: {error}") from error
+    except Exception as error:  # of any kind: the code that loads is the model's own
+        raise ValueError(f"{folder}: transformers can't load its weights: {one_line(error)}") from error
     _refuse_tensors(report, str(folder))
-    target = TransformersTarget(model.to(device).eval().requires_grad_(False), config)
+    model = model.to(device).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():  # their names may be transformers' own, as for experts that it fuses
+        checkpoint.landed(name, weight)
+    checkpoint.refuse_not_finite()
+    target = TransformersTarget(model, config)
     check_tokens_are_apart(target, str(folder))
     if cuda_graphs:
         check_capturable(target, str(folder))
     return target
+
+
+def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
+    """ValueError if tensors or layers are of other numbers than the config's: transformers would take memory for its sizes.
+
+    Tensors that transformers renames are not compared one by one, but all together.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in AutoModelForCausalLM.from_config(hf_config).named_parameters()}
+    for name in checkpoint.names():
+        if name in shapes:
+            checkpoint.expect(name, shapes[name], "its sizes")
+        if name in shapes or name.endswith(".weight"):  # others may be old masks, which are booleans
+            checkpoint.expect_kind(name, "floating-point numbers")
+    wanted, held = (sum(map(math.prod, sizes)) for sizes in (shapes.values(), map(checkpoint.shape, checkpoint.names())))
+    if wanted > MOST_MADE_UP * held:
+        raise ValueError(
+            f"{checkpoint.folder / 'config.json'} describes a model of {wanted:,} weights, but the checkpoint holds {held:,}: "
+            "expected sizes of one model"
+        )
 
 
 def _refuse_tensors(report: dict[str, Any], where: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specdec.models.checkpoints.config_values import one_line
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.experts import EXPERTS
 from specdec.models.transformers_backend.parts import Parts, Unsupported
@@ -69,8 +70,9 @@ def trace(config: Any, where: str) -> Trace:
         # A model without transformers' attention interface looks our name up in a table of its own classes.
         own = "has attention of its own" if isinstance(error, KeyError) and NAME in error.args else "can't run without values"
         raise ValueError(
-            f"{where}: the code of {config.model_type} models {own} ({type(error).__name__}: {error}); expected a family whose "
-            "layers call transformers' attention interface and whose code reads no device memory on the host, such as a Llama"
+            f"{where}: the code of {config.model_type} models {own} ({type(error).__name__}: {one_line(error)}); expected a "
+            "family whose layers call transformers' attention interface and whose code reads no device memory on the host, "
+            "such as a Llama"
         ) from error
     first = calls[0]
     return Trace(

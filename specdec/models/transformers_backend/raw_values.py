@@ -1,0 +1,101 @@
+"""Values of a config.json that no model can have, refused by key before transformers' code computes from them.
+
+transformers' own classes check most types, but few values: sizes below 1, numbers that would take all memory or hours, and
+rotary settings end as errors from deep inside, or never.  Reads no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
+
+from specdec.models.checkpoints.config_values import (
+    MOST,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    dtype_name,
+    mapping,
+    number,
+    shown,
+    text,
+    whole,
+)
+from specdec.models.config import sliding_window
+
+# The greatest value of each size by transformers' common name; families that use another name say so in their attribute_map.
+_SIZES = {
+    "hidden_size": MOST,
+    "intermediate_size": MOST,
+    "num_hidden_layers": MOST_LAYERS,
+    "num_attention_heads": MOST,
+    "num_key_value_heads": MOST,
+    "head_dim": MOST,
+    "vocab_size": MOST,
+    "max_position_embeddings": MOST_POSITIONS,
+    "attention_chunk_size": MOST,
+}
+_ROPE_NUMBERS = ("rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor")
+
+
+def refuse_values(raw: dict[str, Any], where: str) -> None:
+    """ValueError names `where`, the key, what was expected and what was found.  raw: of a type that transformers knows."""
+    made = CONFIG_MAPPING[raw["model_type"]]()
+    sizes = {**_SIZES, **{made.attribute_map[key]: most for key, most in _SIZES.items() if key in made.attribute_map}}
+    for key, most in sizes.items():
+        if not isinstance(raw.get(key), list):  # a number for each layer is transformers' to judge
+            whole(raw, key, where, 1, most=most)
+    for key, default in made.to_dict().items():
+        if key in raw and key not in (*sizes, "sliding_window") and not key.endswith("token_id"):
+            _refuse_number(raw, key, where, default)
+    sliding_window(raw, where)
+    dtype_name(raw, where)
+    if (scheme := raw.get("quantization_config")) is not None:
+        raise ValueError(
+            f"{where}: quantization_config must be absent: quantised weights can't be loaded yet, got {scheme!r}; nearest: "
+            "the same model's checkpoint in bfloat16"
+        )
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        if (act := text(raw, key, where)) is not None and act not in ACT2FN:
+            raise ValueError(f"{where}: {key} must be an activation that transformers knows, such as 'silu', got {act!r}")
+    types = raw.get("layer_types")
+    if types is not None and not (isinstance(types, list) and types and all(isinstance(kind, str) for kind in types)):
+        raise ValueError(f"{where}: layer_types must be null or a list with the name of each layer's type, got {types!r}")
+    pad, vocab_size = raw.get("pad_token_id"), raw.get("vocab_size")
+    if isinstance(pad, int) and isinstance(vocab_size, int) and pad >= vocab_size:
+        raise ValueError(f"{where}: pad_token_id must be below vocab_size {vocab_size}, got {shown(pad)}")
+    if raw.get("partial_rotary_factor") is not None:
+        number(raw, "partial_rotary_factor", where)
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = mapping(raw, key, where)
+        _refuse_rope(parameters, f"{where}: {key}")
+        for name in parameters:
+            if isinstance(parameters[name], dict):  # of one type of layers
+                _refuse_rope(parameters[name], f"{where}: {key}.{name}")
+
+
+def _refuse_number(raw: dict[str, Any], key: str, where: str, default: Any) -> None:
+    """Counts below 0, and numbers that are infinite or NaN."""
+    value = raw[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(default, int) and not isinstance(default, bool) and default >= 0 and isinstance(value, int):
+        whole(raw, key, where, least=0)
+    elif not (abs(value) <= MOST**8 and math.isfinite(value)):
+        raise ValueError(f"{where}: {key} must be a finite number, got {value!r}")
+
+
+def _refuse_rope(parameters: dict[str, Any], where: str) -> None:
+    """Every number in it is finite and not negative; which types there are is transformers' to say: some have older names."""
+    for key in parameters.keys() & {"rope_type", "type"}:
+        if not isinstance(parameters[key], str) or not parameters[key]:
+            raise ValueError(f"{where}: {key} must be the name of a rope type, such as 'default', got {parameters[key]!r}")
+    for key, value in parameters.items():
+        if key == "rope_theta" or (key in _ROPE_NUMBERS and value is not None):
+            number(parameters, key, where)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            number(parameters, key, where, or_zero=True)
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ValueError(f"{where}: {key} must be at most {MOST}, got {shown(value)}")
