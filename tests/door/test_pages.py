@@ -100,9 +100,13 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def missing_files(page: str) -> list[str]:
-    """Paths in backticks that are neither in the repository nor in specdec/."""
+    """Paths in backticks that are neither in the repository nor in any folder of specdec/, attention/ or tests/."""
     paths = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|sh|txt|json))?|\w+\.py)`", page)
-    roots = (ROOT, ROOT / "specdec", *(ROOT / "specdec").rglob("*/"), ROOT / "attention")
+    roots = (
+        ROOT,
+        *(folder for top in ("specdec", "tests", "attention") for folder in (ROOT / top).rglob("*/")),
+        ROOT / "specdec",
+    )
     return [path for path in paths if not any((root / path).exists() for root in roots)]
 
 
