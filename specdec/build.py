@@ -46,9 +46,10 @@ CAPTURE_SECONDS = 0.2  # of a round's graph, its warm-up included, on a slow hos
 # there one dense product over all rows' keys answers all of them.
 LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
 MOST_PACKED = 64  # queries x heads of a row that read each key, beyond which reading keys less often gains nothing
-# The cost of a chunk of prompts, in tokens of an empty context (engine/chunks.py): between rounds of running rows, and of whole
-# prompts while no row runs.  On a CPU the second bounds a chunk's mask.  Measured: benchmarks/README.md, prompts in chunks.
-CHUNK_COST = {"cuda": (1920, 8192), "cpu": (256, 1024)}
+# The cost of a chunk of prompts, in tokens of an empty context (engine/chunks.py): between rounds of running rows, while no row
+# runs, and of whole prompts while no row runs.  On a CPU it bounds a chunk's mask.  Measured: benchmarks/README.md, prompts in
+# chunks.
+CHUNK_COST = {"cuda": (1920, 4096, 8192), "cpu": (256, 1024, 1024)}
 # What decides whether a chunk is captured: seconds in which a slow host launches a layer, and products a second of a GPU.
 LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # of attention over long contexts against the matrix products of a layer, in operations a second
@@ -110,8 +111,7 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
 
 def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None) -> ChunkBudget:
     """config: the target's.  most: the most tokens of one prompt in one chunk."""
-    beside, alone = CHUNK_COST[settings.device.type]
-    return ChunkBudget(beside, alone, doubling_context(config), most)
+    return ChunkBudget(*CHUNK_COST[settings.device.type], doubling_context(config), most)
 
 
 def doubling_context(config: ModelConfig) -> float:
@@ -135,7 +135,7 @@ def most_captured_cost(model: Target, head: DraftHead | None) -> int:
     layers = model.config.num_layers + (head.config.model.num_layers if head else 0)
     weights = sum(p.numel() for p in {*model.parameters(), *(head.parameters() if head else ())} if p.dim() > 1)
     most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
-    most = min(most, CHUNK_COST["cuda"][1])
+    most = min(most, CHUNK_COST["cuda"][2])
     # A longer chunk of a model that keeps latents runs other kernels, depending on how much of the prompt is in the cache.
     return min(most, EXPAND_ABOVE) if keeps_latents(model.config) else most
 

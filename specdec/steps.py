@@ -67,13 +67,15 @@ class RunChunk:
     """One pass over parts of prompts.  A row whose prompt ends in it gets its first token, and runs from now on.
 
     drafted: whether the drafter reads the prompts too.  mode: of the rows whose prompts end here.  cost: of the pass, in
-    tokens of an empty context: a token that reads many others costs more.
+    tokens of an empty context: a token that reads many others costs more.  may_capture: whether there is time to capture a
+    CUDA graph for the pass; a graph that exists is replayed anyway.
     """
 
     parts: tuple[PromptPart, ...]
     mode: SamplingMode
     drafted: bool
     cost: float
+    may_capture: bool
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What every test shares: one thread, the gpu marker, the shared folder, and tiny random models saved once a session."""
+"""What every test shares: one thread, the markers, the shared folder, and tiny random models saved once a session."""
 
 import os
 import sys
@@ -13,21 +13,28 @@ if not torch.cuda.is_available():
 
 from transformers.utils import logging
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # `toolkit`: what tests build their worlds from
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what tests build their worlds from
 
-from toolkit.models import TARGETS, Zoo  # noqa: E402
+from toolkit.models import TARGETS, Zoo
+from toolkit.paths import ROOT
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all cases but the first are slow."""
+    begun = set[str]()
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        elif item.get_closest_marker("slow_cases"):
+            test = item.nodeid.partition("[")[0]
+            if test in begun:
+                item.add_marker(pytest.mark.slow)
+            begun.add(test)
 
 
 @pytest.fixture(scope="session")

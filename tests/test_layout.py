@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from toolkit.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("attention", "draft", "verify")
 LEAVES = {"checks", "config", "generation", "limits", "ops", "options", "shipped", "startup", "threads"}
 LAYERS = ("attention", "batch", "draft", "engine", "models", "runner", "verify")
@@ -26,7 +27,9 @@ MAY_IMPORT = {
     "door": {"door", "engine", "runner", "verify", "draft", "batch", "models", "attention", "leaf"},
 }
 OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "matplotlib", "scipy")
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 60, 150
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER = 400, 60, 150, 12
+DRIVER = "tests/toolkit/driver.py"
+INTERNALS = {"engine", "_request", "_start"}  # of a decoder
 
 
 def package_files(root: Path) -> list[Path]:
@@ -98,6 +101,27 @@ def oversized(root: Path) -> list[str]:
                 lines, most = node.end_lineno - node.lineno + 1, MAX_KERNEL if kernel else MAX_FUNCTION
                 if lines > most:
                     found.append(f"{name}:{node.lineno} {node.name}: {lines} lines, at most {most}")
+    return found
+
+
+def crowded(root: Path) -> list[str]:
+    """Folders of product code or tests with too many modules; __init__.py does not count."""
+    counts = Counter(p.parent for p in all_files(root) if p.suffix == ".py" and p.stem != "__init__")
+    return [f"{f.relative_to(root)}: {n} files, at most {MAX_FOLDER}" for f, n in sorted(counts.items()) if n > MAX_FOLDER]
+
+
+def entangled(root: Path) -> list[str]:
+    """Tests that import other tests, or that touch what only the driver may."""
+    found = []
+    for path in sorted((root / "tests").rglob("*.py")):
+        name = path.relative_to(root)
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else modules
+            if any(part.startswith(("test_", "conftest")) for module in modules for part in module.split(".")):
+                found.append(f"{name}:{node.lineno} imports a test: what both need belongs into tests/toolkit")
+            if isinstance(node, ast.Attribute) and node.attr in INTERNALS and str(name) != DRIVER:
+                found.append(f"{name}:{node.lineno} touches .{node.attr}: only {DRIVER} does")
     return found
 
 
@@ -255,6 +279,39 @@ def test_long_code_is_seen(tmp_path):
     }
     names = [fault.split(": ")[0] for fault in oversized(plant(tmp_path, files))]
     assert names == ["attention/a.py:155 long", "draft/a.py:2 long", "scripts/train"]
+
+
+def test_no_folder_is_crowded():
+    """Keeps out: the folder of thirty files in which nobody finds anything."""
+    assert crowded(ROOT) == []
+
+
+def test_a_crowded_folder_is_seen(tmp_path):
+    """Keeps out: a count that forgets nested folders or tests, or that counts __init__.py."""
+    twelve = {f"attention/kernels/{n}.py": "" for n in range(12)} | {"attention/kernels/__init__.py": ""}
+    plant(tmp_path, twelve | {f"tests/door/test_{n}.py": "" for n in range(13)})
+    assert crowded(tmp_path) == ["tests/door: 13 files, at most 12"]
+
+
+def test_tests_stand_alone():
+    """Keeps out: a test that breaks with another test, and the engine's insides all over the suite."""
+    assert entangled(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from test_pause import Script",
+        "def f():\n    import lossless.test_lossless",
+        "from conftest import ROOT",
+        "decoder.engine.step()",
+        "def f(decoder):\n    decoder._start([], True)",
+    ],
+)
+def test_an_entangled_test_is_seen(tmp_path, line):
+    """Keeps out: a rule that looks at the top of a file alone; and the driver itself may do all of it but import tests."""
+    files = {"tests/engine/test_a.py": line, DRIVER: "decoder.engine.step()", "tests/test_b.py": "from specdec.engine import x"}
+    assert len(entangled(plant(tmp_path, files))) == 1
 
 
 def test_every_module_says_what_it_is():

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chunk, so that short prompts can't starve a long one
-GRANULE = 128  # a chunk that leaves tokens for later is cut to a multiple of this: products compute whole tiles of rows
+# A chunk that leaves tokens for later is cut to a multiple of the largest of these that it holds: products compute whole tiles
+# of 128 rows, and at hidden sizes of about 4,096 four such tiles in a column keep all processors of a large GPU busy.
+GRANULES = (512, 128)
 
 
 class Left(NamedTuple):
@@ -26,12 +28,13 @@ class Left(NamedTuple):
 class ChunkBudget:
     """beside_rounds: what a chunk may cost between two rounds of running rows.
 
-    whole_prompts: what it may cost while no row runs, if it consists of whole prompts.  Parts of longer prompts fill a chunk up
-    to beside_rounds only, so that a short prompt that comes next does not wait for long.
+    alone: what it may cost while no row runs.  whole_prompts: the same, if the chunk consists of whole prompts: parts of longer
+    ones do not fill it further than to `alone`, so that a short prompt that comes next does not wait for long.
     most: the most tokens of one prompt in one chunk.  doubling: see the top of this file.
     """
 
     beside_rounds: int
+    alone: int
     whole_prompts: int
     doubling: float = math.inf
     most: int | None = None
@@ -55,19 +58,20 @@ class ChunkBudget:
         Before them, the prompt that arrived first gets its fair share.
         """
         shares, spent = [0] * len(prompts), 0.0
+        for_parts = self.beside_rounds if rows_run else self.alone
+        for_whole = self.beside_rounds if rows_run else self.whole_prompts
         by_cost = sorted(range(len(prompts)), key=lambda i: self.cost(*prompts[i]))
         if by_cost[0] != 0:
-            shares[0] = self.affordable(prompts[0], self.beside_rounds / FAIR_SHARE)
+            shares[0] = self.affordable(prompts[0], for_parts / FAIR_SHARE)
             spent = self.cost(prompts[0].start, shares[0])
-        budget = self.beside_rounds if rows_run else max(self.beside_rounds, self.whole_prompts)
         for index in by_cost:
             start, count = prompts[index].start + shares[index], prompts[index].count - shares[index]
-            if spent + self.cost(start, count) <= budget and (self.most is None or prompts[index].count <= self.most):
+            if spent + self.cost(start, count) <= for_whole and (self.most is None or prompts[index].count <= self.most):
                 shares[index] = prompts[index].count
                 spent += self.cost(start, count)
                 continue
             most = count if self.most is None else min(count, self.most - shares[index])
-            part = self.affordable(Left(start, most), self.beside_rounds - spent)
+            part = self.affordable(Left(start, most), for_parts - spent)
             shares[index] += part
             spent += self.cost(start, part)
         if not any(shares):
@@ -75,10 +79,10 @@ class ChunkBudget:
         return self._trimmed(prompts, shares)
 
     def _trimmed(self, prompts: Sequence[Left], shares: list[int]) -> list[int]:
-        """Cuts the longest part that does not end its prompt, so that the chunk's size is a multiple of the granule."""
+        """Cuts the longest part that does not end its prompt, so that the chunk's size is a multiple of a granule."""
         parts = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.count]
-        excess = sum(shares) % GRANULE
-        if parts and sum(shares) > GRANULE:
+        granule = next((granule for granule in GRANULES if granule <= sum(shares)), 1)
+        if parts:
             longest = max(parts, key=lambda i: shares[i])
-            shares[longest] -= min(excess, shares[longest] - 1)
+            shares[longest] -= min(sum(shares) % granule, shares[longest] - 1)
         return shares

@@ -17,6 +17,10 @@ from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
 from specdec.steps import ClearRow, EnterRows, Entry, MoveRow, PromptPart, RunChunk, RunRound, SamplingMode, Step
 
+# Capturing a chunk's graph takes the time of an eager pass before the graph runs, so that between rounds of running rows only
+# chunks of a quarter of the budget are captured: rows wait no longer for those than for a chunk that uses the whole budget.
+CAPTURE_SHARE = 4
+
 
 @dataclass(eq=False)
 class Seat:
@@ -171,7 +175,9 @@ class Scheduler:
                 self._rows_changed()
         ending = [seat.request for seat in seats if seat is not None and seat.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
-        return Launch([], RunChunk(tuple(parts), sampling_mode(ending), self.speculation.enabled, cost), seats)
+        may_capture = not rows_run or cost <= self.budget.beside_rounds / CAPTURE_SHARE
+        mode, drafted = sampling_mode(ending), self.speculation.enabled
+        return Launch([], RunChunk(tuple(parts), mode, drafted, cost, may_capture), seats)
 
     def _next_round(self) -> Launch:
         seats = [seat if seat.runs else None for seat in self.seats]

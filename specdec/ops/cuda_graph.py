@@ -38,26 +38,30 @@ class GraphSet:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Hashable, fn: Callable[[], Any], mutable: list[Tensor]) -> Any:
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def run(self, key: Hashable, fn: Callable[[], Any], mutable: list[Tensor], warm_ups: int = 2) -> Any:
         """Calls fn(), or replays its capture.
 
-        mutable: the tensors that fn changes and whose values matter afterwards.  Capture runs fn twice first to warm up, and
-            restores these tensors after each run.  Scratch that fn overwrites on every call need not be listed.
+        mutable: the tensors that fn changes and whose values matter afterwards.  Capture runs fn first to warm up, and restores
+            these tensors after each run.  Scratch that fn overwrites on every call need not be listed.
+        warm_ups: 0 if fn ran eagerly at the same shapes before.
         """
         if not self.enabled:
             return fn()
         if key not in self._graphs:
-            self._graphs[key] = self._capture(fn, mutable)
+            self._graphs[key] = self._capture(fn, mutable, warm_ups)
         graph, outputs = self._graphs[key]
         graph.replay()
         return outputs
 
-    def _capture(self, fn: Callable[[], Any], mutable: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _capture(self, fn: Callable[[], Any], mutable: list[Tensor], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, Any]:
         saved = [tensor.clone() for tensor in mutable]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # warm-up: kernels compile and libraries allocate, which capture forbids
+            for _ in range(warm_ups):  # kernels compile and libraries allocate, which capture forbids
                 fn()
                 for tensor, value in zip(mutable, saved, strict=True):
                     tensor.copy_(value)

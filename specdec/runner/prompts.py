@@ -1,7 +1,7 @@
 """Chunks of prompts through both models: eagerly, or by replaying a graph where launching would take longer than computing.
 
 A small chunk's kernels are over before the host has launched the next ones, so chunks that cost at most `most_captured` are
-captured, padded to a bucket, once the bucket has come often enough to be worth it.
+captured, padded to a bucket: the first chunk of a bucket runs as it is, the second padded, and the third is captured.
 
 Knows both models' workers; no request and no page.
 """
@@ -20,7 +20,6 @@ from specdec.runner.workers import Workers
 from specdec.steps import RunChunk, SamplingMode
 
 LARGEST_STEP = 128  # between buckets: products compute whole tiles of rows
-EAGER_USES = 1  # of a bucket before it is captured, which takes as long as a few eager passes
 
 
 class Work(NamedTuple):
@@ -42,6 +41,7 @@ class PromptRunner:
         self.graphs = GraphSet(capture)
         self._uses: Counter[Work] = Counter()
         self._inputs: dict[ChunkShape, Tensor] = {}
+        self._compiled: set[Work] = set()  # whose kernels ran at the bucket's size, so that a capture needs no warm-up
 
     def run(self, chunk: RunChunk) -> Tensor:
         """[parts] int64 or more: the first token of each prompt that ends, -1 where its logits are not finite; else junk."""
@@ -52,8 +52,11 @@ class PromptRunner:
             return self._eager(chunk, exact)
         work = Work(bucket, chunk.mode, chunk.drafted)
         self._uses[work] += 1
-        if self._uses[work] <= EAGER_USES:  # unpadded too: from the first keys and values it stores, fp8 KV takes its scales
+        if self._uses[work] == 1:  # unpadded too: from the first keys and values it stores, fp8 KV takes its scales
             return self._eager(chunk, exact)
+        if work not in self.graphs and not (chunk.may_capture and work in self._compiled):
+            self._compiled.add(work)
+            return self._eager(chunk, bucket)
         return self.replay(chunk, work)
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
@@ -65,7 +68,7 @@ class PromptRunner:
         static = self._inputs.setdefault(work.shape, flat)
         if static is not flat:
             static.copy_(flat)
-        return self.graphs.run(work, lambda: self._pass(static, work), [])
+        return self.graphs.run(work, lambda: self._pass(static, work), [], warm_ups=0)
 
     def _to_device(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
         device = self.workers.state.lens_B.device

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from toolkit.attention.caches import Scattered
+from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
@@ -26,7 +28,6 @@ from specdec.attention.plan import (
     fill_tree_suffix,
     prefix_segment,
     ragged_causal_segment,
-    slots_at,
 )
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
@@ -70,35 +71,19 @@ class World:
     def __init__(self, lens: list[int], fresh: int, shape: tuple[int, int, int, int], setup: Setup, seed: int) -> None:
         group, self.kv_heads, self.D, self.page_size = shape
         self.H, self.B, self.fresh = group * self.kv_heads, len(lens), fresh
-        self.generator = torch.Generator().manual_seed(seed)
-        self.setup, self.lens_list = setup, lens
-        width = -(-(max(lens) + fresh) // self.page_size)
-        pages = torch.randperm(self.B * width, generator=self.generator).view(self.B, width) + 1  # page 0 is the dummy
-        self.table = pages.int().to(setup.device)
-        self.lens = torch.tensor(lens, dtype=torch.int32, device=setup.device)
-        num_slots = (self.B * width + 1) * self.page_size
-        self.view = MHAView(self.randn(num_slots, 2, self.kv_heads, self.D))
+        self.setup, self.lens_list, self.seed = setup, lens, seed
+        self.pages = Scattered(lens, self.page_size, extra=fresh, seed=seed, device=setup.device)
+        self.table, self.lens = self.pages.table_BW, self.pages.lens_B
+        self.view = MHAView(self.randn(self.pages.num_slots, 2, self.kv_heads, self.D))
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.setup.device, self.setup.dtype)
+        return self.pages.randn(*shape, dtype=self.setup.dtype)
 
     def q(self, queries: int) -> Tensor:
         return self.randn(queries, self.H, self.D)
 
     def fresh_slots(self) -> Tensor:
-        """[B, fresh] slots right behind each sequence's end."""
-        positions = self.lens[:, None].long() + torch.arange(self.fresh, device=self.setup.device)
-        return slots_at(self.table, positions, self.page_size)
-
-
-def random_tree_mask(B: int, N: int, generator: torch.Generator) -> Tensor:
-    """[B, N, N] bool: node n sees itself and its ancestors; its parent is any earlier node."""
-    mask_BNN = torch.eye(N, dtype=torch.bool).expand(B, N, N).clone()
-    for b in range(B):
-        for n in range(1, N):
-            parent = int(torch.randint(n, (1,), generator=generator))
-            mask_BNN[b, n] |= mask_BNN[b, parent]
-    return mask_BNN
+        return self.pages.fresh_slots()
 
 
 def decode(w: World) -> tuple[AttentionPlan, int]:
@@ -117,7 +102,7 @@ def prompts(w: World) -> tuple[AttentionPlan, int]:
 def tree(w: World) -> tuple[AttentionPlan, int]:
     N = w.fresh
     suffix = Segment.empty(w.B * N, N, 1, device=w.setup.device)
-    fill_tree_suffix(suffix, w.fresh_slots(), random_tree_mask(w.B, N, w.generator).to(w.setup.device))
+    fill_tree_suffix(suffix, w.fresh_slots(), random_masks(w.B, N, w.seed).to(w.setup.device))
     return AttentionPlan((prefix_segment(w.table, w.lens, N, w.page_size),), suffix=suffix), w.B * N
 
 

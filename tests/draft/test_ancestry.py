@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from toolkit.dense import DenseHead, PathDrafter
 from toolkit.driver import Driver, Request, new_request
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.heads import DenseHead, PathDrafter
 from torch import Tensor
 
 from specdec import SpecConfig, SpecDecoder

@@ -14,6 +14,7 @@ from specdec import SpecConfig
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from toolkit.driver import Driver
+from toolkit.trees import chain_shape, path_depth, random_shape
 
 
 class Substitute:
@@ -73,28 +74,3 @@ class Substitute:
         known = text[length + 1 : length + 1 + self.spec.num_steps]
         assert len(known) == self.spec.num_steps, "the known text is too short"
         return known
-
-
-def path_depth(parents: list[int], node: int) -> int:
-    depth = 0
-    while node:
-        node, depth = parents[node], depth + 1
-    return depth
-
-
-def chain_shape(nd: int) -> tuple[list[int], set[int]]:
-    return [0, *range(nd - 1)], set(range(1, nd))
-
-
-def random_shape(nd: int, steps: int, rng: random.Random) -> tuple[list[int], set[int]]:
-    """Parents of a random tree of at most `steps` levels, and the nodes of one path as deep as it can be."""
-    main = sorted(rng.sample(range(1, nd), min(steps, nd - 1)))
-    parents, depths, above = [0], [0], 0
-    for node in range(1, nd):
-        if node in main:
-            parent, above = above, node
-        else:
-            parent = rng.choice([n for n in range(node) if depths[n] < min(steps, nd - 1)])
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    return parents, set(main)

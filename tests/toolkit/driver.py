@@ -274,7 +274,7 @@ class Driver:
     def set_chunk(self, tokens: int) -> int:
         """Prompt tokens that one pass takes at most.  Returns what it was."""
         before = self._scheduler.budget
-        self._scheduler.budget = replace(before, beside_rounds=tokens, whole_prompts=tokens)
+        self._scheduler.budget = replace(before, beside_rounds=tokens, alone=tokens, whole_prompts=tokens)
         return before.whole_prompts
 
     def set_least_shared(self, tokens: int) -> None:

@@ -5,20 +5,22 @@ interpreter, which conftest.py chooses before anything imports Triton.
 """
 
 import importlib
+import math
 import re
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from toolkit.paths import ROOT
+
 pytest.importorskip("triton")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-ROOT = Path(__file__).resolve().parents[2]
+FENCE, MARK = 128, 77
 SWITCHES = ("use_kernels", "use_index_kernels")  # what a dispatch asks
 
 
@@ -56,3 +58,26 @@ def use_kernels_everywhere(monkeypatch: pytest.MonkeyPatch, *without: ModuleType
             if name.startswith("launch_") and getattr(launch, "__module__", None) == module.__name__:
                 monkeypatch.setattr(module, name, counted(name, launch))
     return counts
+
+
+class _Fenced:
+    """Torch as one module sees it, whose `empty` gives memory between two fences."""
+
+    def __init__(self) -> None:
+        self.rooms: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: int, **options: Any) -> torch.Tensor:
+        size = math.prod(shape)
+        room = torch.full((size + 2 * FENCE,), MARK, **options)
+        self.rooms += room[:FENCE], room[FENCE + size :]
+        return room[FENCE : FENCE + size].view(shape)
+
+
+def fence_new_memory(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """From now on what a module makes by torch.empty lies between fences that hold MARK.  A list that grows: the fences."""
+    fenced = _Fenced()
+    monkeypatch.setattr(module, "torch", fenced)
+    return fenced.rooms

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit.dense import DenseHead, PathDrafter
+from toolkit.oracles.heads import DenseHead, PathDrafter
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from toolkit.drafters import chain_shape, random_shape
+from toolkit.trees import chain_shape, children_of, random_trees
 
 from specdec.batch.tree import DraftTree
 from specdec.verify.accept import accept_path
@@ -25,32 +25,20 @@ def walk(parents: list[int], tokens: list[int], target: list[int]) -> tuple[list
         path += children
 
 
-def random_tree(nd: int, steps: int, vocab: int, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Parents and tokens; siblings hold distinct tokens, and nothing else is distinct."""
-    parents, _ = random_shape(nd, steps, rng)
-    tokens = [rng.randrange(vocab)]
-    for node in range(1, nd):
-        siblings = {tokens[n] for n in range(1, node) if parents[n] == parents[node]}
-        tokens.append(rng.choice([t for t in range(vocab) if t not in siblings]))
-    return parents, tokens
-
-
 def likely_target(parents: list[int], tokens: list[int], vocab: int, rng: random.Random) -> list[int]:
     """A target token for each node: mostly one of its children's."""
-    children = {n: [tokens[m] for m in range(1, len(parents)) if parents[m] == n] for n in range(len(parents))}
-    return [rng.choice(c) if c and rng.random() < 0.8 else rng.randrange(vocab) for c in children.values()]
+    children = [[tokens[m] for m in nodes] for nodes in children_of(parents).values()]
+    return [rng.choice(c) if c and rng.random() < 0.8 else rng.randrange(vocab) for c in children]
 
 
 @pytest.mark.parametrize(("nd", "steps"), [(2, 1), (6, 5), (16, 5), (16, 2), (33, 6), (60, 8)])
 def test_equals_a_walk(nd: int, steps: int) -> None:
-    """Many more nodes than tokens: the same token stands in many branches."""
+    """The same token stands in many branches."""
     rng = random.Random(nd)
-    vocab = nd if steps == 1 else 20
-    rows = [random_tree(nd, steps, max(vocab, nd), rng) for _ in range(40)]
-    targets = [likely_target(parents, tokens, max(vocab, nd), rng) for parents, tokens in rows]
-    tree = DraftTree.from_parents(
-        torch.tensor([t for _, t in rows]), torch.tensor([p for p, _ in rows]), max_depth=min(steps, nd - 1)
-    )
+    vocab = nd if steps == 1 else max(20, nd)
+    tree = random_trees(40, nd, steps, vocab, rng)
+    rows = list(zip(tree.parents_BN.tolist(), tree.tokens_BN.tolist(), strict=True))
+    targets = [likely_target(parents, tokens, vocab, rng) for parents, tokens in rows]
     got = accept_path(tree, torch.tensor(targets))
     lengths = set()
     for row, ((parents, tokens), target) in enumerate(zip(rows, targets, strict=True)):

@@ -7,12 +7,13 @@ import random
 
 import pytest
 import torch
-from toolkit.drafters import random_shape
-from toolkit.kernels import DEVICE
+from toolkit.kernels import DEVICE, MARK, fence_new_memory
+from toolkit.trees import random_trees
 from torch import Tensor
 
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.verify import accept_triton
 from specdec.verify.accept import Accepted, accept
 from specdec.verify.accept_triton import launch_accept
 from specdec.verify.tables import path_tables
@@ -25,14 +26,8 @@ LARGE = [(1, 6, 5), (1, 32, 5), (64, 60, 7), (2, 1024, 64), (32, 1000, 6)]
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
 
-def random_trees(B: int, N: int, S: int, chain: bool = False) -> DraftTree:
-    """Tokens are their own numbers, shuffled: siblings are distinct, and so is all else."""
-    tokens_BN = torch.stack([torch.randperm(N) for _ in range(B)])
-    if chain:
-        return DraftTree.chain(tokens_BN)
-    rng = random.Random(N)
-    parents_BN = torch.tensor([random_shape(N, S, rng)[0] for _ in range(B)])
-    return DraftTree.from_parents(tokens_BN, parents_BN, min(S, N - 1))
+def tree_of(B: int, N: int, S: int, chain: bool = False) -> DraftTree:
+    return random_trees(B, N, S, N, random.Random(N), chain)
 
 
 def on_device(tree: DraftTree) -> DraftTree:
@@ -75,15 +70,25 @@ def check_acceptance(tree: DraftTree, targets_BN: Tensor) -> None:
 def test_acceptance_equals_the_definition(B: int, N: int, S: int) -> None:
     """Keeps out: a node taken below a miss, padding that looks accepted, lengths of inactive rows that grow, a bonus token
     of the wrong node."""
-    tree = random_trees(B, N, S)
+    tree = tree_of(B, N, S)
     for targets_BN in (likely_targets(tree), torch.randint(N, (B, N)), torch.full((B, N), N)):
         check_acceptance(tree, targets_BN)
+
+
+def test_acceptance_writes_into_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: padding written for all nodes instead of all places on a path, over the next row or beyond the last one."""
+    fences = fence_new_memory(accept_triton, monkeypatch)
+    for B in (1, 3):
+        tree = tree_of(B, 60, 2)
+        state = BatchState(*(tensor.to(DEVICE) for tensor in new_state(B).tensors()))
+        launch_accept(on_device(tree), torch.full((B, 60), 60, device=DEVICE), state)
+    assert len(fences) >= 8 and all(bool((fence == MARK).all()) for fence in fences)
 
 
 @pytest.mark.parametrize("N", [1, 2, 6, 17])
 def test_acceptance_of_chains(N: int) -> None:
     """Keeps out: a kernel that takes a chain's shared parents for one row a sequence; a root alone that needs children."""
-    tree = random_trees(5, N, N, chain=True)
+    tree = tree_of(5, N, N, chain=True)
     check_acceptance(tree, torch.cat((tree.tokens_BN[:, 1:], torch.full((5, 1), 3)), 1))
     check_acceptance(tree, likely_targets(tree))
     strided = DraftTree.chain(tree.tokens_BN.t().contiguous().t())
@@ -94,7 +99,7 @@ def test_acceptance_of_chains(N: int) -> None:
 @pytest.mark.parametrize(("B", "N", "S"), [*SHAPES[:4], *(pytest.param(*s, marks=pytest.mark.gpu) for s in LARGE)])
 def test_tables_equal_the_definition(B: int, N: int, S: int, page_size: int) -> None:
     """Keeps out: a path upside down or one node short, slots that run over a page's end, a row that reads the dummy's."""
-    tree = random_trees(B, N, S)
+    tree = tree_of(B, N, S)
     lens_B = torch.tensor([[0, page_size - 1, page_size, 37, 90][b % 5] for b in range(B)], dtype=torch.int32)
     width = (90 + N) // page_size + 2
     page_table_BW = (torch.randperm(B * width) + 1).view(B, width).int()

@@ -9,9 +9,9 @@ import random
 
 import pytest
 import torch
-from toolkit.drafters import chain_shape, random_shape
 from toolkit.driver import Driver
 from toolkit.models import Zoo
+from toolkit.trees import children_of, random_trees
 
 from specdec import SamplingParams, SpecConfig
 from specdec.batch.tree import DraftTree
@@ -25,27 +25,6 @@ VOCAB = 40
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def random_rows(rows: int, nd: int, steps: int, vocab: int, seed: int, chain: bool = False) -> DraftTree:
-    """Trees of random shape whose siblings hold distinct tokens."""
-    rng = random.Random(seed)
-    all_parents, all_tokens = [], []
-    for _ in range(rows):
-        parents = chain_shape(nd)[0] if chain else random_shape(nd, steps, rng)[0]
-        tokens = [rng.randrange(vocab)]
-        for node in range(1, nd):
-            siblings = {tokens[n] for n in range(1, node) if parents[n] == parents[node]}
-            tokens.append(rng.choice([t for t in range(vocab) if t not in siblings]))
-        all_parents.append(parents)
-        all_tokens.append(tokens)
-    if chain:
-        return DraftTree.chain(torch.tensor(all_tokens))
-    return DraftTree.from_parents(torch.tensor(all_tokens), torch.tensor(all_parents), min(steps, nd - 1))
-
-
-def children_of(parents: list[int]) -> dict[int, list[int]]:
-    return {n: [m for m in range(1, len(parents)) if parents[m] == n] for n in range(len(parents))}
 
 
 def best_path(parents: list[int]) -> list[int]:
@@ -65,7 +44,7 @@ def test_each_depth_is_accepted_as_often_as_asked(probs: list[float], chain: boo
     seed_B, lens_B = torch.arange(rows) * 7 - 300, torch.randint(500, (rows,), dtype=torch.int32)
     reached, accepted = [0] * S, [0] * S
     for number in range(20):  # 3,000 rounds; lengths move on as they would
-        tree = random_rows(rows, S + 1 if chain else 14, S, VOCAB, number, chain)
+        tree = random_trees(rows, S + 1 if chain else 14, S, VOCAB, random.Random(number), chain)
         target_BN = torch.randint(VOCAB, tree.tokens_BN.shape)
         got = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B))
         for row in range(rows):
@@ -83,7 +62,7 @@ def test_each_depth_is_accepted_as_often_as_asked(probs: list[float], chain: boo
 def test_nothing_and_everything() -> None:
     """Keeps out: a bound of the noise (0 or 1) that a comparison lets through."""
     for chain in (False, True):
-        tree = random_rows(200, 6 if chain else 16, 5, VOCAB, 3, chain)
+        tree = random_trees(200, 6 if chain else 16, 5, VOCAB, random.Random(3), chain)
         target_BN = torch.randint(VOCAB, tree.tokens_BN.shape)
         seed_B, lens_B = torch.arange(200), torch.arange(200)
         longest = [len(best_path(parents)) - 1 for parents in tree.parents_BN.tolist()]
@@ -96,7 +75,7 @@ def test_nothing_and_everything() -> None:
 @pytest.mark.parametrize("vocab", [15, 16, VOCAB])
 def test_a_refused_node_holds_none_of_its_childrens_tokens(vocab: int) -> None:
     """Keeps out: a second child that is accepted by chance.  15 tokens: fewer than nodes, shifts run over the end."""
-    tree = random_rows(100, 15, 3, vocab, vocab)
+    tree = random_trees(100, 15, 3, vocab, random.Random(vocab))
     target_BN = torch.randint(vocab, tree.tokens_BN.shape)
     refused = SyntheticAcceptance.of([0.0] * 3, vocab, "cpu").force(tree, target_BN, torch.arange(100), torch.arange(100))
     for row in range(100):
@@ -143,7 +122,7 @@ def test_the_engine_accepts_what_is_forced(zoo: Zoo, spec: SpecConfig) -> None:
 @pytest.mark.gpu
 def test_it_runs_inside_a_graph() -> None:
     """Keeps out: a host read, or a copy from the host, that can't be captured."""
-    tree = random_rows(8, 16, 5, VOCAB, 1)
+    tree = random_trees(8, 16, 5, VOCAB, random.Random(1))
     target_BN, seed_B, lens_B = torch.randint(VOCAB, (8, 16)), torch.arange(8), torch.arange(8, dtype=torch.int32)
     wanted = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cpu").force(tree, target_BN, seed_B, lens_B)
     on_gpu = DraftTree.from_parents(tree.tokens_BN.cuda(), tree.parents_BN.cuda(), tree.max_depth)

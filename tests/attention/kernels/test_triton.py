@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from toolkit.attention.caches import Scattered
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
@@ -57,16 +58,8 @@ def ints(*values: int) -> Tensor:
 
 def scattered(lens: list[int], seed: int, spare: int = 0) -> tuple[Tensor, MHAView]:
     """A page table in random order, and a cache that is NaN wherever no row may read.  Idle entries name page 0."""
-    width = max(-(-(n + spare) // P) for n in lens) + 1
-    generator = torch.Generator().manual_seed(seed)
-    table_BW = torch.randperm(len(lens) * width, generator=generator).view(len(lens), width).int() + 1
-    kv = torch.full(((len(lens) * width + 1) * P, 2, K, D), NAN)
-    for pages, n in zip(table_BW, lens):
-        positions = torch.arange(n + spare)
-        slots = pages[positions // P] * P + positions % P
-        kv[slots] = torch.randn(n + spare, 2, K, D, generator=generator)
-        pages[-(-(n + spare) // P) :] = 0
-    return table_BW.to(DEVICE), MHAView(kv.to(DEVICE))
+    pages = Scattered(lens, P, extra=spare, spare=1, idle_is_dummy=True, seed=seed, device=DEVICE)
+    return pages.table_BW, MHAView(pages.fill(2, K, D))
 
 
 def check(out_THD: Tensor, q_THD: Tensor, view: MHAView, plan: AttentionPlan) -> None:

@@ -9,13 +9,13 @@ bfloat16 need a GPU, where fa4 runs if it is installed.
 import json
 import re
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toolkit import fake_flash
-from toolkit.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LAYERS, PASSES, Cell, World, label
+from toolkit.attention import fake_flash
+from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LAYERS, PASSES, Cell, World, label
+from toolkit.paths import ROOT
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
@@ -34,8 +34,6 @@ from specdec.attention.kinds import FULL
 from specdec.bench.near_tie import explain_divergence
 from specdec.bench.session import Session
 from specdec.shipped import draft_folder, prompts_file, target_folder
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)

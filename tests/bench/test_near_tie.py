@@ -19,6 +19,7 @@ GREEDY = SamplingParams(max_tokens=9)
         ([0, 16.0, 0, 16.625], torch.bfloat16, "DIVERGED"),  # five
         ([0, 16.0, 16.125, 16.125], torch.bfloat16, "near-tie"),  # three tie, and token 1 is third of them
         ([0, 16.0, 16.625, 16.125], torch.bfloat16, "DIVERGED"),  # close to each other, but not to the best
+        ([-1000, 16.0, 0, 16.625], torch.bfloat16, "DIVERGED"),  # the ulp is the best token's, not that of the largest number
         ([0, 16.0, 0, 16.0], torch.float32, "DIVERGED"),  # float32 has no excuse
         ([0, 16.0, 0, 16.125], torch.float16, "DIVERGED"),  # its ulp is an eighth of bf16's
     ],

@@ -1,12 +1,15 @@
 """KV in 8 bits: what comes back is near what went in, and attention over it is attention over exactly what comes back.
 
-tests/attention/test_quant_triton.py holds the kernels against these definitions, tests/test_quantised_kv.py whole engines.
+test_quant_triton.py beside it holds the kernels against these definitions, tests/lossless/test_quantised_kv.py whole engines.
 
 Shapes: B sequences, T tokens, H heads, K kv heads, G = H/K, D head dim, N tree nodes.
 """
 
 import pytest
 import torch
+from toolkit.attention.caches import Scattered
+from toolkit.oracles.attention import dense_attention
+from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
@@ -23,7 +26,7 @@ from specdec.attention.caches.quant_cache import (
 )
 from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 
 K, G, D = 3, 2, 16
@@ -152,21 +155,13 @@ def test_given_scales_are_used_and_missing_ones_are_computed() -> None:
 # ---- attention and moves ----
 
 
-def tree_plan(lens: list[int], nodes: int, page_size: int) -> tuple[AttentionPlan, Tensor, Tensor, Tensor]:
-    """(plan of prefix and suffix, slots of all keys [B, L + N], tree mask [B, N, N], fresh slots [B, N])."""
-    B, generator = len(lens), torch.Generator().manual_seed(4)
-    width = -(-(max(lens) + nodes) // page_size)
-    table = (torch.randperm(B * width, generator=generator).view(B, width) + 1).int()
-    mask = torch.eye(nodes, dtype=torch.bool).expand(B, nodes, nodes).clone()
-    for b in range(B):
-        for n in range(1, nodes):
-            mask[b, n] |= mask[b, int(torch.randint(n, (1,), generator=generator))]
-    lens_B = torch.tensor(lens, dtype=torch.int32)
-    fresh = slots_at(table, lens_B[:, None].long() + torch.arange(nodes), page_size)
-    suffix = Segment.empty(B * nodes, nodes, 1)
+def tree_plan(lens: list[int], nodes: int, page_size: int) -> tuple[AttentionPlan, list[Tensor], Tensor, Tensor]:
+    """(plan of prefix and suffix, slots of each sequence's keys [L + N], tree mask [B, N, N], fresh slots [B, N])."""
+    pages, mask = Scattered(lens, page_size, extra=nodes, seed=4), random_masks(len(lens), nodes, seed=4)
+    suffix, fresh = Segment.empty(len(lens) * nodes, nodes, 1), pages.fresh_slots()
     fill_tree_suffix(suffix, fresh, mask)
-    every = slots_at(table, torch.arange(max(lens) + nodes).expand(B, -1), page_size)
-    return AttentionPlan((prefix_segment(table, lens_B, nodes, page_size),), suffix=suffix), every, mask, fresh
+    every = [pages.slots(row, 0, n + nodes) for row, n in enumerate(lens)]
+    return AttentionPlan((prefix_segment(pages.table_BW, pages.lens_B, nodes, page_size),), suffix=suffix), every, mask, fresh
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -182,16 +177,14 @@ def test_a_cascade_is_dense_attention_over_the_dequantised_values(kind: str, bac
     view = poisoned(kind, 400).view(0)
     for b, length in enumerate(lens):  # prefixes in one pass each, then the tree in another
         if length:
-            view.write(slots[b, :length], uneven(length, seed=b) * (1 + b))
+            view.write(slots[b][:length], uneven(length, seed=b) * (1 + b))
     view.write(fresh.flatten(), uneven(fresh.numel(), seed=9) * 2)
     q_THD = rand(len(lens) * N, K * G, D, seed=7).double()
     got = backend.attend(q_THD, view, backend.prepare(plan)).view(len(lens), N, K * G, D)
     for b, length in enumerate(lens):
-        k, v = view.read(slots[b, : length + N], torch.float64)
         visible = torch.cat((torch.ones(N, length, dtype=torch.bool), mask[b]), dim=1)
-        k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
-        scores = torch.einsum("nhd,mhd->hnm", q_THD.view(len(lens), N, K * G, D)[b], k) * D**-0.5
-        want = torch.einsum("hnm,mhd->nhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+        q_NHD = q_THD.view(len(lens), N, K * G, D)[b]
+        want, _ = dense_attention(q_NHD, *view.read(slots[b], torch.float64), visible)
         torch.testing.assert_close(got[b], want, rtol=1e-11, atol=1e-11)
 
 

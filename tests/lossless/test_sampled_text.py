@@ -5,18 +5,13 @@ Keeps out: a rule that favours or fears drafted tokens, noise used twice, top-k 
 
 import secrets
 
-import numpy as np
 import pytest
-import torch
-from scipy import stats
 from toolkit.drafters import Substitute
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.statistics import filtered, p_value, pair_counts, token_distributions
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from toolkit.oracles.statistics import filtered, p_value, pair_counts, token_distributions
 
 from specdec import SamplingParams, SpecConfig
-from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise, sample_rows
 
 V, SAMPLES, LIMIT = 12, 2400, 1e-4
 PROMPT = [3, 7, 1]
@@ -80,58 +75,3 @@ def test_seeds_differ_and_so_do_requests_without_one(zoo: Zoo, monkeypatch: pyte
     assert len({tuple(out.token_ids) for out in decoder.generate([[1, 2]] * 5, seeded)}) == 5
     monkeypatch.setattr(secrets, "randbits", lambda bits: 1)
     assert decoder.generate([1, 2], hot)[0].token_ids == decoder.generate([1, 2], seeded[1])[0].token_ids
-
-
-def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSampling:
-    return RowSampling(
-        torch.full((count,), temperature), torch.full((count,), top_k), torch.full((count,), top_p), torch.arange(count)
-    )
-
-
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
-def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    """Keeps out: top-p before top-k, a set that stops short of top_p, the best token filtered away."""
-    logits = 3 * torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
-    want = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        want = TopKLogitsWarper(min(top_k, 40))(None, want)
-    if top_p < 1:
-        want = TopPLogitsWarper(top_p)(None, want)
-    got = filter_logits(logits / temperature, rows_of(64, temperature, top_k, top_p))
-    assert torch.equal(got == -torch.inf, want == -torch.inf)
-    torch.testing.assert_close(got, want)
-
-
-def test_filters_break_ties_by_id() -> None:
-    """Keeps out: all of a tie kept or dropped together, so that top_k=2 keeps four."""
-    got = filter_logits(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]), rows_of(1, 1.0, 2, 1.0))
-    assert (got[0] > -torch.inf).tolist() == [True, True, False, False, False]
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.7)])
-def test_sample_rows_follows_its_distribution(top_k: int, top_p: float) -> None:
-    """Over seeds at one position, and over positions at one seed."""
-    logits, count = torch.linspace(-2, 2, V).float(), 20_000
-    want = filtered(logits.double().numpy(), 0.8, top_k, top_p)
-    sampling = rows_of(count, 0.8, top_k, top_p)
-    by_seed = sample_rows(logits.expand(count, V), sampling, torch.full((count,), 5), filtered=True)
-    one_seed = sampling._replace(seed_R=torch.full((count,), -3))
-    by_position = sample_rows(logits.expand(count, V), one_seed, torch.arange(count), filtered=True)
-    for tokens in (by_seed, by_position):
-        assert p_value(np.bincount(tokens.numpy(), minlength=V), want) > LIMIT
-
-
-def test_noise_is_gumbel_and_independent() -> None:
-    """Between neighbours in seed, position and token: a weak hash would show in the correlation."""
-    count, seeds = 400, torch.arange(400)
-    noise = gumbel_noise(seeds, torch.full((count,), 9), 100)
-    assert noise.dtype == torch.float32 and bool(noise.isfinite().all())
-    assert stats.kstest(noise.flatten().numpy(), stats.gumbel_r.cdf).pvalue > LIMIT
-    neighbours = [
-        (noise[:-1], noise[1:]),
-        (noise[:, :-1], noise[:, 1:]),
-        (noise, gumbel_noise(seeds, torch.full((count,), 10), 100)),
-        (noise, gumbel_noise(seeds + 1, torch.full((count,), 8), 100)),
-    ]
-    for a, b in neighbours:
-        assert stats.pearsonr(a.flatten().numpy(), b.flatten().numpy()).pvalue > LIMIT

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit import fake_flash
+from toolkit.attention import fake_flash
+from toolkit.attention.caches import Scattered
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
@@ -35,14 +36,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def world(page_size: int, lens: list[int], head_dim: int = D) -> tuple[Tensor, Tensor, MHAView]:
     """A scattered page table, lengths, and a cache that is NaN wherever no row may read, in the last page too."""
-    generator = torch.Generator().manual_seed(7)
-    width = max(-(-n // page_size) for n in lens) + 1
-    table_BW = torch.randperm(len(lens) * width, generator=generator).view(len(lens), width).int() + 1
-    kv = torch.full(((len(lens) * width + 1) * page_size, 2, K, head_dim), torch.nan)
-    for pages, n in zip(table_BW, lens):
-        at = torch.arange(n)
-        kv[pages[at // page_size] * page_size + at % page_size] = torch.randn(n, 2, K, head_dim, generator=generator)
-    return table_BW.to(DEVICE), torch.tensor(lens, dtype=torch.int32, device=DEVICE), MHAView(kv.half().to(DEVICE))
+    pages = Scattered(lens, page_size, spare=1, seed=7, device=DEVICE)
+    return pages.table_BW, pages.lens_B, MHAView(pages.fill(2, K, head_dim, dtype=torch.float16))
 
 
 def queries(count: int, head_dim: int = D) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from specdec.attention import capabilities
 from specdec.attention.flash import adapters
+from specdec.attention.kinds import Scoring
+from toolkit.oracles.attention import causal_mask, dense_attention
 
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "triton": "3.6.0"}
 
@@ -39,18 +41,9 @@ def dense(
     q_nHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float | None, causal: bool, softcap: float, empty_lse: float
 ) -> tuple[Tensor, Tensor]:
     """One row: out [n, H, D] in q's dtype and lse [n, H] float32."""
-    n, N = q_nHD.shape[0], k_NKD.shape[0]
-    k, v = (x.repeat_interleave(q_nHD.shape[1] // x.shape[1], dim=1).double() for x in (k_NKD, v_NKD))
-    scores = torch.einsum("qhd,khd->qhk", q_nHD.double(), k) * (q_nHD.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap > 0.0:
-        scores = softcap * (scores / softcap).tanh()
-    if causal:
-        last = torch.arange(n)[:, None] + N - n
-        scores = scores.masked_fill((torch.arange(N) > last)[:, None], -torch.inf)
-    lse = scores.logsumexp(-1)
-    empty = lse == -torch.inf
-    out = torch.einsum("qhk,khd->qhd", (scores - torch.where(empty, 0.0, lse)[..., None]).exp(), v)
-    return out.to(q_nHD.dtype), torch.where(empty, empty_lse, lse).float()
+    seen = causal_mask(q_nHD.shape[0], k_NKD.shape[0]) if causal else None
+    out, lse = dense_attention(q_nHD, k_NKD, v_NKD, seen, Scoring(scale, softcap or None))
+    return out.to(q_nHD.dtype), torch.where(lse == -torch.inf, empty_lse, lse).float()
 
 
 def paged(cache: Tensor, table_W: Tensor, length: int) -> Tensor:

@@ -1,9 +1,6 @@
-"""Rows that begin with the same pages read them once: three states instead of two, and the same attention, text and drafts.
+"""Rows of the engine that begin with the same pages read them together, and write and accept what they do alone.
 
-Keeps out: a shared page that is read twice or by a stranger, windows that forget where the shared part ends, a row that leaves
-and is still a member, a padded row that turns the others into NaN.
-
-Shapes: B sequences, n queries of each, H heads, K kv heads, D head dim.
+Keeps out: a group that saves less than another, a row that leaves and is still a member, sharing where it does not pay.
 """
 
 import itertools
@@ -12,25 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from toolkit.deepseek import DeepseekZoo
 from toolkit.driver import Driver
 from toolkit.families import Families
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.prompts import SYSTEM, assert_same
-from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.attend import PagedAttention
-from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHACache
-from specdec.attention.eager.reference import ReferenceBackend
-from specdec.attention.eager.torch_backend import TorchBackend
-from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.plan import causal_segment, prefix_segment
-from specdec.attention.segment import AttentionPlan, Segment, last_positions
-from specdec.attention.shared import SharedPrefix, split_shared
-from specdec.batch.state import BatchState
 from specdec.engine.pages.sharing import NOBODY, best_group, common_length
 
 
@@ -62,114 +47,6 @@ def test_common_length() -> None:
     for _ in range(300):
         a, b = ([rng.randrange(2) for _ in range(rng.randrange(9))] for _ in range(2))
         assert common_length(a, b) == next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-# ---- attention ----
-
-KINDS = (FULL, LayerKind(window=3), LayerKind(window=14), LayerKind(chunk=5), LayerKind(chunk=64))
-
-
-class World:
-    """Four rows: two members that share `shared` tokens, one stranger, one of padding.  Unread slots hold NaN."""
-
-    def __init__(self, page_size: int, shared: int, fresh: int, dtype: torch.dtype, device: str, kinds: Any = KINDS) -> None:
-        self.page_size, self.fresh, self.device, self.dtype = page_size, fresh, device, dtype
-        self.lens = [shared + 5, shared + 2 * page_size + 1, 9, 0]
-        width = -(-(max(self.lens) + fresh) // page_size) + 1
-        table = (torch.randperm(4 * width, generator=torch.Generator().manual_seed(shared)).view(4, width) + 1).int()
-        table[3] = 0
-        table[1, : shared // page_size] = table[0, : shared // page_size]
-        self.cache = MHACache(len(kinds), (4 * width + 1) * page_size, 2, 16, dtype=dtype, device=device, kinds=kinds)
-        self.cache.kv.fill_(torch.nan)
-        for row, length in enumerate(self.lens):
-            at = torch.arange(length + fresh)
-            slots = table[row, at // page_size].long() * page_size + at % page_size
-            self.cache.kv[:, slots.to(device)] = torch.randn(len(kinds), len(at), 2, 2, 16, dtype=dtype, device=device)
-        self.table, self.lens_B = table.to(device), torch.tensor(self.lens, dtype=torch.int32, device=device)
-        state = BatchState.empty(4, width, 0, 0, device=device, dtype=dtype)
-        self.shared = SharedPrefix.empty(state.page_table_BW, 10)
-        if shared:
-            self.shared.set([0, 1], table[0, : shared // page_size].tolist(), shared)
-
-    def plans(self, n: int, tree: bool) -> tuple[AttentionPlan, AttentionPlan]:
-        """The same reads, as they were and shared: a chain's causal rows, or a prefix and one-query suffixes."""
-        if not tree:
-            own = causal_segment(self.table, self.lens_B + n, n, self.page_size)
-            positions, suffix = last_positions(own), None
-        else:
-            own = prefix_segment(self.table, self.lens_B, n, self.page_size)
-            depth = torch.arange(n, device=self.device).clamp(max=2)
-            positions = (self.lens_B.long()[:, None] + depth).flatten()
-            at = self.lens_B[:, None, None] + torch.stack([torch.zeros_like(depth), depth], dim=1)  # the root, and itself
-            pages = self.table.long().gather(1, (at // self.page_size).flatten(1).long()).view(at.shape)
-            slots = (pages * self.page_size + at % self.page_size).flatten(0, 1).int()
-            suffix = Segment.of_slots(slots, (depth.repeat(4) > 0).int() + 1, self.lens_B)
-        plain, split = (AttentionPlan(split_shared(own, shared), positions, suffix) for shared in (None, self.shared))
-        return plain, split
-
-    def attend(self, backend: Backend, plan: AttentionPlan, q_THD: Tensor) -> list[Tensor]:
-        """What each layer's queries get."""
-        attn = PagedAttention(backend, self.cache, plan, torch.zeros(0, dtype=torch.int64))
-        return [
-            backend.attend(q_THD, self.cache.view(layer), attn.prepared[kind])
-            for layer, kind in enumerate(self.cache.kinds)
-        ]  # fmt: skip
-
-
-@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize(("page_size", "shared"), [(1, 7), (4, 0), (4, 16), (16, 32)])
-def test_shared_equals_unshared(page_size: int, shared: int, n: int, tree: bool) -> None:
-    """Every layer kind; members, a stranger and a padded row; nothing shared at all is a case like any other."""
-    torch.manual_seed(page_size + n)
-    world = World(page_size, shared, n, torch.float64, "cpu")
-    q = torch.randn(4 * n, 4, 16, dtype=torch.float64)
-    plain, split = world.plans(n, tree)
-    want = world.attend(ReferenceBackend(), plain, q)
-    for backend in (ReferenceBackend(), TorchBackend()):
-        for got, right, kind in zip(world.attend(backend, split, q), want, KINDS, strict=True):
-            assert not got[: 3 * n].isnan().any()
-            torch.testing.assert_close(got[: 3 * n], right[: 3 * n], atol=1e-10, rtol=1e-10, msg=f"{backend.name} {kind}")
-
-
-@pytest.mark.parametrize(("n", "tree", "page_size", "shared"), [(1, False, 4, 16), (3, False, 16, 32), (3, True, 4, 16)])
-def test_kernels_share(n: int, tree: bool, page_size: int, shared: int) -> None:
-    """The triton backend: three states in one merge."""
-    pytest.importorskip("triton")
-    from specdec.attention.kernels.triton_backend import TritonBackend
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(n)
-    kinds = KINDS if device == "cuda" else KINDS[:2]
-    world = World(page_size, shared, n, torch.float32, device, kinds)
-    q = torch.randn(4 * n, 4, 16, device=device)
-    plain, split = world.plans(n, tree)
-    want = world.attend(ReferenceBackend(), plain, q)
-    backend = TritonBackend(programs=32)
-    for got, right in zip(world.attend(backend, split, q), want, strict=True):
-        torch.testing.assert_close(got[: 3 * n], right[: 3 * n], atol=2e-5, rtol=2e-5)
-
-
-def test_many_queries_read_as_ever() -> None:
-    """Keeps out: one more launch a layer where arithmetic takes the time, as in the verification of a large tree."""
-    world = World(4, 16, 4, torch.float64, "cpu")
-    own = prefix_segment(world.table, world.lens_B, 11, 4)
-    assert split_shared(own, world.shared) == split_shared(own, None) == (own,)
-    assert len(split_shared(prefix_segment(world.table, world.lens_B, 10, 4), world.shared)) == 2
-
-
-def test_nothing_is_read_twice() -> None:
-    """The members' own tables may say anything where they share."""
-    world = World(4, 16, 4, torch.float64, "cpu")
-    q = torch.randn(16, 4, 16, dtype=torch.float64)
-    plain, _ = world.plans(4, tree=False)
-    want = world.attend(ReferenceBackend(), plain, q)
-    spare = world.table[1].clone()
-    world.table[:2, :4] = 4 * world.table.shape[1]  # a page of NaN
-    assert world.cache.kv[:, 16 * world.table.shape[1]].isnan().all() and spare[0] != world.table[1, 0]
-    _, split = world.plans(4, tree=False)
-    for got, right in zip(world.attend(TorchBackend(), split, q), want, strict=True):
-        torch.testing.assert_close(got[:12], right[:12], atol=1e-10, rtol=1e-10)
 
 
 # ---- in the engine ----

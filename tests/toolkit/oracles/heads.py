@@ -4,13 +4,15 @@ Shapes: T pairs, H hidden, F features side by side, V vocabulary.
 """
 
 import json
-import math
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from specdec.attention.kinds import FULL, LayerKind
+from toolkit.oracles.attention import causal_mask, dense_attention, of_kind
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,12 +91,9 @@ class DenseHead:
         w, T, D = self.tensors, x.shape[0], self.config["head_dim"]
         q, k, v = (linear(x, w[f"{prefix}.{letter}_proj.weight"]).view(T, -1, D) for letter in "qkv")
         q, k = rotate(q, self.inv_freq), rotate(k, self.inv_freq)
-        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(D)
-        distance = torch.arange(T)[:, None] - torch.arange(T)
-        hidden = (distance < 0) | (distance >= (self.config.get("sliding_window") or T))
-        scores = scores.masked_fill(hidden, -torch.inf)
-        return linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(T, -1), w[f"{prefix}.o_proj.weight"])
+        window = self.config.get("sliding_window")
+        seen = causal_mask(T, T) & of_kind(LayerKind(window=window) if window else FULL, torch.arange(T), torch.arange(T))
+        return linear(dense_attention(q, k, v, seen)[0].reshape(T, -1), w[f"{prefix}.o_proj.weight"])
 
     def log_probs(self, hidden: Tensor) -> dict[int, float]:
         """Log-probability of each target id the head can draft."""

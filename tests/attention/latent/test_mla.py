@@ -9,7 +9,9 @@ import weakref
 
 import pytest
 import torch
+from toolkit.attention.caches import Scattered
 from toolkit.kernels import DEVICE
+from toolkit.oracles.attention import causal_mask, dense_attention
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
@@ -44,15 +46,9 @@ def rand(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def scattered(
     lens: list[int], P: int, seed: int, dtype: torch.dtype = torch.float32, width: int = C + R
 ) -> tuple[Tensor, Tensor]:
-    """A page table in random order, and latents that are NaN wherever no row may read.  Idle entries name page 0."""
-    pages = max(-(-n // P) for n in lens) + 1
-    table = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(seed)).view(len(lens), pages).int() + 1
-    latent = torch.full(((len(lens) * pages + 1) * P, width), NAN, dtype=dtype)
-    for row, n in zip(table, lens):
-        place = torch.arange(n)
-        latent[row[place // P].long() * P + place % P] = rand(n, width, seed=seed + n, dtype=dtype).cpu()
-        row[-(-n // P) :] = 0
-    return table.to(DEVICE), latent.to(DEVICE)
+    """A page table in random order, and latents that are NaN wherever no row may read."""
+    pages = Scattered(lens, P, spare=1, idle_is_dummy=True, seed=seed, device=DEVICE)
+    return pages.table_BW, pages.fill(width, dtype=dtype)
 
 
 def suffix_rows(table: Tensor, lens: list[int], counts: list[int], P: int) -> Segment:
@@ -142,10 +138,7 @@ def dense(q_THQ: Tensor, latent_TL: Tensor, up_HXC: Tensor, how: LatentPrep) -> 
     latent_TL = how.apply_(q_THQ[..., N:], latent_TL)
     k_THN, v_THV = torch.einsum("tc,hxc->thx", latent_TL[:, :C], up_HXC).split((N, V), -1)
     k_THQ = torch.cat((k_THN, latent_TL[:, None, C:].expand(-1, H, -1)), -1)
-    scores = torch.einsum("qhd,khd->hqk", q_THQ, k_THQ) * SCALE.scale
-    T = scores.shape[1]
-    scores.masked_fill_(torch.ones(T, T, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf)
-    return torch.einsum("hqk,khv->qhv", scores.softmax(-1), v_THV)
+    return dense_attention(q_THQ, k_THQ, v_THV, causal_mask(len(q_THQ), len(q_THQ), DEVICE), SCALE)[0].to(q_THQ.dtype)
 
 
 def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, int]]], P: int) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from toolkit.trees import mask_of
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -77,9 +78,7 @@ def world(
     elif kind == "chain":
         plan = AttentionPlan((causal_segment(table, lens_B, N, P),))
     else:
-        mask = torch.eye(N, dtype=torch.bool)
-        for n in range(1, N):
-            mask[n] |= mask[(n - 1) // 2]
+        mask = mask_of([0, *((n - 1) // 2 for n in range(1, N))])
         suffix = replace(Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE), base_B=lens_B)
         fill_tree_suffix(suffix, slots_BN, mask.to(DEVICE).expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B).to(DEVICE)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit import fake_flash
+from toolkit.attention import fake_flash
 from toolkit.deepseek import DeepseekZoo
 from toolkit.driver import Driver
 from toolkit.families import COMMON, FAMILIES

@@ -5,6 +5,7 @@ Keeps out: a block's tail that is read beyond the row (NaN there), a buffer load
 
 import pytest
 import torch
+from toolkit.attention.caches import Scattered
 from torch import Tensor
 
 from specdec.attention.caches.mla_cache import MLAView
@@ -24,14 +25,8 @@ def ints(*values: int) -> Tensor:
 
 def scattered(lens: list[int], P: int) -> tuple[Tensor, MLAView]:
     """Latents that are NaN wherever no row may read; idle entries name page 0."""
-    pages = max(-(-n // P) for n in lens) + 1
-    table = (torch.randperm(len(lens) * pages, device="cuda").view(len(lens), pages) + 1).int()
-    latent = torch.full(((len(lens) * pages + 1) * P, C + R), float("nan"), device="cuda", dtype=torch.bfloat16)
-    for row, n in zip(table, lens):
-        place = torch.arange(n, device="cuda")
-        latent[row[place // P].long() * P + place % P] = torch.randn(n, C + R, device="cuda", dtype=torch.bfloat16)
-        row[-(-n // P) :] = 0
-    return table, MLAView(latent, C)
+    pages = Scattered(lens, P, spare=1, idle_is_dummy=True, device="cuda")
+    return pages.table_BW, MLAView(pages.fill(C + R, dtype=torch.bfloat16), C)
 
 
 def check(q_THL: Tensor, view: MLAView, *segments: Segment, suffix: Segment | None = None) -> None:

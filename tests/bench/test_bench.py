@@ -106,6 +106,7 @@ def test_derived_numbers_follow_from_the_counters():
     assert cell.speculative.counters.rounds == 2 * 2 * 3  # rounds x prompts x repeats
     assert cell.baseline.output_tokens == [12, 12, 12]
     assert cell.speed_up == pytest.approx(4)
+    assert cell.speed_ups == pytest.approx([cell.speed_up] * 3), "repeats that took the same time say what the cell says"
     assert cell.speculative.phases.rounds == 1 and cell.baseline.phases.rounds == 5
     assert cell.speculative.phases.ms("draft") == pytest.approx(1)
     phases = cell.speculative.phases

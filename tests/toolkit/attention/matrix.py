@@ -21,7 +21,10 @@ from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep
-from toolkit import fake_flash
+from toolkit.attention import fake_flash
+from toolkit.attention.caches import Scattered
+from toolkit.oracles.attention import dense_attention, of_kind
+from toolkit.trees import chain_shape, mask_of
 
 HAS_GPU = torch.cuda.is_available()
 H100 = torch.device("cuda", 0)
@@ -93,15 +96,10 @@ class World:
         self.cell, P = cell, cell.page_size
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = dtype_of(cell.backend)
-        width = -(-(max(LENS) + N + 1) // P)  # a token more than one pass needs: two may follow each other
-        pages = torch.randperm(len(LENS) * width, generator=self.generator).view(len(LENS), width) + 1
-        self.table = pages.int().to(DEVICE)
-        self.lens_B = torch.tensor(LENS, dtype=torch.int32, device=DEVICE)
-        self.cache = self.new_cache((len(LENS) * width + 1) * P)
-        mask = torch.eye(N, dtype=torch.bool)
-        for node in range(1, N):
-            mask[node] |= mask[PARENTS[node] if cell.tree else node - 1]
-        self.mask_NN = mask.to(DEVICE)
+        pages = Scattered(list(LENS), P, extra=N + 1, seed=seed, device=DEVICE)  # two passes may follow each other
+        self.table, self.lens_B = pages.table_BW, pages.lens_B
+        self.cache = self.new_cache(pages.num_slots)
+        self.mask_NN = mask_of(list(PARENTS) if cell.tree else chain_shape(N)[0]).to(DEVICE)
         self.depth_N = self.mask_NN.sum(-1) - 1
         self.deepest = int(self.depth_N.max()) + 1
         self.scoring = Scoring(0.25) if cell.cache == "mla" else PLAIN  # absorbed queries do not tell the scale
@@ -174,24 +172,13 @@ class World:
     def dense(self, layer: int, q_THD: Tensor) -> Tensor:
         """By the definition, in float64, over what the cache hands out: a mask of positions and ancestors, one softmax."""
         kind, outs = self.cache.kinds[layer], []
-        for b, q_NHD in enumerate(q_THD.double().unflatten(0, (len(LENS), N))):
+        for b, q_NHD in enumerate(q_THD.unflatten(0, (len(LENS), N))):
             L = int(self.lens_B[b])
             k, v = self.cache.view(layer).read(self.slots(b, L + N), torch.float64)
-            k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
             at_X = torch.cat((torch.arange(L, device=DEVICE), L + self.depth_N))
-            at_N = L + self.depth_N[:, None]
             seen_NX = torch.cat((torch.ones(N, L, dtype=torch.bool, device=DEVICE), self.mask_NN), dim=1)
-            if kind.window:
-                seen_NX &= at_X > at_N - kind.window
-            if kind.chunk:
-                seen_NX &= at_X // kind.chunk == at_N // kind.chunk
-            scores = torch.einsum("nhd,xhd->hnx", q_NHD, k) * (self.scoring.scale or self.head_dim**-0.5)
-            if self.scoring.softcap:
-                scores = self.scoring.softcap * (scores / self.scoring.softcap).tanh()
-            scores = scores.masked_fill(~seen_NX, -torch.inf)
-            if self.scoring.sinks_H is not None:
-                scores = torch.cat((scores, self.scoring.sinks_H.double()[:, None, None].expand(H, N, 1)), dim=-1)
-            outs.append(torch.einsum("hnx,xhe->nhe", scores.softmax(-1)[..., : L + N], v))
+            seen_NX &= of_kind(kind, L + self.depth_N, at_X)
+            outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring)[0])
         return torch.cat(outs)
 
     def inputs(self) -> tuple[Tensor, list[Tensor]]:

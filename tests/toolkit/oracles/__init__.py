@@ -1,0 +1,1 @@
+"""What is right, said another way: dense attention, EAGLE heads from their tensors alone, distributions by enumeration."""
