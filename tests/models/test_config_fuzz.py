@@ -21,7 +21,7 @@ from toolkit.models import save_eagle1, save_target
 
 from specdec import shipped
 from specdec.draft.load import load_head, parse_head_config
-from specdec.loading.load import resolve_dtype
+from specdec.loading.resolve import resolve_dtype
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import read_json
 from specdec.models.registry import TargetChoice, choose_target, load_chosen
