@@ -1,4 +1,4 @@
-"""The capability table: what each attention backend can do.  `auto`, errors, `specdec doctor` and the README use it.
+"""The capability table: what each attention backend can do.  `auto`, errors, `specdec doctor` and docs/SETTINGS.md use it.
 
 This module knows what a pair of models needs (`AttentionNeeds`), not which models they are.  It imports no attention backend
 and no backend's library.

@@ -1,4 +1,4 @@
-"""The capability table as text, for `specdec doctor --table` and for the README; a test keeps the README equal to it."""
+"""The capability table as text, for `specdec doctor --table` and for docs/SETTINGS.md; a test keeps that page equal to it."""
 
 from __future__ import annotations
 

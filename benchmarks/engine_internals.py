@@ -22,12 +22,12 @@ from specdec.verify.tables import tree_tables
 
 
 def target_cache(decoder: SpecDecoder) -> KVCache:
-    return decoder.engine.runner.workers.verifier.cache  # type: ignore[attr-defined]
+    return decoder.engine.runner.workers.verifier.cache
 
 
 def caches(decoder: SpecDecoder) -> list[KVCache]:
     """The target's, and the draft's if there is one."""
-    drafter: Any = decoder.engine.runner.workers.drafter  # type: ignore[attr-defined]
+    drafter: Any = decoder.engine.runner.workers.drafter
     return [target_cache(decoder)] + ([drafter.cache] if drafter else [])
 
 
@@ -67,7 +67,7 @@ def set_sharing(decoder: SpecDecoder, shared: bool, in_every_pass: bool) -> None
     assert sharing is not None
     sharing.least_saved = 0 if shared else math.inf
     if in_every_pass:
-        runner.shared = runner.shared._replace(most_queries=10**6)  # type: ignore[attr-defined]
+        runner.shared = runner.shared._replace(most_queries=10**6)
 
 
 def is_shared(decoder: SpecDecoder) -> bool:
@@ -80,7 +80,7 @@ def is_shared(decoder: SpecDecoder) -> bool:
 def give_copies(decoder: SpecDecoder) -> None:
     """Every row but the first gets the shared pages as copies of its own, as without prefix caching."""
     engine = decoder.engine
-    admission, state = engine.scheduler.admission, engine.runner.workers.state  # type: ignore[attr-defined]
+    admission, state = engine.scheduler.admission, engine.runner.workers.state
     pool, size = admission.pool, admission.pool.page_size
     fixed = [admission.fixed_pages(request) for request in engine.running]
     count = next(i for i, page in enumerate(fixed[0]) if page != fixed[1][i])
@@ -90,7 +90,7 @@ def give_copies(decoder: SpecDecoder) -> None:
         old = (state.page_table_BW[row, :count].long()[:, None] * size + offsets).flatten()
         new = (pages[:, None] * size + offsets).flatten()
         for cache in caches(decoder):
-            for layer in cache.kv:  # type: ignore[attr-defined]
+            for layer in cache.kv:
                 layer[new] = layer[old]
         state.page_table_BW[row, :count] = pages.int()
 

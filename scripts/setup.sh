@@ -61,6 +61,8 @@ fi
 say "installing specdec${extras:+[$extras]} and its pinned dependencies (minutes at first; log in .venv/setup.log)"
 : >"$log"
 pip_install pip setuptools
+# PyPI's `specdec`, or an install of this project from before its distribution was renamed, owns the same files.
+"$venv/bin/python" -m pip uninstall --yes specdec >>"$log" 2>&1 </dev/null || true
 pip_install --no-build-isolation -e ".${extras:+[$extras]}"
 
 torch="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"

@@ -18,6 +18,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
+from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
 
@@ -26,7 +27,7 @@ class SpecDecoder:
 
     def __init__(self, model: Target, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer) -> None:
         self.model, self.head, self.settings, self.tokenizer = model, head, settings, tokenizer
-        self.engine: Engine = build_engine(model, head, settings)
+        self.engine: Engine[DeviceRunner] = build_engine(model, head, settings)
         self._eos_ids = frozenset(model.config.eos_ids)
 
     @classmethod

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec import shipped
+from specdec import __version__, shipped
 from specdec.attention.capabilities import (
     BACKENDS,
     TABLE,
@@ -34,14 +34,14 @@ from specdec.options import EngineOptions, setting_of
 from specdec.threads import allowed_threads, usable_cpus
 
 PACKAGES = (
-    "specdec", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
+    "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
     "flash-attn", "flash-attn-3", "flash-attn-4",
 )  # fmt: skip
 
 
 def versions() -> dict[str, str]:
-    """Python, CUDA as torch was built for it, and the packages that matter; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    """Python, specdec itself, CUDA as torch was built for it, and the packages that matter and are installed."""
+    found = {"python": platform.python_version(), "specdec": __version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -141,7 +141,7 @@ def _backend_table() -> Table:
 
 
 def print_capabilities() -> None:
-    """What each attention backend can do on any machine, as the README has it."""
+    """What each attention backend can do on any machine, as docs/SETTINGS.md has it."""
     print(table_as_markdown())
 
 

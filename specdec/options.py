@@ -134,6 +134,17 @@ class EngineOptions:
         "Without prefix caching, what runs now never depends on what ran before (in 16 bit, a text computed in other pieces "
         "may differ where two tokens tie).",
     )
+    prefill_chunk: int | Literal["auto"] = option(
+        "auto",
+        "what one pass over prompts may cost, in tokens of an empty context; auto: by the device, less while rows run",
+        details="Prompts run in chunks between the rounds of the rows that run, so this bounds how long a row waits for other "
+        "prompts.  A token that reads many earlier ones costs more: at the context that doubles it, two.  With a number, no "
+        "chunk costs more, also while nothing else runs.  The texts are the same whatever the chunks are, up to near-ties in "
+        "16 bit; fp8 keys and values without scales of their own take them from the first chunk.",
+        low=1,
+        high=1 << 20,
+        metavar="N",
+    )
     threads: int | Literal["auto"] = option(
         "auto",
         "CPU threads of a decoder on a CPU; auto: by the size of the model, 1 for a tiny one",

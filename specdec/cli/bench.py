@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     forced = "force acceptance, one probability a level, for capacity planning; the numbers are marked SYNTHETIC"
     add("--synthetic-acceptance", type=floats, metavar="P,P,..", help=forced)
     add("--json", type=not_empty, metavar="FILE", help="write raw counters, all times, settings and definitions")
-    add("--plot", type=not_empty, metavar="FILE.png", help="write a figure (needs specdec[plots])")
+    add("--plot", type=not_empty, metavar="FILE.png", help="write a figure (needs matplotlib)")
     add_sampling_flags(parser)
     add_engine_flags(parser, "bench")
 

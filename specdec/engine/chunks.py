@@ -18,10 +18,10 @@ GRANULES = (512, 128)
 
 
 class Left(NamedTuple):
-    """What is left of a prompt: `count` tokens from position `start` on."""
+    """What is left of a prompt: `tokens` tokens from position `start` on."""
 
     start: int
-    count: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class ChunkBudget:
     most: int | None = None
 
     def cost(self, start: int, count: int) -> float:
-        """Of `count` tokens from position `start` on."""
+        """Of `tokens` tokens from position `start` on."""
         return count * (1 + (start + count / 2) / self.doubling)
 
     def affordable(self, left: Left, budget: float) -> int:
         """How many of a prompt's next tokens the budget pays for."""
-        low, high = 0, left.count if self.most is None else min(left.count, self.most)
+        low, high = 0, left.tokens if self.most is None else min(left.tokens, self.most)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.cost(left.start, middle) <= budget else (low, middle - 1)
@@ -65,9 +65,9 @@ class ChunkBudget:
             shares[0] = self.affordable(prompts[0], for_parts / FAIR_SHARE)
             spent = self.cost(prompts[0].start, shares[0])
         for index in by_cost:
-            start, count = prompts[index].start + shares[index], prompts[index].count - shares[index]
-            if spent + self.cost(start, count) <= for_whole and (self.most is None or prompts[index].count <= self.most):
-                shares[index] = prompts[index].count
+            start, count = prompts[index].start + shares[index], prompts[index].tokens - shares[index]
+            if spent + self.cost(start, count) <= for_whole and (self.most is None or prompts[index].tokens <= self.most):
+                shares[index] = prompts[index].tokens
                 spent += self.cost(start, count)
                 continue
             most = count if self.most is None else min(count, self.most - shares[index])
@@ -80,7 +80,7 @@ class ChunkBudget:
 
     def _trimmed(self, prompts: Sequence[Left], shares: list[int]) -> list[int]:
         """Cuts the longest part that does not end its prompt, so that the chunk's size is a multiple of a granule."""
-        parts = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.count]
+        parts = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.tokens]
         granule = next((granule for granule in GRANULES if granule <= sum(shares)), 1)
         if parts:
             longest = max(parts, key=lambda i: shares[i])

@@ -12,17 +12,20 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Launch, Scheduler
 from specdec.startup import STARTUP
 from specdec.steps import Pending, RunChunk, Runner, Step
 
+R = TypeVar("R", bound=Runner)
 
-class Engine:
+
+class Engine(Generic[R]):
     """depth: launches that may be unread while the next one is made; 0 where the device is the host."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, depth: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: R, depth: int) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
         self.lock = threading.RLock()  # requests change under it

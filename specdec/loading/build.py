@@ -55,7 +55,7 @@ LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # of attention over long contexts against the matrix products of a layer, in operations a second
 
 
-def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine:
+def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine[DeviceRunner]:
     """KV pool, caches and workers around loaded models, and a scheduler for them."""
     kinds = model.config.layer_kinds + (head.config.model.layer_kinds if head else ())
     ring = ring_of((kind.span for kind in kinds), settings.lookahead, settings.options.page_size, settings.pages_per_sequence)
@@ -111,7 +111,9 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
 
 def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None) -> ChunkBudget:
     """config: the target's.  most: the most tokens of one prompt in one chunk."""
-    return ChunkBudget(*CHUNK_COST[settings.device.type], doubling_context(config), most)
+    asked = settings.options.prefill_chunk
+    costs = CHUNK_COST[settings.device.type] if asked == "auto" else (asked, asked, asked)
+    return ChunkBudget(*costs, doubling_context(config), most)
 
 
 def doubling_context(config: ModelConfig) -> float:

@@ -174,12 +174,13 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     assert varied | elsewhere | only_for_auto == {f.name for f in fields(AttentionNeeds)}
 
 
-def test_command_line_and_readme_say_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeps out: a backend or KV dtype that no flag names, and a README that promises what the code refuses."""
+def test_command_line_and_settings_page_say_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a backend or KV dtype that no flag names, and a page that promises what the code refuses."""
     assert cli.main(["doctor", "--table"]) == 0
     table = capsys.readouterr().out.strip()
-    blocks = re.findall(r"<!-- capabilities:[^>]*-->\n(.*?)\n<!-- /capabilities -->", (ROOT / "README.md").read_text(), re.S)
-    assert blocks == [table], "README.md: put the output of `specdec doctor --table` between the markers"
+    page = (ROOT / "docs" / "SETTINGS.md").read_text()
+    blocks = re.findall(r"<!-- capabilities:[^>]*-->\n(.*?)\n<!-- /capabilities -->", page, re.S)
+    assert blocks == [table], "docs/SETTINGS.md: put the output of `specdec doctor --table` between the markers"
 
 
 # ---- what is answered, is right ----

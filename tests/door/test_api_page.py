@@ -1,0 +1,188 @@
+"""docs/API.md against the code: every public name is on the page, and the page has no name that is not in the code.
+
+The page's own rules: a class has a section `## Name`, a method with settings worth a table a section `### Class.method`, and a
+command a section `### specdec NAME`; in each, the first cell of every table row names what the row is about, in backticks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specdec
+from specdec import cli, shipped
+from specdec.bench.measurement import Measurement
+from specdec.bench.prompt_file import read_prompts
+from specdec.train.__main__ import build_parser as train_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "API.md").read_text()
+CLASSES = {name: getattr(specdec, name) for name in specdec.__all__}
+SHARED_FLAGS = "Flags of `specdec bench` and `specdec generate`"
+SHARING = ("bench", "generate")
+SETTINGS = ("EngineOptions", "SamplingParams", "SpecConfig")  # classes that callers make, of which defaults matter
+METHOD_SECTIONS = re.findall(r"^### ([A-Z]\w+\.\w+)$", PAGE, re.M)
+
+
+def section(heading: str, page: str = PAGE) -> str:
+    """What stands under a heading, up to the next heading of any level; empty if there is no such heading."""
+    match = re.search(rf"^#+ {re.escape(heading)}$\n(.*?)(?=^#|\Z)", page, re.S | re.M)
+    return match[1] if match else ""
+
+
+def first_cells(text: str) -> list[str]:
+    """The first cell of each row of the tables in a section, without headings and rulers."""
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    return [cell for cell in rows if cell.startswith("`")]
+
+
+def names(text: str) -> list[str]:
+    """The names that the rows of a section are about; of a method, its name."""
+    return [re.match(r"`([\w.]+)", cell)[1] for cell in first_cells(text)]  # type: ignore[index]
+
+
+def members(cls: type) -> set[str]:
+    """Public names of a class: its fields, methods and properties, and the attributes that its __init__ sets."""
+    found = {name for base in cls.__mro__[:-1] for name in vars(base) if not name.startswith("_")}
+    if dataclasses.is_dataclass(cls):
+        return found | {field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")}
+    return found | attributes_set(cls)
+
+
+def attributes_set(cls: type) -> set[str]:
+    """Public attributes assigned on self in __init__."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    on_self = {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    return {name for name in on_self if not name.startswith("_")}
+
+
+def parameters(function: Any) -> list[str]:
+    """Names of what a caller passes, without those that EngineOptions documents."""
+    options = CLASSES.get("EngineOptions")
+    elsewhere = {field.name for field in dataclasses.fields(options)} if options else set()
+    kept = inspect.signature(function).parameters.values()
+    return [p.name for p in kept if p.name not in elsewhere | {"self", "cls"} and p.kind is not p.VAR_KEYWORD]
+
+
+def methods(cls: type) -> dict[str, Any]:
+    return {name: getattr(cls, name) for name in members(cls) if callable(getattr(cls, name, None))}
+
+
+def flags(parser: argparse.ArgumentParser) -> set[str]:
+    """Options, and what positional arguments are called."""
+    found: set[str] = set()
+    for action in parser._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            found |= set(action.option_strings) or {str(action.metavar or action.dest)}
+    return found - {"-h", "--help"}
+
+
+def documented_flags(heading: str) -> set[str]:
+    """The first word of everything in backticks in the first cells: `--seed N` is about --seed."""
+    return {flag for cell in first_cells(section(heading)) for flag in re.findall(r"`([^ `]+)[^`]*`", cell)}
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return action.choices
+
+
+def test_the_page_is_read_as_it_is_meant() -> None:
+    """Keeps out: a reader of the page that finds nothing, or takes the rows of another section."""
+    page = "## A\n| name |\n|---|\n| `x` | `y` |\n| `f(a, b)` | z |\n### A.f\n| `a` |\n## B\n| `--seed N`, `-s` |\n"
+    assert names(section("A", page)) == ["x", "f"] and names(section("A.f", page)) == ["a"]
+    assert first_cells(section("B", page)) == ["`--seed N`, `-s`"] and section("C", page) == ""
+    assert members(specdec.Chunk) == {"text", "token_ids"} and "engine" in members(specdec.SpecDecoder)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_name_of_a_class_is_on_the_page_and_no_other(name: str) -> None:
+    """Keeps out: a field, a method or a keyword that nobody can look up, and one that was renamed or removed."""
+    listed = names(section(name))
+    assert sorted(listed) == sorted(members(CLASSES[name])), f"docs/API.md, section {name}"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_are_shown_with_their_parameters(name: str) -> None:
+    """Keeps out: a parameter that the page does not name, or names otherwise."""
+    for method, function in methods(CLASSES[name]).items():
+        expected, own = parameters(function), section(f"{name}.{method}")
+        (cell,) = [cell for cell in first_cells(section(name)) if re.match(rf"`{method}\b", cell)]
+        if own:
+            assert names(own) == expected, f"docs/API.md, section {name}.{method}"
+            assert cell == f"`{method}(...)`"
+        else:
+            assert cell == f"`{method}({', '.join(expected)})`"
+
+
+@pytest.mark.parametrize("heading", [name for name in CLASSES if name in SETTINGS] + METHOD_SECTIONS)
+def test_defaults_on_the_page_are_the_codes(heading: str) -> None:
+    """Keeps out: a default that changed, or that the page gets wrong."""
+    cls, _, method = heading.partition(".")
+    known = inspect.signature(getattr(CLASSES[cls], method) if method else CLASSES[cls]).parameters
+    rows = [line.split("|")[1:3] for line in section(heading).splitlines() if line.startswith("| `")]
+    shown = {name.strip(" `"): default.strip(" `").replace('"', "'") for name, default in rows}
+    expected = {
+        name: "" if known[name].default is inspect.Parameter.empty else repr(known[name].default)
+        for name in shown
+        if name in known
+    }
+    assert expected and {name: shown[name] for name in expected} == expected
+
+
+def test_no_class_is_on_the_page_that_is_not_public() -> None:
+    """Keeps out: a page about a class that can't be imported from specdec."""
+    assert set(re.findall(r"^## ([A-Z]\w+)$", PAGE, re.M)) == set(CLASSES)
+    shown = [heading.split(".") for heading in METHOD_SECTIONS]
+    assert shown and all(hasattr(CLASSES[cls], method) for cls, method in shown)
+
+
+def test_every_flag_is_on_the_page_and_no_other() -> None:
+    """Keeps out: a flag that --help knows and the page does not, and the reverse."""
+    parsers, shared = subparsers(cli.build_parser()), documented_flags(SHARED_FLAGS)
+    assert set(re.findall(r"^### specdec (\w+)$", PAGE, re.M)) == set(parsers)
+    assert flags(cli.build_parser()) == documented_flags("The command line")
+    for command, parser in parsers.items():
+        listed = documented_flags(f"specdec {command}") | (shared if command in SHARING else set())
+        assert listed == flags(parser), f"docs/API.md, section specdec {command}"
+
+
+def test_every_training_flag_is_on_the_page_and_no_other() -> None:
+    """Keeps out: a setting of a training run that the page does not name, and the reverse."""
+    for command, parser in subparsers(train_parser()).items():
+        assert documented_flags(f"scripts/train_{command}") == flags(parser), f"docs/API.md, section scripts/train_{command}"
+
+
+def test_the_keys_of_a_prompt_file_are_on_the_page(tmp_path: Path) -> None:
+    """Keeps out: a key that the page promises and the reader refuses, or that the reader takes in silence."""
+    listed, file = names(section("Prompt files")), tmp_path / "p.jsonl"
+    values = {"token_ids": [1, 2], "turns": ["hi"], "messages": [{"role": "user", "content": "hi"}]}
+    for key in listed:
+        file.write_text(json.dumps({key: values.get(key, "hi")}))
+        assert len(read_prompts(file)) == 1, key
+    file.write_text(json.dumps({"other": "hi"}))
+    with pytest.raises(ValueError, match="must have one of the keys") as error:
+        read_prompts(file)
+    assert set(re.findall(r"\w+", str(error.value).partition("keys ")[2].partition(";")[0])) - {"or"} == set(listed)
+
+
+def test_the_keys_of_a_measurement_are_on_the_page() -> None:
+    """Keeps out: a page that describes another file than `--json` writes."""
+    written = Measurement({}, {}, {}, {}).as_json()
+    assert sorted(names(section("The file of `specdec bench --json`"))) == sorted(written)
+
+
+def test_the_shipped_pair_is_on_the_page() -> None:
+    """Keeps out: a function of specdec.shipped, which examples use, that the page does not name."""
+    public = [name for name, value in vars(shipped).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert sorted(names(section("The shipped pair"))) == sorted(public)
