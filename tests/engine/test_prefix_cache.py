@@ -335,5 +335,7 @@ def test_a_hit_in_chunks(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
 
 
 def test_the_setting_is_a_bool(zoo: Zoo) -> None:
-    with pytest.raises(TypeError, match="prefix_caching must be a bool, got 'on'; nearest setting that works: False"):
+    with pytest.raises(
+        TypeError, match="prefix_caching must be a bool, got 'on'; nearest setting that works: prefix_caching=False"
+    ):
         zoo.decoder("llama", None, prefix_caching="on")
