@@ -159,6 +159,7 @@ def test_doctor_says_what_runs_here(capsys, monkeypatch, tmp_path, has_pair):
     assert has_pair or "incomplete" in out
 
 
+@pytest.mark.slow
 def test_doctor_runs_in_a_bare_process(tmp_path):
     """Keeps out: a doctor that dies without triton, flash-attn or matplotlib."""
     code = (
