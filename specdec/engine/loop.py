@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from specdec.engine.request import Request
@@ -75,7 +76,7 @@ class Engine(Generic[R]):
 
     def cancel(self, request: Request) -> None:
         """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
-        with self.lock:
+        with self.lock, self._all_or_none():
             self.scheduler.cancel(request)
             self._settle()
 
@@ -85,19 +86,24 @@ class Engine(Generic[R]):
         If a chunk fails, the requests whose prompts it holds get its error, and the others go on.  If a round fails, all
         requests that hold rows get its error, and it is raised.
         """
-        with self.lock:
-            try:
-                if entering := self.scheduler.admit():
-                    self.runner.run(entering)
-                launch = self.scheduler.next()
-                is_unread = launch is not None and self._launch(launch)
-                while self.scheduler.seats and len(self._unread) > (self.depth if is_unread else 0):
-                    self._collect()
-                self._settle()
-            except BaseException as error:  # an interrupt too leaves the batch half moved on
-                self.scheduler.fail_all(error)
-                self._settle()
-                raise
+        with self.lock, self._all_or_none():
+            if entering := self.scheduler.admit():
+                self.runner.run(entering)
+            launch = self.scheduler.next()
+            is_unread = launch is not None and self._launch(launch)
+            while self.scheduler.seats and len(self._unread) > (self.depth if is_unread else 0):
+                self._collect()
+            self._settle()
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Ends all requests that hold rows if anything is raised inside: the batch is half moved on, by an interrupt too."""
+        try:
+            yield
+        except BaseException as error:
+            self.scheduler.fail_all(error)
+            self._settle()
+            raise
 
     def _launch(self, launch: Launch) -> bool:
         """Whether it will emit anything."""

@@ -1,0 +1,88 @@
+"""Prompts in chunks between rounds, on real (random) models: whatever the chunks, every text and every draft is the same.
+
+Keeps out: a chunk that reads a page before its prompt's earlier chunks wrote it, a round that writes to the pages of a prompt
+that is still entering, a row that starts with what an unfinished prompt left in it.
+"""
+
+import pytest
+from toolkit.driver import Driver
+from toolkit.models import Zoo, ragged_prompts
+
+from specdec import Generation, SamplingParams, SpecConfig
+
+LONG = [(5 * i * i + i) % 40 for i in range(71)]
+
+
+def beside_running_rows(driver: Driver, size: int, sampled: bool) -> list[Generation]:
+    """Three requests run, then a long prompt and two short ones enter, in chunks of at most that cost."""
+    driver.set_chunk(size)
+    options = {"temperature": 0.8, "top_p": 0.9} if sampled else {}
+    requests = []
+    for index, prompt in enumerate(ragged_prompts(40, 3, seed=5)):
+        params = SamplingParams(max_tokens=24 - 5 * index, seed=index if sampled else None, **options)
+        requests.append(driver.submit(prompt, params))
+    for _ in range(5):
+        driver.step()
+    for index, prompt in enumerate([LONG, [7, 3], [9] * 6]):
+        params = SamplingParams(max_tokens=9, seed=10 + index if sampled else None, **options)
+        requests.append(driver.submit(prompt, params))
+    driver.run_until_idle()
+    driver.assert_nothing_leaked()
+    return [request.result() for request in requests]
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefix_caching": True}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("spec", [SpecConfig(3, 4, 12), SpecConfig(3, 1, 4), SpecConfig("auto", 4, 12)], ids=str)
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_chunks_change_nothing(zoo: Zoo, kind: str, spec: SpecConfig, settings: dict) -> None:
+    """Ids for chunks of 1, 7, 64 and all tokens; and drafts accepted as far in every round, where num_steps is fixed."""
+    decoder = zoo.decoder("llama", kind, spec, page_size=4, max_batch_size=4, max_seq_len=96, **settings)
+    driver = Driver(decoder)
+    for sampled in (False, True):
+        want = beside_running_rows(driver, 10_000, sampled)
+        if not sampled and "kv_cache_dtype" not in settings:
+            assert want[3].token_ids == zoo.greedy("llama", LONG, 24)[:9]
+        for size in (1, 7, 64):
+            got = beside_running_rows(driver, size, sampled)
+            assert [out.token_ids for out in got] == [out.token_ids for out in want], size
+            if not spec.is_auto and "kv_cache_dtype" not in settings:
+                assert [out.stats.accepted_per_round for out in got] == [out.stats.accepted_per_round for out in want], size
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rows_go_on_while_a_long_prompt_enters(zoo: Zoo, depth: int) -> None:
+    """Keeps out: a long prompt that stalls every stream: a running row gets tokens after every other launch at least."""
+    driver = Driver(zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), page_size=4, max_batch_size=4, max_seq_len=160))
+    driver.set_depth(depth)
+    driver.set_chunk(8)
+    row = driver.submit([3, 4], SamplingParams(max_tokens=80))
+    for _ in range(4):
+        driver.step()
+    long = driver.submit(LONG, SamplingParams(max_tokens=2))
+    stalled, tokens = 0, len(row.output.token_ids)
+    while not long.output.token_ids and not row.is_done:
+        driver.step()
+        stalled = 0 if len(row.output.token_ids) > tokens else stalled + 1
+        tokens = len(row.output.token_ids)
+        assert stalled <= 1
+    assert long.output.token_ids and not row.is_done
+    driver.cancel_all()
+
+
+def test_a_cancelled_prompt_leaves_its_row(zoo: Zoo) -> None:
+    """Keeps out: a request that is cancelled between two chunks, and whose row or pages the next one finds taken."""
+    driver = Driver(zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), page_size=4, max_batch_size=2, max_seq_len=96))
+    driver.set_chunk(8)
+    row = driver.submit([3, 4], SamplingParams(max_tokens=20))
+    for _ in range(3):
+        driver.step()
+    for _ in range(3):
+        long = driver.submit(LONG, SamplingParams(max_tokens=2))
+        for _ in range(5):
+            driver.step()
+        driver.cancel(long)
+    after = driver.submit([5, 6], SamplingParams(max_tokens=9))
+    driver.run_until_idle()
+    driver.assert_nothing_leaked()
+    assert row.result().token_ids == zoo.greedy("llama", [3, 4], 24)[:20]
+    assert after.result().token_ids == zoo.greedy("llama", [5, 6], 24)[:9]

@@ -1,0 +1,236 @@
+"""The scheduler against a runner without a device: whatever comes, goes or ends, the steps are in order and complete.
+
+The stand-in runner knows only what steps say, as a rank would: which row is whose, how far its prompt has run, what it owns.
+"""
+
+import pickle
+import random
+from collections.abc import Iterator
+
+import pytest
+from toolkit.driver import new_request
+
+from specdec import SpecConfig
+from specdec.engine.chunks import ChunkBudget
+from specdec.engine.loop import Engine
+from specdec.engine.pages.admission import Admission
+from specdec.engine.pages.pool import PagePool
+from specdec.engine.request import Request
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.speculation import Speculation
+from specdec.steps import ClearRow, EnterRows, Entry, MoveRow, PromptPart, RunChunk, RunRound, Step
+
+CHAIN = SpecConfig(3, 1, 4)
+
+
+class Emitted:
+    """What a launch gives back, when it is read."""
+
+    def __init__(self, rows: list[list[int]], spec: SpecConfig | None) -> None:
+        self.rows = rows
+        self.drafted, self.depths = (spec.num_draft_tokens - 1, spec.max_steps) if spec else (0, 0)
+        self.is_over = False
+
+    def read(self) -> list[list[int]]:
+        assert not self.is_over, "read twice"
+        self.is_over = True
+        return self.rows
+
+    def drop(self) -> None:
+        assert not self.is_over
+        self.is_over = True
+
+    def seconds(self) -> float:
+        return 1e-3
+
+
+class RowsOnly:
+    """A runner that keeps books instead of tensors, and refuses any step that a device could not execute."""
+
+    def __init__(self, rows: int, rng: random.Random) -> None:
+        self.rows, self.rng = rows, rng
+        self.entries: dict[int, Entry] = {}
+        self.done: dict[int, int] = {}
+        self.running: set[int] = set()
+        self.prompts: dict[int, list[int]] = {}  # tokens seen by row, for the test to compare
+        self.steps: list[Step] = []
+        self.clean = set(range(rows))
+
+    def run(self, step: Step) -> Emitted | None:
+        assert pickle.loads(pickle.dumps(step)) == step, "a step is plain data, the same on every rank"
+        self.steps.append(step)
+        return getattr(self, type(step).__name__)(step)
+
+    def EnterRows(self, step: EnterRows) -> None:
+        for entry in step.entries:
+            assert entry.row in self.clean, "the row is somebody's, or was not cleared"
+            self.clean.remove(entry.row)
+            owned = [page for row, other in self.entries.items() for page in other.pages]
+            assert not set(entry.pages) & set(owned) and 0 not in entry.pages
+            self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, 0, []
+
+    def RunChunk(self, step: RunChunk) -> Emitted | None:
+        for part in step.parts:
+            assert part.row in self.entries and part.row not in self.running and part.token_ids
+            assert part.start == self.done[part.row], "a prompt's parts follow each other"
+            self.done[part.row] = part.end
+            self.prompts[part.row] += part.token_ids
+            if part.is_last:
+                self.running.add(part.row)
+        if not any(part.is_last for part in step.parts):
+            return None
+        return Emitted([[7] if part.is_last else [] for part in step.parts], None)
+
+    def RunRound(self, step: RunRound) -> Emitted:
+        assert self.running and max(self.running) < step.rows <= self.rows
+        most = step.spec.max_steps if step.spec else 0
+        return Emitted([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)], step.spec)
+
+    def MoveRow(self, step: MoveRow) -> None:
+        for books in (self.entries, self.done, self.prompts):
+            books[step.target] = books[step.source]  # type: ignore[index]
+        self.running.discard(step.target)
+        self.clean.discard(step.target)
+        if step.source in self.running:
+            self.running.add(step.target)
+
+    def ClearRow(self, step: ClearRow) -> None:
+        for books in (self.entries, self.done, self.prompts):
+            books.pop(step.row, None)  # type: ignore[attr-defined]
+        self.running.discard(step.row)
+        self.clean.add(step.row)
+
+
+def engine_of(
+    rows: int, budget: ChunkBudget, depth: int = 1, pages: int = 200, pads_rows: bool = False, seed: int = 0
+) -> Engine[RowsOnly]:
+    admission = Admission(PagePool(pages, 4), CHAIN.lookahead, prefix_caching=False)
+    scheduler = Scheduler(admission, budget, Speculation(CHAIN, 0.0), rows, pads_rows)
+    return Engine(scheduler, RowsOnly(rows, random.Random(seed)), depth)
+
+
+def arrivals(rng: random.Random, count: int) -> Iterator[Request]:
+    for _ in range(count):
+        yield new_request([rng.randrange(40) for _ in range(rng.choice([1, 3, 9, 40, 90]))], rng.choice([1, 2, 7, 20]))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("pads_rows", [False, True])
+@pytest.mark.parametrize("beside", [1, 7, 64])
+def test_random_traffic_is_served_whole(beside: int, pads_rows: bool, depth: int) -> None:
+    """Keeps out: a row entered before it was cleared, a part of a prompt run twice or left out, a page with two owners, a
+    request that waits for ever, a result that is read twice."""
+    rng = random.Random(beside)
+    engine = engine_of(5, ChunkBudget(beside, 2 * beside, 4 * beside), depth, pads_rows=pads_rows)
+    requests, coming = [], arrivals(rng, 120)
+    more = True
+    while more or not engine.is_idle:
+        for request in [next(coming, None) for _ in range(rng.randrange(4))]:
+            more = more and request is not None
+            if request is not None:
+                requests.append(request)
+                engine.submit([request], speculate=True)
+        if rng.random() < 0.1 and (going := [request for request in requests if not request.is_done]):
+            engine.cancel(rng.choice(going))
+        engine.step()
+    runner = engine.runner
+    assert not runner.entries and not runner.running and runner.clean == set(range(5))
+    pool = engine.scheduler.admission.pool
+    assert pool.num_free == pool.capacity
+    cancelled = [request for request in requests if request.cancelled]
+    assert len(requests) == 120 and 5 < len(cancelled) < 100
+    for request in requests:
+        if request.cancelled:
+            continue
+        assert request.output.token_ids == [7, *[8] * (request.sampling.max_tokens - 1)]
+        request.stats.check_identity(len(request.output.token_ids))
+
+
+def test_chunks_and_rounds_take_turns() -> None:
+    """Keeps out: a long prompt whose chunks all run before the next round of rows that run already."""
+    engine = engine_of(3, ChunkBudget(10, 30, 60))
+    engine.submit([new_request([1, 2, 3], 50)], speculate=True)
+    for _ in range(3):
+        engine.step()
+    engine.submit([new_request([5] * 95, 3)], speculate=True)
+    first = len(engine.runner.steps)
+    while not engine.scheduler.seats[-1].runs or len(engine.scheduler.seats) < 2:
+        engine.step()
+    kinds = [type(step) for step in engine.runner.steps[first:] if isinstance(step, RunChunk | RunRound)]
+    assert kinds.count(RunChunk) == 10 and all(a != b for a, b in zip(kinds, kinds[1:], strict=False))
+    chunks = [step for step in engine.runner.steps[first:] if isinstance(step, RunChunk)]
+    assert all(chunk.cost <= 10 for chunk in chunks)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Keeps out: prompts in the order of arrival, where one of 32,000 tokens holds up all short ones; and the long one
+    starving under a stream of short ones."""
+    engine = engine_of(8, ChunkBudget(16, 32, 64), pages=400)
+    long = new_request([5] * 300, 2)
+    engine.submit([long], speculate=True)
+    engine.step()
+    short = new_request([1] * 10, 2)
+    engine.submit([short], speculate=True)
+    engine.step()
+    chunk = engine.runner.steps[-1]
+    assert isinstance(chunk, RunChunk) and PromptPart(1, [1] * 10, 0, -1) in chunk.parts
+    before = engine.scheduler.seats[0].done
+    chunks = 0
+    while not long.output.token_ids and chunks < 200:
+        if len(engine.scheduler.seats) < 7:
+            engine.submit([new_request([1] * 14, 1)], speculate=True)
+        engine.step()
+        chunks += 1
+    assert long.output.token_ids and chunks <= 2 + 2 * (300 - before) // (16 // 4)
+
+
+def test_whole_prompts_fill_a_chunk_and_parts_do_not() -> None:
+    """Keeps out: eight short prompts in eight passes while nothing runs, and a pass of a long prompt alone that is so large
+    that whoever comes next waits for it."""
+    budget = ChunkBudget(beside_rounds=64, alone=256, whole_prompts=1024)
+    engine = engine_of(8, budget, pages=4000)
+    engine.submit([new_request([1] * 100, 1) for _ in range(8)], speculate=True)
+    engine.step()
+    assert len(engine.runner.steps[-1].parts) == 8  # type: ignore[union-attr]
+    while not engine.is_idle:
+        engine.step()
+    engine.submit([new_request([1] * 2000, 1)], speculate=True)
+    engine.step()
+    assert sum(len(part.token_ids) for part in engine.runner.steps[-1].parts) == 256  # type: ignore[union-attr]
+
+
+def test_graphs_are_captured_when_there_is_time() -> None:
+    """Keeps out: rows that run and wait for a large chunk's graph to be captured."""
+    engine = engine_of(4, ChunkBudget(64, 64, 64))
+    engine.submit([new_request([1] * 60, 40)], speculate=True)
+    engine.step()
+    engine.submit([new_request([1] * 60, 40)], speculate=True)
+    for _ in range(6):
+        engine.step()
+    engine.submit([new_request([1] * 12, 40)], speculate=True)
+    for _ in range(6):
+        engine.step()
+    chunks = [step for step in engine.runner.steps if isinstance(step, RunChunk)]
+    assert [chunk.may_capture for chunk in chunks] == [True, False, True]
+
+
+def test_an_interrupt_leaves_every_row_padding() -> None:
+    """Keeps out: Ctrl-C between two steps of one launch, after which a row that nobody holds goes on running."""
+    engine = engine_of(4, ChunkBudget(64, 64, 64))
+    requests = [new_request([1] * 5, 40) for _ in range(3)]
+    engine.submit(requests, speculate=True)
+    for _ in range(4):
+        engine.step()
+    run, calls = engine.runner.run, iter(range(100))
+
+    def interrupted(step: Step) -> Emitted | None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return run(step)
+
+    engine.runner.run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.cancel(requests[0])  # the last row has moved into its place, and is not cleared yet
+    engine.runner.run = run  # type: ignore[method-assign]
+    assert engine.runner.clean == set(range(4)) and not engine.runner.running
+    assert all(request.is_done for request in requests)
