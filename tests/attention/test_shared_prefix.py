@@ -69,6 +69,7 @@ class World:
         ]  # fmt: skip
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize(("page_size", "shared"), [(1, 7), (4, 0), (4, 16), (16, 32)])

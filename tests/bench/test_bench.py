@@ -192,6 +192,7 @@ def test_a_router_flip_is_named_and_stays_diverged(dtype):
         assert text.count("a router flip") == (mixes and dtype == "bfloat16") and "speed-up not shown" in text
 
 
+@pytest.mark.slow
 def test_mixtures_of_experts_are_known(tmp_path):
     """Keeps out: a note about routers that no model gets, because each family writes its experts under another key."""
     for name, (model_type, changes) in FAMILIES.items():

@@ -97,6 +97,7 @@ def test_a_source_tree_without_metadata_reports_its_version(zoo: Zoo, monkeypatc
     assert f"specdec {__version__}, torch" in out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_leaves_the_other_cells(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a traceback that loses what was measured, and a run with a failed request that ends as a success."""
     generate = Session.generate

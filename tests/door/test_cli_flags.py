@@ -86,6 +86,7 @@ def test_every_option_is_in_doctors_table(capsys: pytest.CaptureFixture[str], mo
     assert re.search(r"device +auto: (cpu|cuda:\d)", table) and re.search(r"attention +auto: (torch|triton|fa4) \(", table)
 
 
+@pytest.mark.slow
 def test_every_option_is_in_benchs_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Keeps out: a measurement that nobody can repeat, because a setting of it was not written down."""
     flags = "--num-prompts 1 --batch-sizes 1 --spec 2,2,4 --max-tokens 4 --repeats 1 --device cpu --page-size 4"
@@ -140,6 +141,7 @@ def test_a_tree_shape_may_leave_its_size_out() -> None:
     assert tree_shape("5,4") == SpecConfig(num_steps=5, topk=4) and tree_shape("3,1") == SpecConfig(3, 1, 4)
 
 
+@pytest.mark.slow
 def test_a_target_without_a_draft_is_measured_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Keeps out: a bench that demands a draft that generate does not, and a comparison with nothing."""
     target, out = str(shipped.target_folder()), tmp_path / "o.json"

@@ -52,6 +52,7 @@ def test_every_file_is_tried(tmp_path: Path) -> None:
     assert out.read_text() == "x"
 
 
+@pytest.mark.slow
 def test_a_late_write_error_loses_no_result(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

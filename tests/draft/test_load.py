@@ -83,6 +83,7 @@ EAGLE3_ERRORS: list[tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]]
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("change", "config", "match"), EAGLE3_ERRORS)
 def test_eagle3(zoo: Zoo, tmp_path: Path, change: Callable[[Tensors], Any] | None, config: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):

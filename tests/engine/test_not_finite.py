@@ -20,8 +20,8 @@ SAMPLED = {"temperature": 0.7, "seed": 1}
 def never_drafted(decoder: SpecDecoder, texts: list[list[int]]) -> int:
     """A token that is neither in the texts nor in the draft's vocabulary.
 
-    A token of that vocabulary may be drafted.  On the torch backend, which multiplies masked values by 0, its keys would then spoil
-    the other nodes of its tree.
+    A token of that vocabulary may be drafted.  On the torch backend, which multiplies masked values by 0, its keys would then
+    spoil the other nodes of its tree.
     """
     offsets_V = decoder.head.d2t_V  # type: ignore[union-attr]
     assert offsets_V is not None
@@ -29,6 +29,7 @@ def never_drafted(decoder: SpecDecoder, texts: list[list[int]]) -> int:
     return next(token for token in range(decoder.model.config.vocab_size) if token not in drafted.union(*texts))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7, "seed": 1}, {"temperature": 0.7, "seed": 1, "top_k": 5}], ids=str

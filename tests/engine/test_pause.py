@@ -41,7 +41,7 @@ def test_acceptance_behind_a_pause_is_that_of_a_run_without_one(zoo: Zoo, kind: 
     assert fresh.stats.accepted_per_round == accepted[before + pause :]
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
     """Keeps out: a row moved without its pending tokens, a new row that inherits another's, a first level overwritten."""
@@ -59,7 +59,7 @@ def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
     assert [out.token_ids for out in alone.generate(prompts, params)] == want
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
 def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:
     """With the real chooser, which explores: greedy text, and no page or row left behind."""

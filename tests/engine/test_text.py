@@ -190,6 +190,7 @@ def test_many_tokens_without_text_cost_no_more_a_token() -> None:
     assert max(calls) < 10
 
 
+@pytest.mark.slow_cases
 def test_stop_strings_are_found_across_pieces(case: Case) -> None:
     """Keeps out: a stop string missed at a border, or found in the prompt; and text shown that the stop string takes away."""
     rng = random.Random(3)
@@ -224,6 +225,7 @@ def pieces_decoder(tmp_path_factory: pytest.TempPathFactory) -> SpecDecoder:
     return SpecDecoder.from_pretrained(folder, device="cpu", dtype="float32", max_seq_len=128)
 
 
+@pytest.mark.slow
 def test_prompt_and_answer_joined_are_one_text(pieces_decoder: SpecDecoder) -> None:
     """Keeps out: "had" and "abig box" for "had a big box"; through the decoder, with and without a stream."""
     decode = pieces_decoder.tokenizer.decode

@@ -28,7 +28,7 @@ CASES = [  # each drafter under two or more filters, each filter with chains and
 ] + [("random-tree", *setting) for setting in FILTERS if setting not in (FILTERS[1], FILTERS[3])]
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "temperature", "top_k", "top_p"), CASES)
 def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, top_k: int, top_p: float) -> None:
     """Pairs of the first three tokens: one from prefill, two from rounds, accepted or not."""

@@ -163,7 +163,7 @@ def test_captured_rounds_write_the_same(zoo: DeepseekZoo, name: str, shape: tupl
         assert [out.token_ids for out in outputs] == [zoo.greedy(name, prompt, 24) for prompt in prompts], graphs
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 4, 16), (4, 1, 5)], ids=["tree", "chain"])
 def test_shared_prefixes_are_read_as_latents(
     zoo: DeepseekZoo, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("model", "name"), TARGETS)
 def test_a_target_that_is_not_finite(tmp_path: Path, model: str, name: str) -> None:
     """Keeps out: a target with NaN weights that benches as a success, with every text empty and "equal"."""
@@ -111,6 +112,7 @@ def test_a_target_that_is_not_finite(tmp_path: Path, model: str, name: str) -> N
         refused(lambda: load(folder), f"{folder}/model.safetensors: tensor {name!r} holds NaN or infinity")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "name", ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.self_attn.sinks", "lm_head.weight"]
 )
@@ -343,6 +345,7 @@ def test_absurd_sizes_are_refused_at_once(families: dict[str, Path], tmp_path: P
         assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("save", [save_eagle1, save_eagle3], ids=["eagle1", "eagle3"])
 def test_absurd_sizes_of_heads(tmp_path: Path, zoo: Zoo, save: Callable[[Path, Path], Path]) -> None:
     """Keeps out: the same hang, in a head."""

@@ -129,6 +129,7 @@ def test_a_draft_head_shares_tables(families: Families) -> None:
     assert sum(sizes.values()) == sum(p.numel() for p in hf.parameters())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", FAMILIES)
 def test_configs_say_what_layers_read(families: Families, name: str) -> None:
     config = choose_target(families.target(name), "transformers").config
@@ -190,6 +191,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("model_type", "changes", "match"), REFUSED, ids=[case[0] for case in REFUSED])
 def test_what_can_not_run_is_refused_by_name(tmp_path: Path, model_type: str, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):

@@ -25,6 +25,7 @@ def check(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double().cpu(), want.double().cpu(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "H"), [(1, 64), (3, 300), (70, 4096)])
 def test_sum_and_norm_equal_the_definition(T: int, H: int, dtype: torch.dtype) -> None:

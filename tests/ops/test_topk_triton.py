@@ -73,6 +73,7 @@ def test_slices_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> No
     check(hard_rows(40, torch.float32, 1), 20)
 
 
+@pytest.mark.slow
 def test_nan_stays_in_range() -> None:
     """Keeps out: an id that no embedding has, drawn for a padded row of garbage.  NaN is largest, as in torch."""
     logits = hard_rows(1000, torch.float32, 2)[:3]

@@ -47,6 +47,7 @@ def run(command: list[str | Path], cwd: Path, **more: str) -> subprocess.Complet
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("script", "flags", "extras", "said"),
     [
@@ -67,6 +68,7 @@ def test_a_script_works_in_a_fresh_clone_from_any_folder(
     assert (clone / "extras").read_text() == extras
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("script", ["specdec", "train_head"])
 @pytest.mark.parametrize(("folder", "path"), [("scripts", ""), ("", "scripts/"), ("scripts", "../scripts/")])
 def test_a_script_finds_its_clone_by_any_relative_path(clone: Path, script: str, folder: str, path: str) -> None:

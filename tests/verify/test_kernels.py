@@ -66,6 +66,7 @@ def check_acceptance(tree: DraftTree, targets_BN: Tensor) -> None:
         assert torch.equal(getattr(copy, name).cpu(), getattr(state, name)), name
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("B", "N", "S"), [*SHAPES, *(pytest.param(*s, marks=pytest.mark.gpu) for s in LARGE)])
 def test_acceptance_equals_the_definition(B: int, N: int, S: int) -> None:
     """Keeps out: a node taken below a miss, padding that looks accepted, lengths of inactive rows that grow, a bonus token
@@ -96,6 +97,7 @@ def test_acceptance_of_chains(N: int) -> None:
     check_acceptance(strided, likely_targets(strided))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize(("B", "N", "S"), [*SHAPES[:4], *(pytest.param(*s, marks=pytest.mark.gpu) for s in LARGE)])
 def test_tables_equal_the_definition(B: int, N: int, S: int, page_size: int) -> None:

@@ -57,7 +57,7 @@ def store(view: QuantView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> 
     return torch.cat(parts)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("Q", "K", "D", "rotates", "normed"), [(5, 3, 24, True, False), (4, 1, 16, False, True)])
 def test_int8_store_equals_the_definition(dtype: torch.dtype, Q: int, K: int, D: int, rotates: bool, normed: bool) -> None:

@@ -219,7 +219,7 @@ def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None
             torch.testing.assert_close(a.double().cpu(), b, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_half_precision(kv_cache_dtype: str) -> None:
     """Keeps out: weights times small scales that vanish in float16."""

@@ -189,7 +189,7 @@ def test_absorbed_equals_expanded(monkeypatch: pytest.MonkeyPatch, above: int, p
     passes(TorchBackend(), torch.float64, pieces, P)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("above", [8, 256])
 def test_prompts_through_the_kernels(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
     """Keeps out: padded values (NaN) that reach an output; chunks without a key."""

@@ -164,6 +164,7 @@ def test_a_ring_too_short_shows(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> No
     assert out.token_ids != zoo.greedy("mistral", [5, 9, 2], LENGTH)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_passes")
 def test_a_pause_longer_than_the_window(zoo: Zoo) -> None:
     """Keeps out: a draft that catches up on pages which went around during the pause."""

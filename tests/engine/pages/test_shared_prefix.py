@@ -68,7 +68,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("target", "kind", "spec", "page_size"), CASES, ids=str)
 def test_text_and_drafts_stay_the_same(
