@@ -18,8 +18,11 @@ SAMPLED = {"temperature": 0.7, "seed": 1}
 
 
 def never_drafted(decoder: SpecDecoder, texts: list[list[int]]) -> int:
-    """A token that is neither in the texts nor in the draft's vocabulary.  One that is may be drafted; on the torch backend, which multiplies masked
-    values by 0, its keys would then spoil the other nodes of its tree."""
+    """A token that is neither in the texts nor in the draft's vocabulary.
+
+    A token that is may be drafted, and on the torch backend, which multiplies masked values by 0, its keys would then spoil
+    the other nodes of its tree.
+    """
     offsets_V = decoder.head.d2t_V  # type: ignore[union-attr]
     assert offsets_V is not None
     drafted = set((torch.arange(len(offsets_V)) + offsets_V).tolist())
