@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,17 +25,17 @@ torch.set_num_threads(1)  # tiny models: a second thread costs more than it brin
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all cases but the first are slow."""
-    begun = set[str]()
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first cases are slow."""
+    seen = Counter[str]()
     for item in items:
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        elif item.get_closest_marker("slow_cases"):
+        elif marker := item.get_closest_marker("slow_cases"):
             test = item.nodeid.partition("[")[0]
-            if test in begun:
+            seen[test] += 1
+            if seen[test] > marker.kwargs.get("keep", 1):
                 item.add_marker(pytest.mark.slow)
-            begun.add(test)
 
 
 @pytest.fixture(scope="session")

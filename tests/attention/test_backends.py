@@ -144,6 +144,7 @@ def assert_close(out: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(out.double().cpu(), want.double(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow_cases(keep=30)
 @pytest.mark.parametrize(("setup", "plan_of", "shape"), CASES)
 def test_backend_equals_the_definition(
     setup: Setup, plan_of: Callable[[World], tuple[AttentionPlan, int]], shape: tuple[int, int, int, int]
@@ -161,6 +162,7 @@ def test_backend_equals_the_definition(
     assert_close(out_THD, expected(q_THD, w.view, plan))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("plan_of", [decode, chain, draft], ids=lambda f: f.__name__)
 def test_run_gives_a_natural_log_state(plan_of: Callable[[World], tuple[AttentionPlan, int]], setup: Setup) -> None:
@@ -178,6 +180,7 @@ def test_run_gives_a_natural_log_state(plan_of: Callable[[World], tuple[Attentio
         torch.testing.assert_close(state.lse_TH.double().cpu(), want.lse_TH, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_store_rotates_and_writes_its_slots_and_no_others(setup: Setup, normed: bool) -> None:
@@ -207,6 +210,7 @@ def test_store_rotates_and_writes_its_slots_and_no_others(setup: Setup, normed: 
     assert (view.kv.cpu()[untouched] == -7).all()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("setup", SETUPS)
 def test_static_buffers_equal_fresh_ones(setup: Setup) -> None:
     """Keeps out: a reader that looks behind a row's length, or takes a buffer's size for the batch's."""

@@ -192,6 +192,7 @@ def skip_what_is_absent(cell: Cell) -> None:
         pytest.skip(f"{package} is not installed")
 
 
+@pytest.mark.slow_cases(keep=30)
 @pytest.mark.parametrize("cell", PASSES, ids=label)
 def test_what_is_answered_equals_dense_masked_attention(cell: Cell) -> None:
     """Keeps out: a combination that runs and reads other keys than its layers, its tree and its cache say."""

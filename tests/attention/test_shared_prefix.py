@@ -85,6 +85,7 @@ def test_shared_equals_unshared(page_size: int, shared: int, n: int, tree: bool)
             torch.testing.assert_close(got[: 3 * n], right[: 3 * n], atol=1e-10, rtol=1e-10, msg=f"{backend.name} {kind}")
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("n", "tree", "page_size", "shared"), [(1, False, 4, 16), (3, False, 16, 32), (3, True, 4, 16)])
 def test_kernels_share(n: int, tree: bool, page_size: int, shared: int) -> None:
     """The triton backend: three states in one merge."""

@@ -159,6 +159,7 @@ def test_doctor_says_what_runs_here(capsys, monkeypatch, tmp_path, has_pair):
     assert has_pair or "incomplete" in out
 
 
+@pytest.mark.slow
 def test_doctor_runs_in_a_bare_process(tmp_path):
     """Keeps out: a doctor that dies without triton, flash-attn or matplotlib."""
     code = (
@@ -188,6 +189,7 @@ def test_generate_streams_the_text_and_nothing_else(capsys):
     assert same == out and ", target by transformers; plain decoding\n" in err
 
 
+@pytest.mark.slow
 @needs_pair
 def test_generate_reads_stdin_and_stops(capsys, monkeypatch):
     """Keeps out: flags that parse and don't arrive."""
@@ -202,6 +204,7 @@ def test_generate_reads_stdin_and_stops(capsys, monkeypatch):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+@pytest.mark.slow
 @needs_pair
 def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
     """Keeps out: a report that needs a terminal, a JSON nobody can recompute, a plot that is no picture."""
@@ -219,6 +222,7 @@ def test_bench_end_to_end(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @needs_pair
 def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     """Keeps out: forced acceptance that some line forgets to mention, draws that no seed repeats, a profile of one kind."""
@@ -251,6 +255,7 @@ def test_bench_profiles_and_plans(capsys, monkeypatch, tmp_path):
     assert counters == [cell["speculative"]["counters"] for cell in again["cells"]]
 
 
+@pytest.mark.slow
 @needs_pair
 def test_bench_with_the_users_own_files(capsys, tmp_path):
     """Keeps out: defaults that come through where a flag was given."""
@@ -268,6 +273,7 @@ def test_bench_with_the_users_own_files(capsys, tmp_path):
     assert run(capsys, "bench", *TINY, *argv, "--max-seq-len", "8")[0] == 2
 
 
+@pytest.mark.slow
 @needs_pair
 def test_bench_fails_when_the_text_is_wrong(capsys, monkeypatch):
     """Keeps out: exit code 0, and a speed-up, for a verifier that lies."""

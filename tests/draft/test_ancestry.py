@@ -117,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("target", "kind", "shape", "page_size", "batch"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_every_node_equals_its_own_path(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, kind: str, shape: tuple[int, int, int], page_size: int, batch: int

@@ -66,6 +66,7 @@ def check_growth(B: int, K: int, S: int, V: int, kind: str, dtype: torch.dtype) 
             assert torch.equal(getattr(on_device, field.name).cpu(), getattr(beam, field.name)), field.name
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["plain", "coarse", "equal"])
 @pytest.mark.parametrize(("B", "K", "S", "V"), [(2, 4, 4, 90), (3, 3, 3, 17), (1, 10, 2, 300)])
 def test_growth_equals_the_definition(B: int, K: int, S: int, V: int, kind: str) -> None:
@@ -128,6 +129,7 @@ def check_selection(B: int, K: int, S: int, N: int, coarse: bool) -> None:
     assert torch.equal(tokens_BN.cpu(), want.tokens_BN) and torch.equal(parents_BN.cpu(), want.parents_BN)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize(
     ("B", "K", "S", "N"), [(3, 4, 4, 16), (2, 4, 4, 53), (2, 4, 4, 2), (1, 10, 7, 60), (4, 8, 1, 9), (2, 2, 6, 12)]
@@ -157,6 +159,7 @@ def fork_inputs(B: int, K: int, W: int, H: int, page_size: int, dtype: torch.dty
     return page_table_BW, lens_B, torch.randint(P, (B, K)), torch.randn(B * P, H).to(dtype), ancestors, page_size
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("B", "K", "W", "H"), [(3, 4, 0, 40), (4, 4, 1, 1030), (2, 3, 9, 64), (1, 2, 3, 8)])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_forks_equal_the_definition(B: int, K: int, W: int, H: int, page_size: int) -> None:

@@ -111,6 +111,7 @@ def assert_sound(tree: DraftTree) -> None:
                 seen.add((parents[n], int(tree.tokens_BN[b, n])))
 
 
+@pytest.mark.slow_cases(keep=10)
 @pytest.mark.parametrize("children", SOURCES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("k", [1, 2, 4, 8, 10])
 def test_trees_equal_brute_force(k: int, children: Children) -> None:

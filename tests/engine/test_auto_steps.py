@@ -38,6 +38,7 @@ def best_rate(rows: int, acceptance: float, plain: float, step: float) -> float:
     return max(rows * sum(acceptance**d for d in range(s + 1)) / (plain + step * s) for s in range(MAX + 1))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize(("acceptance", "step"), [(0.85, 0.05), (0.6, 0.05), (0.5, 0.3), (0.3, 0.5), (0.05, 0.2), (0.95, 0.01)])
 def test_it_comes_close_to_the_best(rows: int, acceptance: float, step: float) -> None:

@@ -72,6 +72,7 @@ def test_stop_strings_equal_a_slow_search() -> None:
     assert len(ends) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["words", "bytes"])
 @pytest.mark.parametrize("stop", [None, "a"])
 def test_a_streams_chunks_joined_are_the_final_text(zoo: Zoo, target: str, stop: str | None) -> None:

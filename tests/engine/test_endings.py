@@ -85,6 +85,7 @@ def run(decoder: SpecDecoder, ending: Ending, streaming: bool) -> tuple[Request,
     return request, text, ids
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("at", POSITIONS)
 def test_the_output_ends_exactly_there(oracle: tuple[SpecDecoder, list[int]], at: int) -> None:
     """And the counters know what was cut off: every round emitted S + 1 tokens."""
@@ -115,6 +116,7 @@ def test_ends_only_count_where_they_are(oracle: tuple[SpecDecoder, list[int]]) -
     assert request.result().token_ids == ids[:12]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_eos_comes_from_the_models_own_files(zoo: Zoo, tmp_path: Path, name: str) -> None:
     """Keeps out: an EOS of config.json or generation_config.json that is not obeyed; transformers stops there too."""

@@ -40,6 +40,7 @@ def failing_decode(at: int) -> Callable[[Any], str]:
     return decode
 
 
+@pytest.mark.slow
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Every request that is left alone writes what it writes alone; the pool ends as it began."""
     rng = random.Random(4)
@@ -86,6 +87,7 @@ def test_cancelling_twice_or_too_late_changes_nothing(decoder: SpecDecoder) -> N
     assert waiting[0].result().finish_reason == "length"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("phase", ["prefill", "draft prefill", "draft", "verify", "extend"])
 def test_a_phase_that_raises_leaks_nothing(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
     """Those that ran are marked with the error; the engine works on, and what waited is served."""
@@ -122,6 +124,7 @@ def test_a_failed_prefill_leaves_running_streams_alone(zoo: Zoo, decoder: SpecDe
     assert ids == zoo.greedy("llama", [3, 4], 24)[:12]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [1, 3, 7, 16])
 def test_chunked_prefill_equals_whole(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
     """Keeps out: a chunk's last pair that gets the target's guess instead of the prompt's next token; then the text stays
@@ -135,6 +138,7 @@ def test_chunked_prefill_equals_whole(zoo: Zoo, decoder: SpecDecoder, size: int)
     assert [out.stats for out in chunked] == [out.stats for out in whole]
 
 
+@pytest.mark.slow_cases
 def test_generate_cleans_up_after_an_error(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Keeps out: requests of a failed call that sit in the queue and run in the next one."""
     with Driver(decoder).fail_in("verify", Boom("verify")), pytest.raises(Boom):
@@ -145,6 +149,7 @@ def test_generate_cleans_up_after_an_error(zoo: Zoo, decoder: SpecDecoder) -> No
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:5] for prompt in prompts]
 
 
+@pytest.mark.slow_cases
 def test_streams_and_generate_interleave(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Two open streams and a call of generate share rounds; each gets its own tokens, all of them, in order."""
     prompts = ragged_prompts(40, 4, seed=6)
@@ -188,6 +193,7 @@ def test_speculation_cannot_change_while_a_stream_is_open(zoo: Zoo, decoder: Spe
     assert plain.token_ids == ids and plain.stats.drafted == 0
 
 
+@pytest.mark.slow_cases
 def test_requests_wait_for_pages_too(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Keeps out: an admission that counts rows only, and runs out of pages in the middle of a round."""
     prompts = [prompt for prompt in ragged_prompts(40, 12, seed=1) if len(prompt) <= 30][:7]
@@ -216,6 +222,7 @@ def test_a_stream_returns_its_generation(zoo: Zoo, decoder: SpecDecoder) -> None
             break
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("phase", ["extend", "read"])
 def test_an_interrupt_fails_what_ran(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
     """Keeps out: Ctrl-C in one call that leaves another open stream with a lost round, and then writes wrong text."""

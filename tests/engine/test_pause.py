@@ -20,6 +20,7 @@ def make(zoo: Zoo, kind: str, topk: int, depth: int = 0) -> SpecDecoder:
     return decoder
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
@@ -40,6 +41,7 @@ def test_acceptance_behind_a_pause_is_that_of_a_run_without_one(zoo: Zoo, kind: 
     assert fresh.stats.accepted_per_round == accepted[before + pause :]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
     """Keeps out: a row moved without its pending tokens, a new row that inherits another's, a first level overwritten."""
@@ -57,6 +59,7 @@ def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
     assert [out.token_ids for out in alone.generate(prompts, params)] == want
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("topk", [1, 4])
 def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:
     """With the real chooser, which explores: greedy text, and no page or row left behind."""

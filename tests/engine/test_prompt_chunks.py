@@ -31,6 +31,7 @@ def beside_running_rows(driver: Driver, size: int, sampled: bool) -> list[Genera
     return [request.result() for request in requests]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("settings", [{}, {"prefix_caching": True}, {"kv_cache_dtype": "int8"}], ids=str)
 @pytest.mark.parametrize("spec", [SpecConfig(3, 4, 12), SpecConfig(3, 1, 4), SpecConfig("auto", 4, 12)], ids=str)
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])

@@ -14,6 +14,7 @@ SHAPES = [(4, 1, 5), (1, 1, 2), (4, 3, 14), (3, 8, 33)]
 MAX_TOKENS = [19, 24, 3, 24, 11, 1]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["oracle", "wrong", "random"])

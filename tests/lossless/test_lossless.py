@@ -43,6 +43,7 @@ def assert_greedy(zoo: Zoo, target: str, prompts: list[list[int]], outputs: list
         assert out.token_ids == zoo.greedy(target, prompt, 24)[:max_tokens], (target, prompt)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("target", "head", "shape", "page_size", "batch"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_generate_equals_transformers(
     zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int
@@ -67,6 +68,7 @@ def test_random_heads_are_sometimes_right(zoo: Zoo) -> None:
     assert any(accepted > 1 for out in outputs for accepted in out.stats.accepted_per_round)
 
 
+@pytest.mark.slow_cases
 def test_plain_decoding_equals_transformers(zoo: Zoo, any_target: str) -> None:
     """Keeps out: a baseline that is wrong in the same way as speculation."""
     prompts = ragged_prompts(40, len(MAX_TOKENS))
@@ -76,6 +78,7 @@ def test_plain_decoding_equals_transformers(zoo: Zoo, any_target: str) -> None:
     assert all(out.stats.drafted == out.stats.accepted == 0 for out in outputs)
 
 
+@pytest.mark.slow
 def test_context_is_used_to_its_end(zoo: Zoo) -> None:
     """Keeps out: a look-ahead that runs off the page table or the rotary table at the last positions."""
     prompts = ragged_prompts(40, 3, seed=5)

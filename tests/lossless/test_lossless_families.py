@@ -41,6 +41,7 @@ def load(families: Families, name: str, head: str | None, spec: SpecConfig | Non
     return SpecDecoder.from_pretrained(families.target(name), folder, spec, **merged)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "head", "shape", "page_size", "batch"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_generate_equals_transformers(
     families: Families, name: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int
@@ -58,6 +59,7 @@ def test_generate_equals_transformers(
     assert [out.token_ids for out in plain] == [out.token_ids for out in outputs]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_oracle_is_transformers_own_search(families: Families, name: str) -> None:
     """Keeps out: an induction over one long pass that does not hold, because the pass depends on the text's end."""
@@ -65,6 +67,7 @@ def test_the_oracle_is_transformers_own_search(families: Families, name: str) ->
     assert out.token_ids == full_pass_greedy(families.hf(name), PROMPTS[4], 6)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_modules_agree(families: Families, name: str) -> None:
     """Two implementations of one model: the same ids, and drafts accepted alike, since features agree too."""

@@ -53,6 +53,7 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
     return bool((best - second > noise).all())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("target", "head", "shape", "page_size", "batch", "kind"), CASES, ids=lambda v: str(v).replace(" ", "")
 )
@@ -75,6 +76,7 @@ def test_generate_equals_the_oracle(
         assert cache.kv.dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
 
 
+@pytest.mark.slow
 def test_8_bit_text_is_not_16_bit_text(zoo: Zoo) -> None:
     """Keeps out: a test suite that would pass with the setting ignored."""
     prompts, sampling = ragged_prompts(40, 8), SamplingParams(max_tokens=24)
@@ -120,6 +122,7 @@ def add(folder: Path, tensors: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names.split(" ")[0])
 def test_a_checkpoint_s_scales_are_used(tmp_path: Path, names: str) -> None:
     """Keeps out: scales that load and are then computed anew, a key's on values, one layer's on another, one head's on all."""

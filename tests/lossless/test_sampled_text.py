@@ -28,6 +28,7 @@ CASES = [  # each drafter under two or more filters, each filter with chains and
 ] + [("random-tree", *setting) for setting in FILTERS if setting not in (FILTERS[1], FILTERS[3])]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("drafter", "temperature", "top_k", "top_p"), CASES)
 def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, top_k: int, top_p: float) -> None:
     """Pairs of the first three tokens: one from prefill, two from rounds, accepted or not."""
@@ -51,6 +52,7 @@ def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, to
     assert p_value(counts[1], hotter[1]) < LIMIT  # the test can tell
 
 
+@pytest.mark.slow
 def test_text_depends_on_the_seed_alone(zoo: Zoo) -> None:
     """The same at batch 1 and in a batch, in any order, with and without speculation, tree or chain."""
     prompts = ragged_prompts(40, 8, seed=7)

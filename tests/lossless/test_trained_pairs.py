@@ -36,6 +36,7 @@ def test_every_measured_setting_is_tested(shared: Path, head: str) -> None:
     assert set(expected_rows(shared / "models" / head)) == set(SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("head", HEADS)
 def test_stories_equal_the_reference_round_by_round(shared: Path, head: str, shape: tuple[int, int, int]) -> None:
@@ -55,6 +56,7 @@ def test_stories_equal_the_reference_round_by_round(shared: Path, head: str, sha
     assert equal >= 0.99 * max(sum(len(want) for _, want in rounds), sum(len(got) for got, _ in rounds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 4, 16), (4, 1, 5)], ids=str)
 def test_the_shipped_pair_equals_transformers(shape: tuple[int, int, int]) -> None:
     """Keeps out: a pair in the box that does not load, does not speculate, or whose text is not its target's."""
@@ -73,12 +75,14 @@ def test_every_row_of_the_shipped_pair_is_tested() -> None:
     assert list(expected.expected()) == expected.SHAPES
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shape", expected.SHAPES, ids=str)
 def test_the_shipped_head_is_accepted_as_expected(shape: tuple[int, int, int]) -> None:
     """Keeps out: what never shows in the text: wrong features, positions, scores, tie order, trees or extend rows."""
     assert expected.measure(shape) == expected.expected()[shape]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shape", [(5, 4, 16), (5, 1, 6)], ids=str)
 def test_a_long_extend_drafts_as_a_short_one_does(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a last row that is computed apart from the others and reads other keys than it would among them."""

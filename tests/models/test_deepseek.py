@@ -59,6 +59,7 @@ def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor
     return torch.cat([part for row in parts for part in row])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", DEEPSEEKS)
 def test_logits_are_those_of_transformers(zoo: DeepseekZoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absorbed, expanded, in chunks of a prompt, and without a cache."""
@@ -130,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("name", "head", "shape", "page_size"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_text_is_that_of_transformers(
     zoo: DeepseekZoo, name: str, head: str, shape: tuple[int, int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +163,7 @@ def test_captured_rounds_write_the_same(zoo: DeepseekZoo, name: str, shape: tupl
         assert [out.token_ids for out in outputs] == [zoo.greedy(name, prompt, 24) for prompt in prompts], graphs
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("shape", [(4, 4, 16), (4, 1, 5)], ids=["tree", "chain"])
 def test_shared_prefixes_are_read_as_latents(
     zoo: DeepseekZoo, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch

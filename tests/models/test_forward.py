@@ -61,6 +61,7 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow_cases
 def test_forward_equals_transformers(zoo: Zoo, any_target: str) -> None:
     """aux id i is the residual output of layer i: hidden_states[i + 1], except after the last layer, which comes normed."""
     model, hf = load(zoo.target(any_target)), zoo.hf(any_target)

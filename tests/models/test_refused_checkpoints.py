@@ -326,6 +326,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FAMILIES}
 
 
+@pytest.mark.slow_cases(keep=12)
 @pytest.mark.parametrize("key", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absurd_sizes_are_refused_at_once(families: dict[str, Path], tmp_path: Path, family: str, key: str) -> None:

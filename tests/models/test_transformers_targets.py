@@ -89,6 +89,7 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 @torch.no_grad()
 def test_forward_equals_transformers(families: Families, name: str) -> None:

@@ -53,6 +53,7 @@ def check(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert error < BOUNDS[dtype], f"off by {float(error):.1e}"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("splits", [1, 3])
@@ -69,6 +70,7 @@ def test_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool,
     check(launch_linear(x, weight, None, gated, tiles), exact(x, weight, None, gated), dtype)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(("T", "block_t"), [(27, 32), (33, 48), (48, 48)])

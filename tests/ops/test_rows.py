@@ -13,6 +13,7 @@ from specdec.ops.rows import take_rows
 from specdec.ops.rows_triton import launch_take_rows
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("B", "N", "E", "F"), [(1, 6, 1, 40), (3, 16, 6, 2100), (2, 1, 4, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_picked_rows(B: int, N: int, E: int, F: int, dtype: torch.dtype) -> None:

@@ -55,6 +55,7 @@ def check(logits: Tensor, k: int) -> None:
     assert torch.equal(launch_greedy_tokens(on_device, None).cpu(), greedy_tokens(logits))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("V", "k"), [(7, 7), (300, 1), (2049, 3), (4100, 10)])
 def test_equals_the_definition(V: int, k: int, dtype: torch.dtype) -> None:
@@ -62,6 +63,7 @@ def test_equals_the_definition(V: int, k: int, dtype: torch.dtype) -> None:
     check(hard_rows(V, dtype, V), k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 256])
 def test_slices_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a tie between two slices that goes to the wrong one; slices with fewer tokens than k."""

@@ -16,6 +16,7 @@ from specdec.runner.prompts import bucket_of
 from specdec.steps import PromptPart
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_padded_prompts_equal_bare_ones(zoo: Zoo, kind: str) -> None:
     """Packs of one, two and four prompts go through buckets that earlier, longer packs have dirtied."""

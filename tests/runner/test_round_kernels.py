@@ -20,6 +20,7 @@ TREES_ONLY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SpecConfig(3, 1, 4), SpecConfig(3, 2, 6), SpecConfig(2, 3, 12)], ids=str)
 def test_rounds_through_the_kernels_give_the_target_s_text(zoo: Zoo, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a kernel whose door is never reached, or reached with strides and dtypes that only rounds have."""

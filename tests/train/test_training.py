@@ -27,6 +27,7 @@ def pair() -> SpecDecoder:
     return SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", max_seq_len=64)
 
 
+@pytest.mark.slow
 def test_each_step_sees_what_drafting_sees(pair: SpecDecoder) -> None:
     """Keeps out: a mask or a shift that is off by one, which trains a head for a runtime that does not exist.
 
@@ -73,6 +74,7 @@ def story_file(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keeps out: a script that trains but writes what the runtime can't load; a resume that starts from nothing."""
     run = HeadRun(texts=6, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=2, draft_vocab_size=300)

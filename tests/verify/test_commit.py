@@ -18,6 +18,7 @@ MODELS: tuple[Model, ...] = ("target", "draft")
 CASES = [("eagle3", (4, 1, 5), 1), ("eagle3", (4, 4, 16), 16), ("eagle1", (4, 4, 16), 1), ("eagle1-two-layers", (3, 1, 4), 16)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("real", [True, False], ids=["own-tree", "oracle-tree"])
 @pytest.mark.parametrize(("kind", "shape", "page_size"), CASES, ids=str)
 def test_kv_equals_a_fresh_prefill(zoo: Zoo, kind: str, shape: tuple[int, int, int], page_size: int, real: bool) -> None:

@@ -85,6 +85,7 @@ def test_acceptance_writes_into_its_own_rows_alone(monkeypatch: pytest.MonkeyPat
     assert len(fences) >= 8 and all(bool((fence == MARK).all()) for fence in fences)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("N", [1, 2, 6, 17])
 def test_acceptance_of_chains(N: int) -> None:
     """Keeps out: a kernel that takes a chain's shared parents for one row a sequence; a root alone that needs children."""

@@ -35,6 +35,7 @@ def best_path(parents: list[int]) -> list[int]:
     return path
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize("probs", [[0.8, 0.7, 0.6, 0.5], [0.2, 0.9, 1.0, 0.4]])
 def test_each_depth_is_accepted_as_often_as_asked(probs: list[float], chain: bool) -> None:
@@ -102,6 +103,7 @@ def test_what_is_accepted_depends_on_seed_and_position_alone() -> None:
     assert len(set(accepted[:32:2].tolist())) > 2 and len(set(accepted[33::2].tolist())) > 2
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [SpecConfig(4, 1, 5), SpecConfig(3, 3, 9)], ids=str)
 def test_the_engine_accepts_what_is_forced(zoo: Zoo, spec: SpecConfig) -> None:
     """Keeps out: a hook that the engine passes by, and a baseline that it changes."""

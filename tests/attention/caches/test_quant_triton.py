@@ -57,6 +57,7 @@ def store(view: QuantView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> 
     return torch.cat(parts)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("Q", "K", "D", "rotates", "normed"), [(5, 3, 24, True, False), (4, 1, 16, False, True)])
 def test_int8_store_equals_the_definition(dtype: torch.dtype, Q: int, K: int, D: int, rotates: bool, normed: bool) -> None:
@@ -84,6 +85,7 @@ def test_int8_store_equals_the_definition(dtype: torch.dtype, Q: int, K: int, D:
     assert view.scales_N2K.cpu()[untouched].isnan().all() and (bytes_of(view)[untouched] == 0x7F).all()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_int8_stores_the_very_steps_of_the_definition(dtype: torch.dtype) -> None:
     """Keeps out: prefill by one way and rounds by another, which would store a token differently."""
@@ -96,6 +98,7 @@ def test_int8_stores_the_very_steps_of_the_definition(dtype: torch.dtype) -> Non
     assert torch.equal(got.scales_N2K[slots_T], want.scales_N2K[slots_T])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_stores_the_very_numbers_of_the_definition(dtype: torch.dtype) -> None:
     """Keeps out: another head's scale, a key's scale on values, halves swapped, NaN for what is too large."""
@@ -158,6 +161,7 @@ def test_moves_equal_the_definition(kind: str) -> None:
             assert torch.equal(tensor.cpu(), moved)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn: the decoder is on the CPU")
 @pytest.mark.parametrize("shape", [(2, 1, 3), (2, 2, 4)], ids=str)
 def test_rounds_through_the_kernels_write_the_torch_backend_s_text(zoo: Zoo, shape: tuple[int, int, int]) -> None:

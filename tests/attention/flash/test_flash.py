@@ -58,6 +58,7 @@ def segments(table: Tensor, lens: Tensor, page_size: int) -> dict[str, tuple[Seg
 SCORINGS = {"plain": PLAIN, "softcap": Scoring(softcap=2.0), "scale": Scoring(scale=0.1)}
 
 
+@pytest.mark.slow_cases(keep=15)
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts", "empty"])
 @pytest.mark.parametrize("name", NAMES)

@@ -84,6 +84,7 @@ def suffix_rows(view: MHAView, counts: list[int], seed: int) -> Segment:
     return Segment(table.int(), ints(*counts), rows, 1)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("queries", [1, 5])
 def test_nan_in_unread_slots_stays_there(queries: int) -> None:
     """Keeps out: a masked key's value loaded all the same (0 times NaN).  Half-full pages and page 0 hold NaN."""
@@ -111,6 +112,7 @@ def test_padded_rows_are_zero_and_harm_nobody() -> None:
     check(out_THD[live], q_THD[live], view, AttentionPlan((two,), suffix=rows))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("programs", [1, 8, 64, 10_000])
 @pytest.mark.parametrize("with_suffix", [False, True])
 def test_any_number_of_splits_gives_the_same(programs: int, with_suffix: bool) -> None:
@@ -150,6 +152,7 @@ def test_a_prompt_behind_a_cached_prefix() -> None:
     check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
 
 
+@pytest.mark.slow
 def test_other_plans_are_merged_segment_by_segment() -> None:
     """Keeps out: a plan without a suffix taken for one with (paged segments that hold pages, or slots as a suffix does)."""
     lens = [21, 6]
@@ -219,6 +222,7 @@ def test_views_and_slices_need_no_copy() -> None:
     assert torch.equal(store_view.kv[slots], stored) and layers[..., 0, :].isfinite().all(-1).sum() == 2 * 2 * K
 
 
+@pytest.mark.slow
 def test_layers_share_their_scratch() -> None:
     """Keeps out: one allocation a layer, and a layer that reads what the one before it left."""
     lens = [300, 2]
@@ -253,6 +257,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
         assert 1 <= splits <= 128 and (splits in (1, 128) or waves / -(-waves // 1) > 0.75)
 
 
+@pytest.mark.slow_cases(keep=40)
 @pytest.mark.parametrize("waves", [0.06, 2.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("itemsize", "quant"), [(2, ""), (4, ""), (2, "head"), (2, "token"), (4, "head")])

@@ -167,6 +167,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases(keep=30)
 @pytest.mark.parametrize(("name", "plan_of", "kind", "heads", "P", "kv_cache_dtype", "scored"), CASES)
 def test_every_kind_equals_the_definition(
     name: str,
@@ -200,6 +201,7 @@ def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scor
     torch.testing.assert_close(out_THD.double().cpu(), want, atol=bound, rtol=bound)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None:
@@ -217,6 +219,7 @@ def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None
             torch.testing.assert_close(a.double().cpu(), b, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
 def test_half_precision(kv_cache_dtype: str) -> None:
     """Keeps out: weights times small scales that vanish in float16."""
@@ -253,6 +256,7 @@ class Library(TritonBackend):
         return AttentionState(fused[:, 1], lse_TH.t().contiguous().t())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("plan_of", [decode, chain, tree, shared_tree, "two"])
 def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan] | str, scored: bool) -> None:

@@ -76,6 +76,7 @@ def check(
 BACKENDS = [TorchBackend(), TritonBackend(programs=1), TritonBackend(programs=64)]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
 @pytest.mark.parametrize(("P", "queries"), [(1, 1), (5, 6), (16, 3)])
 def test_few_queries_meet_latents(backend: Backend, P: int, queries: int) -> None:
@@ -86,6 +87,7 @@ def test_few_queries_meet_latents(backend: Backend, P: int, queries: int) -> Non
     check(backend, q_THL, latent, causal_segment(table, ints(*lens), queries, P))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
 @pytest.mark.parametrize("P", [1, 5, 16])
 def test_trees_meet_latents(backend: Backend, P: int) -> None:
@@ -97,6 +99,7 @@ def test_trees_meet_latents(backend: Backend, P: int) -> None:
     check(backend, q_THL, latent, prefix_segment(table, ints(*lens), len(counts), P), suffix=suffix)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("backend", BACKENDS[1:], ids=["triton", "triton-split"])
 def test_shared_prefixes_and_windows(backend: Backend) -> None:
     """Three states, and first keys.  Keeps out: a segment's states written over another's; masked blocks that make NaN."""
@@ -186,6 +189,7 @@ def test_absorbed_equals_expanded(monkeypatch: pytest.MonkeyPatch, above: int, p
     passes(TorchBackend(), torch.float64, pieces, P)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("above", [8, 256])
 def test_prompts_through_the_kernels(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
     """Keeps out: padded values (NaN) that reach an output; chunks without a key."""

@@ -78,6 +78,7 @@ def everything() -> Measurement:
     return measured(wide, cell_of(), cell_of(wrong=[5, 6, 1, 8, 5, 6]), budgets=budgets, failures=failures)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_synthetic", [False, True])
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_every_number_is_there_and_whole_at_any_width(width: int, is_synthetic: bool) -> None:

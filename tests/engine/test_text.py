@@ -93,6 +93,7 @@ def is_streamable(decode: Decode, prompt: Ids, output: Ids) -> bool:
     return all(text.startswith(decode(prompt + output[:n]).rstrip("\ufffd")) for n in range(len(output)))
 
 
+@pytest.mark.slow_cases
 def test_text_is_what_the_output_adds(case: Case) -> None:
     """Keeps out: a space lost or doubled after the prompt, tokens without text taken for context, characters in parts."""
     rng = random.Random(0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from toolkit.models import Zoo
+from toolkit.paths import ROOT
 
 from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli, doctor
 from specdec.bench import run as bench_run
@@ -18,7 +19,6 @@ from specdec.bench.run import BenchOptions, run_bench
 from specdec.bench.session import Session
 from specdec.bench.show.report import print_report
 
-ROOT = Path(__file__).resolve().parents[1]
 SPEC = SpecConfig(2, 2, 4)
 
 
@@ -77,7 +77,7 @@ def test_the_command_line_hands_all_prompts_over(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(bench_run, "run_bench", stop)
     (command,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "--synthetic-acceptance 0" in line)
-    assert cli.main(command.split()[1:]) == 2 and "enough seen" in capsys.readouterr().err
+    assert cli.main(["bench", *command.split()[1:]]) == 2 and "enough seen" in capsys.readouterr().err
     assert len(seen[0].taken) == max(seen[0].batch_sizes) == 32
     assert cli.main(["bench", "--num-prompts", "3", "--batch-sizes", "1"]) == 2
     assert len(seen[1].taken) == 3

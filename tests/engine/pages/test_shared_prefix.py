@@ -68,6 +68,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("target", "kind", "spec", "page_size"), CASES, ids=str)
 def test_text_and_drafts_stay_the_same(
@@ -95,6 +96,7 @@ class FamilyZoo(Zoo):
         return Families(self.root).target(name)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", ["v3", "gemma3", "gpt-oss", "llama4"])
 def test_other_targets_share_too(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     """Latents, windows and chunks among full layers, sinks: found and shared, they write what they write alone."""
@@ -128,6 +130,7 @@ def test_graphs_stay_right_when_membership_changes(zoo: Zoo, spec: SpecConfig, g
     Driver(sharing).assert_nothing_leaked()
 
 
+@pytest.mark.slow
 def test_auto_with_pauses(zoo: Zoo) -> None:
     """Paused rounds and catching up share as well."""
     sharing, alone = pair(zoo, "llama", "eagle3", SpecConfig("auto", 3, 12), max_seq_len=128)

@@ -67,7 +67,8 @@ def test_a_late_write_error_loses_no_result(
     assert err.endswith(f"specdec: error: {tmp_path / 'o.json'} was not written: No space left on device\n")
 
 
-@pytest.mark.parametrize("command", ["bench", "doctor", "generate"])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["doctor", "bench", "generate"])
 def test_a_reader_that_went_away_is_141(command: str, tmp_path: Path) -> None:
     """Keeps out: `specdec bench | head`, which exited with 1 ("outputs differ"); tracebacks when Python exits; files that were
     asked for and not written because nobody read the report."""

@@ -85,6 +85,7 @@ def wrong_reads(ring: int, page_size: int, span: int, ahead: int, seed: int) -> 
     return wrong
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_ring_is_just_long_enough(page_size: int) -> None:
     """Keeps out: an off-by-one at a page's or window's border.  With a page less, where slots count, reads go wrong."""
@@ -118,6 +119,7 @@ def windowed(zoo: Zoo, spec: SpecConfig | None, page_size: int, **settings: obje
     return zoo.decoder("mistral", kind, spec, page_size=page_size, max_seq_len=240, **{"max_batch_size": 3, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_passes")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("shape", "page_size"), [((3, 4, 12), 4), ((5, 1, 6), 1), ((3, 4, 12), 16), (None, 4)], ids=str)
@@ -153,6 +155,7 @@ def test_rings_in_graphs(zoo: Zoo, shape: tuple[int, int, int]) -> None:
     Driver(decoder).assert_nothing_leaked()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_passes")
 def test_a_ring_too_short_shows(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a test above that would pass on any ring.  Look-ahead has some slack, so one page less may go unnoticed."""

@@ -27,6 +27,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "kv_cache_dtype": (["int8"], "int8"),
     "backend": (["transformers"], "transformers"),
     "prefix_caching": ([], True),
+    "prefill_chunk": (["64"], 64),
     "threads": (["1"], 1),
 }
 

@@ -24,6 +24,7 @@ from specdec.generation import Stats
 TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
     """Random requests over few texts in a small pool: what is found is what was written, and nothing is lost."""
@@ -124,6 +125,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(("kind", "spec", "page_size"), SHAPES, ids=str)
 def test_hits_equal_cold_runs(zoo: Zoo, kind: str | None, spec: SpecConfig | None, page_size: int) -> None:
     """First, second and third time, alone and together: the text, and each round's acceptance, of a decoder that keeps none."""
@@ -144,6 +146,7 @@ def test_hits_equal_cold_runs(zoo: Zoo, kind: str | None, spec: SpecConfig | Non
     assert looked_up == 4 * sum(map(len, prompts)) > found > 0.8 * 3 * 5 * len(SYSTEM)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_pages_of_8_bits(zoo: Zoo, kept: str) -> None:
     """A page means the same to whoever reads it: scales are a token's own, or stand once the first tokens came."""
@@ -170,6 +173,7 @@ def test_hit_rate_is_that_of_plain_decoding(zoo: Zoo) -> None:
     assert rates[0] == rates[1]
 
 
+@pytest.mark.slow_cases
 def test_generated_tokens_are_found_too(zoo: Zoo, decoder: SpecDecoder) -> None:
     """A conversation: each turn's prompt is all that was said before.  Its KV came from rounds, of the draft's too."""
     cold = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96)
@@ -181,6 +185,7 @@ def test_generated_tokens_are_found_too(zoo: Zoo, decoder: SpecDecoder) -> None:
         text = text + out.token_ids + [turn]
 
 
+@pytest.mark.slow_cases
 def test_two_texts_that_go_on_differently_share_no_page_at_the_fork(zoo: Zoo, decoder: SpecDecoder) -> None:
     """The draft's row of a page's last token holds the next token: the same page, followed by another, is another page."""
     stem, sampling = SYSTEM[:8], SamplingParams(max_tokens=16)
@@ -192,6 +197,7 @@ def test_two_texts_that_go_on_differently_share_no_page_at_the_fork(zoo: Zoo, de
     assert_same([other], [want])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("which", ["target", "draft"])
 def test_what_is_found_is_what_is_read(zoo: Zoo, decoder: SpecDecoder, which: Model) -> None:
     """Poison in a cached page shows: in the text if it is the target's, in the acceptance if it is the draft's."""
@@ -209,6 +215,7 @@ def test_what_is_found_is_what_is_read(zoo: Zoo, decoder: SpecDecoder, which: Mo
         assert dirty.stats.accepted_per_round != clean.stats.accepted_per_round
 
 
+@pytest.mark.slow_cases
 def test_pages_without_draft_rows_are_for_plain_decoding_only(zoo: Zoo, decoder: SpecDecoder) -> None:
     """Keeps out: speculation behind a plain run that reads draft rows nobody wrote.  The other way round, all are found."""
     Driver(decoder).poison_free_slots(1e4, "draft")
@@ -245,6 +252,7 @@ def test_a_pause_leaves_no_hole(zoo: Zoo) -> None:
     assert decoder.generate(follow, sampling)[0].stats.cached_tokens == (len(follow) - 1) // 4 * 4
 
 
+@pytest.mark.slow
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
     """In a pool that is always full: every request that is left alone writes what it writes alone."""
     rng, driver = random.Random(5), Driver(decoder)
@@ -272,6 +280,7 @@ def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder
     assert len(left_alone) > 120 and Stats.total([r.stats for r in left_alone]).cached_tokens > 1000
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("phase", ["prefill", "draft prefill", "verify"])
 def test_a_failure_leaves_no_garbage_behind(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
     """Keeps out: pages of a prefill that never ran, which the next request finds."""
@@ -286,6 +295,7 @@ def test_a_failure_leaves_no_garbage_behind(zoo: Zoo, decoder: SpecDecoder, phas
     assert_same(outputs, want)
 
 
+@pytest.mark.slow_cases
 def test_streams_find_what_others_left(zoo: Zoo, decoder: SpecDecoder) -> None:
     """A stream that is closed in the middle leaves what it wrote; two open ones share pages and do not disturb each other."""
     want = zoo.greedy("llama", [*SYSTEM, 6], 24)
@@ -311,6 +321,7 @@ def test_the_second_call_computes_the_tails_alone(decoder: SpecDecoder) -> None:
         assert sizes == expected
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [3, 8])
 def test_a_hit_in_chunks(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
     """A long rest behind a hit takes several passes."""
@@ -324,5 +335,7 @@ def test_a_hit_in_chunks(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
 
 
 def test_the_setting_is_a_bool(zoo: Zoo) -> None:
-    with pytest.raises(TypeError, match="prefix_caching must be a bool, got 'on'; nearest setting that works: False"):
+    with pytest.raises(
+        TypeError, match="prefix_caching must be a bool, got 'on'; nearest setting that works: prefix_caching=False"
+    ):
         zoo.decoder("llama", None, prefix_caching="on")
