@@ -113,21 +113,17 @@ class ShareRows:
 
 
 @dataclass(frozen=True)
-class MoveRow:
-    """Row `target` becomes what row `source` is."""
+class LeaveRows:
+    """Requests have ended.  moves: (source, target) pairs; each target becomes what its source was before this step.
 
-    source: int
-    target: int
+    cleared: rows that become padding, after the moves.
+    """
 
-
-@dataclass(frozen=True)
-class ClearRow:
-    """The row becomes padding."""
-
-    row: int
+    moves: tuple[tuple[int, int], ...]
+    cleared: tuple[int, ...]
 
 
-Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | MoveRow | ClearRow
+Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows
 
 
 class Pending(Protocol):

@@ -150,15 +150,14 @@ class BatchState:
         own_RW = self.prompt_table_BW.index_select(0, rows_R)
         self.page_table_BW.index_copy_(0, rows_R, torch.where(last_R[:, None] > 0, own_RW, DUMMY_PAGE))
 
-    def move_row(self, source: int, target: int) -> None:
-        """Row `target` becomes what row `source` is."""
-        for tensor in self.tensors():
-            tensor[target] = tensor[source]
+    def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
+        """Each target row becomes what its source row was before (int64; no target twice)."""
+        if sources_R.shape[0]:
+            for tensor in self.tensors():
+                tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
 
-    def clear_row(self, row: int) -> None:
-        """Makes the row padding.  Its other values may stay: inactive rows read and write the dummy page only."""
-        self.active_B[row] = 0
-        self.lens_B[row] = 0
-        self.pending_B[row] = 0
-        self.page_table_BW[row] = DUMMY_PAGE
-        self.temperature_B[row] = 0
+    def clear_rows(self, rows_R: Tensor) -> None:
+        """Makes rows (int64) padding.  Their other values may stay: inactive rows read and write the dummy page only."""
+        for tensor in (self.active_B, self.lens_B, self.pending_B, self.temperature_B):
+            tensor.index_fill_(0, rows_R, 0)
+        self.page_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chunk, so that short prompts can't starve a long one
-# A chunk that leaves tokens for later is cut to a multiple of the largest of these that it holds: products compute whole tiles
-# of 128 rows, and at hidden sizes of about 4,096 four such tiles in a column keep all processors of a large GPU busy.
-GRANULES = (512, 128)
+# A chunk that leaves tokens for later is cut to a multiple of the largest of these that it holds: products compute tiles of 128
+# or 256 rows, and the rest of a tile takes as long as a whole one.
+GRANULES = (256, 128)
 
 
 class Left(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Launch, Scheduler
 from specdec.startup import STARTUP
-from specdec.steps import Pending, RunChunk, Runner, Step
+from specdec.steps import Pending, RunChunk, Runner
 
 R = TypeVar("R", bound=Runner)
 
@@ -107,7 +107,8 @@ class Engine(Generic[R]):
 
     def _launch(self, launch: Launch) -> bool:
         """Whether it will emit anything."""
-        self._run(launch.before)
+        for step in launch.before:
+            self.runner.run(step)
         try:
             pending = self.runner.run(launch.step)
         except Exception as error:  # of any kind, a prompt too long for the memory above all: those that run go on
@@ -134,8 +135,5 @@ class Engine(Generic[R]):
         if not self.scheduler.seats:
             while self._unread:
                 self._unread.popleft()[0].drop()
-        self._run(self.scheduler.take_departures())
-
-    def _run(self, steps: Sequence[Step]) -> None:
-        for step in steps:
-            self.runner.run(step)
+        if departures := self.scheduler.take_departures():
+            self.runner.run(departures)

@@ -15,7 +15,7 @@ from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
-from specdec.steps import ClearRow, EnterRows, Entry, MoveRow, PromptPart, RunChunk, RunRound, SamplingMode, Step
+from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Step
 
 # Capturing a chunk's graph takes the time of an eager pass before the graph runs, so that between rounds of running rows only
 # chunks of a quarter of the budget are captured: rows wait no longer for those than for a chunk that uses the whole budget.
@@ -66,7 +66,10 @@ class Scheduler:
         self.rows, self.pads_rows = rows, pads_rows
         self.waiting: deque[Request] = deque()
         self.seats: list[Seat] = []  # its index is its row
-        self._departures: list[Step] = []  # what the runner has yet to be told of rows that ended
+        # What the runner has yet to be told of rows that ended: where it still has the row that stands here by now, and which
+        # rows have become free.
+        self._moved: dict[int, int] = {}
+        self._cleared: set[int] = set()
         self._chunk_is_next = True
 
     @property
@@ -99,12 +102,16 @@ class Scheduler:
     def fail_all(self, error: BaseException) -> None:
         """All requests that hold rows end with that error, and all rows become padding, whatever the runner was told so far."""
         self.fail(list(self.seats), error)
-        self._departures = [ClearRow(row) for row in range(self.rows)]
+        self._moved, self._cleared = {}, set(range(self.rows))
 
-    def take_departures(self) -> list[Step]:
-        """Steps that clear the rows of requests that have ended, to be run before anything else is launched."""
-        steps, self._departures = self._departures, []
-        return steps
+    def take_departures(self) -> LeaveRows | None:
+        """What became of the rows of requests that have ended, to be run before anything else is launched."""
+        if not self._cleared:
+            return None
+        moves = tuple((source, target) for target, source in self._moved.items())
+        step = LeaveRows(moves, tuple(sorted(self._cleared)))
+        self._moved, self._cleared = {}, set()
+        return step
 
     # ---- what runs next ----
 
@@ -224,9 +231,10 @@ class Scheduler:
         row, last, request = self.seats.index(seat), len(self.seats) - 1, seat.request
         self.seats[row] = self.seats[last]
         self.seats.pop()
+        source = self._moved.pop(last, last)
         if row != last:
-            self._departures.append(MoveRow(last, row))
-        self._departures.append(ClearRow(last))
+            self._moved[row] = source
+        self._cleared.add(last)
         if request.error is None:  # else nobody knows what was written
             written = request.prompt_ids + request.output.token_ids if seat.runs else request.prompt_ids[: seat.done + 1]
             self.admission.keep(request, written[: max(0, len(written) - self.speculation.lag)], self.speculation.enabled)

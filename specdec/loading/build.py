@@ -49,7 +49,7 @@ MOST_PACKED = 64  # queries x heads of a row that read each key, beyond which re
 # The cost of a chunk of prompts, in tokens of an empty context (engine/chunks.py): between rounds of running rows, while no row
 # runs, and of whole prompts while no row runs.  On a CPU it bounds a chunk's mask.  Measured: benchmarks/README.md, prompts in
 # chunks.
-CHUNK_COST = {"cuda": (1920, 4096, 8192), "cpu": (256, 1024, 1024)}
+CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 # What decides whether a chunk is captured: seconds in which a slow host launches a layer, and products a second of a GPU.
 LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # of attention over long contexts against the matrix products of a layer, in operations a second

@@ -21,7 +21,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, ClearRow, EnterRows, MoveRow, Pending, RunChunk, RunRound, ShareRows, Step
+from specdec.steps import CatchUp, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Step
 
 
 class DeviceRunner:
@@ -43,8 +43,7 @@ class DeviceRunner:
             RunRound: self._round,
             CatchUp: self._catch_up,
             ShareRows: self._share,
-            MoveRow: self._move,
-            ClearRow: self._clear,
+            LeaveRows: self._leave,
         }
 
     @property
@@ -101,11 +100,12 @@ class DeviceRunner:
         assert self.shared is not None
         self.shared.set(list(step.rows), list(step.pages), step.tokens)
 
-    def _move(self, step: MoveRow) -> None:
-        self.workers.state.move_row(step.source, step.target)
-
-    def _clear(self, step: ClearRow) -> None:
-        self.workers.state.clear_row(step.row)
+    def _leave(self, step: LeaveRows) -> None:
+        moves = len(step.moves)
+        rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
+        rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        self.workers.state.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
+        self.workers.state.clear_rows(rows_R[2 * moves :])
 
     def _rows(self, rows: int, shared: bool) -> BatchState:
         state = self.workers.state.narrow(rows)

@@ -18,7 +18,7 @@ def distinct_state() -> BatchState:
 def test_a_moved_row_is_the_row() -> None:
     """Keeps out: a tensor that a move forgets: a request goes on with another one's draft, and only acceptance falls."""
     before, state = distinct_state(), distinct_state()
-    state.move_row(2, 0)
+    state.move_rows(torch.tensor([2]), torch.tensor([0]))
     for field in fields(BatchState):
         if field.name == "shared":  # nobody's own
             continue

@@ -18,7 +18,7 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import ClearRow, EnterRows, Entry, MoveRow, PromptPart, RunChunk, RunRound, Step
+from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, Step
 
 CHAIN = SpecConfig(3, 1, 4)
 
@@ -86,19 +86,18 @@ class RowsOnly:
         most = step.spec.max_steps if step.spec else 0
         return Emitted([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)], step.spec)
 
-    def MoveRow(self, step: MoveRow) -> None:
+    def LeaveRows(self, step: LeaveRows) -> None:
+        assert step.cleared and len({target for _, target in step.moves}) == len(step.moves)
         for books in (self.entries, self.done, self.prompts):
-            books[step.target] = books[step.source]  # type: ignore[index]
-        self.running.discard(step.target)
-        self.clean.discard(step.target)
-        if step.source in self.running:
-            self.running.add(step.target)
-
-    def ClearRow(self, step: ClearRow) -> None:
-        for books in (self.entries, self.done, self.prompts):
-            books.pop(step.row, None)  # type: ignore[attr-defined]
-        self.running.discard(step.row)
-        self.clean.add(step.row)
+            before = dict(books)  # type: ignore[call-overload]
+            for source, target in step.moves:
+                books[target] = before[source]  # type: ignore[index]
+            for row in step.cleared:
+                books.pop(row, None)  # type: ignore[attr-defined]
+        ran = {target for source, target in step.moves if source in self.running}
+        self.running -= {target for _, target in step.moves} | set(step.cleared)
+        self.running |= ran
+        self.clean |= set(step.cleared)
 
 
 def engine_of(
@@ -215,7 +214,7 @@ def test_graphs_are_captured_when_there_is_time() -> None:
 
 
 def test_an_interrupt_leaves_every_row_padding() -> None:
-    """Keeps out: Ctrl-C between two steps of one launch, after which a row that nobody holds goes on running."""
+    """Keeps out: Ctrl-C while rows are moved and cleared, after which a row that nobody holds goes on running."""
     engine = engine_of(4, ChunkBudget(64, 64, 64))
     requests = [new_request([1] * 5, 40) for _ in range(3)]
     engine.submit(requests, speculate=True)
@@ -224,13 +223,13 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
     run, calls = engine.runner.run, iter(range(100))
 
     def interrupted(step: Step) -> Emitted | None:
-        if next(calls) == 1:
+        if next(calls) == 0:
             raise KeyboardInterrupt
         return run(step)
 
     engine.runner.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        engine.cancel(requests[0])  # the last row has moved into its place, and is not cleared yet
+        engine.cancel(requests[0])  # whose place the last row is to take
     engine.runner.run = run  # type: ignore[method-assign]
     assert engine.runner.clean == set(range(4)) and not engine.runner.running
     assert all(request.is_done for request in requests)
