@@ -19,7 +19,8 @@ from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 
-WARM_UPS = 4  # at most; a graph that a short run captures late, a long run captured long before its end
+WARM_UPS = 6  # at most; a graph that a short run captures late, a long run captured long before its end
+CHUNK_USES = 3  # a chunk of prompts is captured at its third use, so that with graphs fewer warm-ups say nothing
 
 
 def measure_cell(
@@ -45,10 +46,11 @@ def measure_cell(
             run(sides[speculate])
             done += 1
 
+    least = CHUNK_USES if session.settings.cuda_graphs else 1
     for warm_up in range(WARM_UPS):
         graphs, done = session.num_graphs, 0
         both("warm-up" + (f" {warm_up + 1}" if warm_up else ""), (False, True), _SideRun.warm_up)
-        if session.num_graphs == graphs:
+        if warm_up + 1 >= least and session.num_graphs == graphs:
             break
     for repeat in range(repeats):  # in alternating order, so that a machine that slows down hits both sides
         both(f"repeat {repeat + 1} of {repeats}", (False, True) if repeat % 2 == 0 else (True, False), _SideRun.time)
@@ -77,11 +79,12 @@ def measure_plain(
 ) -> PlainCell:
     """The passes of `measure_cell` for a target without a draft, which has only plain decoding."""
     run = _SideRun(session, list(prompts), _with_seeds(sampling, len(prompts)), speculate=False)
+    least = CHUNK_USES if session.settings.cuda_graphs else 1
     for warm_up in range(WARM_UPS):
         graphs = session.num_graphs
         on_pass(f"warm-up {warm_up + 1}", 0)
         run.warm_up()
-        if session.num_graphs == graphs:
+        if warm_up + 1 >= least and session.num_graphs == graphs:
             break
     for repeat in range(repeats):
         on_pass(f"repeat {repeat + 1} of {repeats}", repeat + 1)

@@ -72,7 +72,7 @@ def test_phases_that_get_graphs_of_their_own_are_captured_first():
     session.settings.cuda_graphs = "round"
     cell = bench(session)
     assert session.calls[-4:] == [(False, True), (False, True), (True, True), (True, True)]
-    assert cell.outputs.passes == 6
+    assert cell.outputs.passes == 8  # three warm-ups, three repeats, and the phases twice
     assert cell.speculative.phases.calls == {"prefill": 1, "draft": 1, "verify": 1, "extend": 1}
 
 
@@ -234,6 +234,14 @@ def test_it_warms_up_until_nothing_is_captured():
         return speculate_(session, prompts, params, speculate=speculate)
 
     session.generate = generate
+    measure_cell(session, PROMPTS, GREEDY, repeats=1)
+    assert [asked for asked, timed in session.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
+
+
+def test_it_warms_up_until_prompts_are_captured():
+    """Keeps out: a first repeat that captures prompts, which are captured at their third use and not before."""
+    session = StubSession()
+    session.settings.cuda_graphs = "round"
     measure_cell(session, PROMPTS, GREEDY, repeats=1)
     assert [asked for asked, timed in session.calls if not timed] == [False, True] * 4  # three warm-ups, one repeat
 
