@@ -22,6 +22,10 @@ from specdec.steps import Pending, RunChunk, Runner
 
 R = TypeVar("R", bound=Runner)
 
+# Chunks that end no prompt emit nothing to wait for.  At most so many of them may be on their way to the device: with more, a
+# short prompt that is submitted now would wait for all of them.
+MOST_SILENT = 2
+
 
 class Engine(Generic[R]):
     """depth: launches that may be unread while the next one is made; 0 where the device is the host."""
@@ -29,6 +33,7 @@ class Engine(Generic[R]):
     def __init__(self, scheduler: Scheduler, runner: R, depth: int) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
+        self._silent: deque[Pending] = deque()
         self.lock = threading.RLock()  # requests change under it
         self._process = os.getpid()
 
@@ -109,6 +114,8 @@ class Engine(Generic[R]):
         """Whether it will emit anything."""
         for step in launch.before:
             self.runner.run(step)
+        while len(self._silent) >= MOST_SILENT and not launch.emits:
+            self._silent.popleft().read()
         try:
             pending = self.runner.run(launch.step)
         except Exception as error:  # of any kind, a prompt too long for the memory above all: those that run go on
@@ -117,9 +124,12 @@ class Engine(Generic[R]):
             self.scheduler.fail(launch.seats, error)
             return False
         self.scheduler.launched(launch)
-        if pending is not None:
+        assert pending is not None, "chunks and rounds can be waited for"
+        if launch.emits:
             self._unread.append((pending, launch))
-        return pending is not None
+        else:
+            self._silent.append(pending)
+        return launch.emits
 
     def _collect(self) -> None:
         """Waits for the oldest launch that is unread, and hands its tokens out."""
@@ -133,7 +143,9 @@ class Engine(Generic[R]):
     def _settle(self) -> None:
         """Tells the runner of rows that ended.  What is unread when no row is left is nobody's any more."""
         if not self.scheduler.seats:
-            while self._unread:
-                self._unread.popleft()[0].drop()
+            for pending in (*(pending for pending, _ in self._unread), *self._silent):
+                pending.drop()
+            self._unread.clear()
+            self._silent.clear()
         if departures := self.scheduler.take_departures():
             self.runner.run(departures)

@@ -49,6 +49,11 @@ class Launch:
     step: RunChunk | RunRound
     seats: list[Seat | None]
 
+    @property
+    def emits(self) -> bool:
+        """Whether any row will get tokens: not from a chunk in which no prompt ends."""
+        return isinstance(self.step, RunRound) or any(part.is_last for part in self.step.parts)
+
 
 class Scheduler:
     """rows: the most requests that run at once.  pads_rows: whether rounds come in sizes of powers of two, for CUDA graphs."""

@@ -58,11 +58,9 @@ class DeviceRunner:
 
     # ---- what emits tokens ----
 
-    def _chunk(self, step: RunChunk) -> Pending | None:
+    def _chunk(self, step: RunChunk) -> Pending:
         with self.clock.phase("prefill"):
             first_B = self.prompts.run(step)
-        if not any(part.is_last for part in step.parts):
-            return None
         return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
 
     def _round(self, step: RunRound) -> Pending:

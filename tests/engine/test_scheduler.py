@@ -69,7 +69,7 @@ class RowsOnly:
             assert not set(entry.pages) & set(owned) and 0 not in entry.pages
             self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, 0, []
 
-    def RunChunk(self, step: RunChunk) -> Emitted | None:
+    def RunChunk(self, step: RunChunk) -> Emitted:
         for part in step.parts:
             assert part.row in self.entries and part.row not in self.running and part.token_ids
             assert part.start == self.done[part.row], "a prompt's parts follow each other"
@@ -77,8 +77,6 @@ class RowsOnly:
             self.prompts[part.row] += part.token_ids
             if part.is_last:
                 self.running.add(part.row)
-        if not any(part.is_last for part in step.parts):
-            return None
         return Emitted([[7] if part.is_last else [] for part in step.parts], None)
 
     def RunRound(self, step: RunRound) -> Emitted:
@@ -233,3 +231,22 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
     engine.runner.run = run  # type: ignore[method-assign]
     assert engine.runner.clean == set(range(4)) and not engine.runner.running
     assert all(request.is_done for request in requests)
+
+
+def test_the_host_does_not_run_ahead_of_a_long_prompt() -> None:
+    """Keeps out: all chunks of a long prompt launched at once, behind which a short prompt would wait that comes next."""
+    engine = engine_of(2, ChunkBudget(8, 8, 8))
+    engine.submit([new_request([5] * 200, 2)], speculate=True)
+    launched: list[Emitted] = []
+    run = engine.runner.run
+
+    def spy(step: Step) -> Emitted | None:
+        pending = run(step)
+        launched.extend([pending] if pending is not None else [])
+        return pending
+
+    engine.runner.run = spy  # type: ignore[method-assign]
+    for _ in range(12):
+        engine.step()
+        assert sum(not pending.is_over for pending in launched) <= 2
+    assert len(launched) == 12
