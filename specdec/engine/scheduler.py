@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import count
 
 from specdec.engine.chunks import ChunkBudget, Left
 from specdec.engine.pages.admission import Admission
@@ -24,10 +25,11 @@ CAPTURE_SHARE = 4
 
 @dataclass(eq=False)
 class Seat:
-    """A request in its row.  done: prompt tokens whose pass was planned.  unread: launches whose token is still to come."""
+    """A request in its row.  done: prompt tokens whose pass was planned.  arrival: counts requests that entered.  unread: launches whose token is still to come."""
 
     request: Request
     done: int
+    arrival: int
     runs: bool = False
     unread: int = 0
 
@@ -76,6 +78,7 @@ class Scheduler:
         self._moved: dict[int, int] = {}
         self._cleared: set[int] = set()
         self._chunk_is_next = True
+        self._arrivals = count()
 
     @property
     def is_idle(self) -> bool:
@@ -135,7 +138,7 @@ class Scheduler:
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
             entries.append(Entry(len(self.seats), place.table, *options))
-            self.seats.append(Seat(request, place.start))
+            self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
 
@@ -171,13 +174,14 @@ class Scheduler:
 
     def _next_chunk(self, rows_run: bool) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
+        entering.sort(key=lambda row_seat: row_seat[1].arrival)  # rows move when others leave
         shares = self.budget.share([seat.left for _, seat in entering], rows_run)
         parts: list[PromptPart] = []
         seats: list[Seat | None] = []
-        for (row, seat), count in zip(entering, shares, strict=True):
-            if not count:
+        for (row, seat), tokens in zip(entering, shares, strict=True):
+            if not tokens:
                 continue
-            prompt, end = seat.request.prompt_ids, seat.done + count
+            prompt, end = seat.request.prompt_ids, seat.done + tokens
             follower = prompt[end] if end < len(prompt) else -1
             parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower))
             seats.append(seat)

@@ -250,3 +250,20 @@ def test_the_host_does_not_run_ahead_of_a_long_prompt() -> None:
         engine.step()
         assert sum(not pending.is_over for pending in launched) <= 2
     assert len(launched) == 12
+
+
+def test_the_oldest_prompt_keeps_its_share_when_rows_move() -> None:
+    """Keeps out: the share of the prompt that waits longest given to whoever stands in the lowest row."""
+    engine = engine_of(4, ChunkBudget(16, 16, 16), pages=900)
+    engine.submit([new_request([1] * 4, 2)], speculate=True)
+    engine.step()
+    old, young = new_request([5] * 400, 2), new_request([6] * 300, 2)
+    engine.submit([old], speculate=True)
+    engine.submit([young], speculate=True)
+    while engine.scheduler.seats[0].request is not young:  # the first request ends, and the last row takes its place
+        engine.step()
+    engine.step()
+    engine.step()
+    chunk = [step for step in engine.runner.steps if isinstance(step, RunChunk)][-1]
+    counts = {part.token_ids[0]: len(part.token_ids) for part in chunk.parts}
+    assert counts == {5: 4, 6: 12}
