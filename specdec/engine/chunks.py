@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chunk, so that short prompts can't starve a long one
-# A chunk that leaves tokens for later is cut to a multiple of the largest of these sizes that it reaches: matrix products compute
-# tiles of 128 or 256 rows, and a tile that is partly filled takes as long as a whole one.
+# A chunk that leaves tokens for later is cut to a multiple of the largest of these sizes that it reaches.  Matrix products
+# compute tiles of 128 or 256 rows, and a tile that is partly filled takes as long as a whole one.
 GRANULES = (256, 128)
 
 

@@ -39,7 +39,7 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         shared = _shared(self._given, text)
-        if shared is None:  # the decoder has changed text that was already returned: the tokens after the context are decoded alone
+        if shared is None:  # text that was already returned has changed: the tokens after the context are decoded alone
             self._window, self._context_size = self._window[self._context_size :], 0
             text, self._given, shared = self._decode(self._window), "", 0
         certain = text.rstrip(_INCOMPLETE)

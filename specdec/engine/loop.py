@@ -73,7 +73,7 @@ class Engine(Generic[R]):
         self.scheduler.admission.check(request)
 
     def check_process(self) -> None:
-        """RuntimeError in a forked child, because the GPU's context and torch's threads stay with the process that made them."""
+        """RuntimeError in a forked child: the GPU's context and torch's threads stay with the process that made them."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this decoder was made by process {self._process} and can't be used in its fork {os.getpid()}: load the model "
@@ -140,7 +140,7 @@ class Engine(Generic[R]):
         self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
-        """Tells the runner which rows have ended.  Once no row is left, the unread launches belong to nobody and are dropped."""
+        """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
         if not self.scheduler.seats:
             while self._unread:
                 self._unread.popleft()[0].drop()

@@ -17,9 +17,9 @@ from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
 from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Step
 
-# Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running rows,
-# only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a chunk
-# that uses the whole budget.
+# Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
+# rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
+# chunk that uses the whole budget.
 CAPTURE_SHARE = 4
 
 
@@ -125,7 +125,7 @@ class Scheduler:
         self._moved, self._cleared = {}, set(range(self.rows))
 
     def take_departures(self) -> LeaveRows | None:
-        """The step that tells the runner which rows have ended; it must run before anything else is launched.  None: no row has."""
+        """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
         if not self._cleared:
             return None
         moves = tuple((source, target) for target, source in self._moved.items())
@@ -155,7 +155,7 @@ class Scheduler:
         return EnterRows(tuple(entries)) if entries else None
 
     def next(self) -> Launch | None:
-        """The next chunk or round.  While both are possible, chunks and rounds take turns.  None: there is nothing to launch."""
+        """The next chunk or round; the two take turns while both are possible.  None: there is nothing to launch."""
         entering = any(not seat.runs for seat in self.seats)
         can_round = any(seat.runs and seat.tokens_left > 0 for seat in self.seats)
         if entering and (self._chunk_is_next or not can_round):

@@ -18,7 +18,7 @@ class Speculation:
     spec: the tree's shape; None: there is no drafter.
     new_shape_seconds: see StepChooser.
     enabled: whether rounds may speculate at all.
-    pause: the number of paused rounds since the drafter last caught up, so no row has more tokens that the drafter has not seen.
+    pause: paused rounds since the drafter last caught up; no row has more tokens than this that the drafter has not seen.
     """
 
     def __init__(self, spec: SpecConfig | None, new_shape_seconds: float) -> None:

@@ -80,7 +80,10 @@ class Trimmer:
         return None
 
     def _finish(self, reason: FinishReason) -> None:
-        """Ends the request and completes its text.  An EOS or stop token has no text; the last bytes may complete a stop string."""
+        """Ends the request and completes its text.
+
+        An EOS or stop token adds no text; the last bytes may complete a stop string.
+        """
         self.finish_reason = reason
         if not self._incremental:
             shown = self.token_ids if reason == "length" else self.token_ids[:-1]
@@ -90,7 +93,7 @@ class Trimmer:
 
     def _append(self, piece: str) -> bool:
         """Adds the piece to the text, and cuts the text where a stop string begins.  Returns whether one was found."""
-        begin = max(0, len(self.text) - self._longest_stop + 1)  # a stop string that was not found before reaches into the piece
+        begin = max(0, len(self.text) - self._longest_stop + 1)  # a stop string not found so far reaches into the piece
         self.text += piece
         found = [at for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
         if found:

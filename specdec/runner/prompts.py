@@ -43,7 +43,7 @@ class PromptRunner:
         self.graphs = GraphSet(capture)
         self._uses: Counter[Work] = Counter()
         self._inputs: dict[ChunkShape, Tensor] = {}
-        self._compiled: set[Work] = set()  # work whose kernels have run at the bucket's size, so that its capture needs no warm-up
+        self._compiled: set[Work] = set()  # kernels have run at the bucket's size, so that a capture needs no warm-up
 
     def run(self, chunk: RunChunk) -> Tensor:
         """[parts, or more with padding] int64: the first output token of each part whose prompt ends in this chunk.
@@ -58,7 +58,7 @@ class PromptRunner:
             return self._eager(chunk, exact)
         work = Work(bucket, chunk.mode, chunk.drafted)
         self._uses[work] += 1
-        if self._uses[work] == 1:  # without padding, too: an fp8 cache takes its scales from the first keys and values it stores
+        if self._uses[work] == 1:  # without padding, too: an fp8 cache takes its scales from what it stores first
             return self._eager(chunk, exact)
         if work not in self.graphs and not (chunk.may_capture and work in self._compiled):
             self._compiled.add(work)

@@ -84,7 +84,7 @@ class DeviceRunner:
     # ---- what changes rows ----
 
     def _enter(self, step: EnterRows) -> None:
-        """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so that nobody waits for it."""
+        """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
         most = max(len(entry.pages) for entry in step.entries)
         numbers_RX = torch.zeros(len(step.entries), 5 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()

@@ -22,7 +22,6 @@ class Drafter(Protocol):
     prefill: runs over a chunk of prompts with the target's features.
     """
 
-
     def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree: ...
     def extend(
         self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
@@ -32,7 +31,7 @@ class Drafter(Protocol):
 
 @dataclass
 class Workers:
-    """verifier: runs the target.  drafter: None where only plain decoding is possible.  state: all rows, then one of padding."""
+    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding."""
 
     verifier: TargetVerifier
     drafter: Drafter | None

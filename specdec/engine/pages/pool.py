@@ -63,7 +63,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def pages_for(self, tokens: int) -> int:
-        """The number of pages that a sequence of `tokens` tokens needs; with a ring, several entries of its table share a page."""
+        """The number of pages that such a sequence needs; with a ring, several entries of its table share a page."""
         entries = self.table_pages(tokens)
         return entries if self.ring is None else min(entries, self.ring)
 

@@ -1,4 +1,4 @@
-"""Keeps pages for prompts that begin as earlier ones did.  This module knows token ids and page numbers: no tensors, no requests.
+"""Keeps pages for prompts that begin as earlier ones did.  Knows token ids and page numbers: no tensors, no requests.
 
 A page is identified by its tokens, by all tokens before it, and by the token right after it, its successor.  The successor
 matters because the drafter's key and value of a page's last token are computed from the embedding of the next token: two texts
@@ -46,8 +46,8 @@ class PrefixCache:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.root = Node((), None, -1, drafted=True)
-        # The nodes that nobody uses, in the order in which they became idle.  A node becomes idle before its parent does, so the
-        # first node is always a leaf.
+        # The nodes that nobody uses, in the order in which they became idle.  A node becomes idle before its parent does, so
+        # the first node is always a leaf.
         self._idle: OrderedDict[Node, None] = OrderedDict()
 
     @property
