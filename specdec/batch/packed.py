@@ -1,9 +1,10 @@
-"""Parts of prompts, packed one after the other: what one pass over a chunk of prompts reads.
+"""Packs parts of prompts one after the other: the tensors that one pass over a chunk of prompts reads.
 
-The host writes all numbers of a chunk into one flat tensor (`flat_chunk`), which travels to the device in one copy; everything
-else is computed there (`PackedPrompts.unpack`), from a fresh tensor or from the static input of a CUDA graph alike.
+The host writes all numbers of a chunk into one flat tensor (`flat_chunk`), which travels to the device in one copy.  Everything
+else is computed on the device (`PackedPrompts.unpack`).  That code is the same for a fresh tensor and for the static input of a
+CUDA graph.  This module knows no model and no request.
 
-Knows no model and no request.  Shapes: T tokens of all parts, B parts, W pages per row.
+Shapes: T tokens of all parts, B parts, W pages per row.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from specdec.steps import PromptPart
 
 
 class ChunkShape(NamedTuple):
-    """What a pass over a chunk depends on besides its values; all of it is known to the host.
+    """What a pass over a chunk depends on besides the numbers in the flat tensor; the host knows all of it.
 
-    tokens, parts: padding included.  most: the most tokens of one part.  uniform: every part has that many.
-    cached: the most tokens that any part finds in the cache; None: not told, because the shape serves other chunks too.
+    tokens, parts: how many there are, padding included.
+    most: the most tokens of one part.
+    uniform: whether every part has exactly `most` tokens.
+    cached: the most tokens that any part finds in the cache; None: not given, because the shape serves other chunks too.
     """
 
     tokens: int
@@ -44,16 +47,19 @@ class ChunkShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers in the flat tensor."""
+        """The length of the flat tensor."""
         return 4 * self.tokens + 4 * self.parts + self.parts + 1
 
 
 def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *, pinned: bool = False) -> Tensor:
-    """[shape.size] int64 on the host: all numbers of these parts, then padding, which belongs to the row `spare_row`.
+    """[shape.size] int64 on the host: all numbers of these parts.
 
-    Of each token: its id, its position, its part (-1 of padding), and the token after it (-1 after the last token of a prompt).
-    Of each part: its row, the place of its last token, the tokens of its prompt up to there, and whether the prompt ends.
-    Then the cumulative token counts of the parts, which begin with 0.
+    spare_row: the row of the batch that padding parts belong to.  pinned: allocate pinned memory.
+
+    The flat tensor holds four numbers for each token: its id, its position, its part (-1 for padding), and the id of the token
+    after it (-1 after the last token of a prompt).  Then it holds four numbers for each part: its row, the index of its last
+    token among all T, the number of its prompt's tokens up to that one, and whether the prompt ends there (1 or 0).  Last come
+    the cumulative token counts of the parts, which begin with 0.  Padding comes last in each of these groups.
     """
     T, B = shape.tokens, shape.parts
     counts = [len(part.token_ids) for part in parts]
@@ -84,10 +90,15 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
 class PackedPrompts:
     """A chunk of prompts on the device.
 
-    ids_T, positions_T, slots_T: int64, of each token.  rows_B: int64, the row of the batch that each part belongs to.
-    last_B: int64, the place of each part's last token.  lens_B, final_B: int32, the tokens of its prompt up to there, and
-    whether the prompt ends there (1 or 0).  part_T, next_T: int64, the part of each token (-1 of padding), and the
-    token after it (-1 after the last token of a prompt).  plan: who reads what; last_plan: what the last tokens alone read.
+    ids_T, positions_T, slots_T: int64, each token's id, position and cache slot.
+    rows_B: int64, the row of the batch that each part belongs to.
+    last_B: int64, the index of each part's last token among all T.
+    lens_B: int32, how many tokens each part's prompt has up to the part's last token.
+    final_B: int32, 1 where the prompt ends with the part, else 0.
+    part_T: int64, the part that each token belongs to; -1 for padding.
+    next_T: int64, the id of the token after each token; -1 after the last token of a prompt.
+    plan: what all T tokens read.
+    last_plan: what the parts' last tokens read, in a pass over these alone.
     """
 
     ids_T: Tensor
@@ -104,9 +115,10 @@ class PackedPrompts:
 
     @classmethod
     def unpack(cls, flat: Tensor, shape: ChunkShape, prompt_table_BW: Tensor, page_size: int) -> PackedPrompts:
-        """flat: of `flat_chunk`, on the device.  prompt_table_BW: int32, the pages of every row of the batch.
+        """Computes everything from the flat tensor, without a host read, so that the code runs inside CUDA graphs.
 
-        Pure tensor code without a host read, so that it runs inside CUDA graphs.
+        flat: the result of `flat_chunk` for that shape, on the device.
+        prompt_table_BW: int32, the pages of every row of the batch.
         """
         T, B = shape.tokens, shape.parts
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
@@ -131,5 +143,8 @@ class PackedPrompts:
         )
 
     def next_ids(self, first_B: Tensor) -> Tensor:
-        """[T]: each token's successor; after a prompt's very last token stands the first token of its output."""
+        """[T] int64: the id of the token after each token.
+
+        first_B: int64, the first output token of each part's prompt; it comes after the prompt's last token.
+        """
         return torch.where(self.next_T < 0, first_B.index_select(0, self.part_T.clamp(min=0)), self.next_T)

@@ -1,7 +1,8 @@
-"""Logits to tokens: temperature, top-k, top-p and noise that depends on nothing but (seed, position, token).
+"""Turns logits into tokens by temperature, top-k, top-p and noise that depends only on (seed, position, token).
 
-Because the noise of a position is fixed beforehand, the token sampled there is a function of the target's logits alone:
-batch, padding, CUDA graphs and the draft can't change it, and sampled text with speculation equals sampled text without.
+The seed fixes the noise of every position beforehand.  So the token that is sampled at a position is a function of the target's
+logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is the same with and without
+speculation.
 
 Shapes: R rows (one distribution each), V vocabulary.
 """
@@ -13,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers: integer products wrap, which is what we want.
+# SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers.  Integer products wrap around, as SplitMix64 wants.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 class RowSampling(NamedTuple):
-    """Sampling of each row: temperature_R and top_p_R float32, top_k_R and seed_R int64 (top_k 0 keeps all)."""
+    """How each row samples.  temperature_R and top_p_R: float32; top_k_R and seed_R: int64.  top_k 0 keeps all tokens."""
 
     temperature_R: Tensor
     top_k_R: Tensor
@@ -28,12 +29,12 @@ class RowSampling(NamedTuple):
     seed_R: Tensor
 
     def expand_rows(self, times: int) -> RowSampling:
-        """Each row repeated `times` times, in place order."""
+        """Each row repeated `times` times; the copies of a row are adjacent."""
         return RowSampling(*(x.repeat_interleave(times) for x in self))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & (2 ** (64 - bits) - 1)  # int64's own shift drags the sign along
+    return (x >> bits) & (2 ** (64 - bits) - 1)  # int64's own shift fills the high bits with the sign
 
 
 def mix_64(x: Tensor) -> Tensor:
@@ -53,9 +54,11 @@ def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
 
 
 def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
-    """Logits outside top-k, then outside top-p of what is left, become -inf.  Ties at the border: the lower id stays.
+    """[R, V]: the logits, with -inf for all tokens outside top-k, and outside top-p of the tokens that top-k keeps.
 
-    logits_RV are already divided by the temperature.  top-p keeps the smallest set whose probability reaches top_p.
+    logits_RV: already divided by the temperature.
+
+    top-p keeps the smallest set whose probability reaches top_p.  Of equal logits at a border, those of lower ids are kept.
     """
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
@@ -69,10 +72,12 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def sample_rows(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool) -> Tensor:
-    """[R] int64: one token per row, exactly from softmax(filter(logits / temperature)); rows with temperature 0 argmax.
+    """[R] int64: one token per row, an exact sample of softmax(filter(logits / temperature)), or the argmax at temperature 0.
 
-    position_R: the absolute position of the token to be sampled.  filtered: whether any row has top_k or top_p set
-    (the sort they need is left out otherwise).  Gumbel-max: argmax(log p + Gumbel noise) is a sample of p.
+    position_R: int64, the absolute position of the token to be sampled.
+    filtered: whether any row has top_k or top_p set; if not, the sort that they need is left out.
+
+    The method is Gumbel-max: argmax(log p + Gumbel noise) is a sample of p.
     """
     logits_RV = logits_RV.float()
     greedy_R = sampling.temperature_R == 0

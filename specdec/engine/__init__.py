@@ -1,1 +1,1 @@
-"""Host side: requests and what runs next, as plain data.  Knows no tensor."""
+"""Host side: holds the requests and decides what runs next, as plain data.  This folder knows no tensor."""

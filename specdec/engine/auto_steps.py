@@ -1,54 +1,61 @@
-"""How many levels to draft, by batch size: from what rounds were measured to cost and how far drafts were accepted lately.
+"""Chooses how many levels to draft, by batch size, from the measured cost of rounds and the recent acceptance of drafts.
 
-Speculation that would lose is not used: 0 levels is plain decoding, kept ready to speculate again.  Knows numbers only.
+Where speculation would be slower than plain decoding, the chooser answers 0 levels, which is plain decoding that stays ready
+to speculate again.  To notice when the answer should change, the chooser sometimes asks for a probe: one round with another
+number of levels than the best, run only to measure it.  This module knows numbers only.
 """
 
 from __future__ import annotations
 
 import math
 
-GAIN = 0.02  # a change of levels must promise this much more tokens per second
-PROBE_COST = 0.004  # the share of time that each kind of look may cost: all levels, and none
-MEMORY = 300  # row-rounds after which an observation of acceptance counts 1/e
-PRIOR_ACCEPTED, PRIOR_REACHED = 1.4, 2.0  # before anything was seen
-FIRST_LOOKS = 4  # rounds of no and of all levels that a new batch size begins with; of each the first is not timed
-SMOOTHING = 0.2  # weight of the newest cost
+GAIN = 0.02  # the threshold for a change of levels: it must promise this share more tokens per second
+PROBE_COST = 0.004  # the share of time that each of the two kinds of probes (all levels, no levels) may cost
+MEMORY = 300  # an observation of acceptance counts 1/e after so many later ones; one row of one round is one observation
+PRIOR_ACCEPTED, PRIOR_REACHED = 1.4, 2.0  # what each depth is assumed to have seen before the first observation
+# A new batch size begins with so many rounds of all levels and so many of none.  The first of each kind is not counted, because
+# it also compiles and captures.
+FIRST_PROBES = 4
+SMOOTHING = 0.2  # the weight of the newest cost in the moving average
 
 
 class StepChooser:
-    """Chooses 0 .. max_steps levels for the next round of a batch of so many rows.
+    """Chooses between 0 and max_steps levels for the next round of a batch of a given number of rows.
 
-    new_shape_seconds: what the first round of a shape takes beyond its own time (compiling, capturing).
+    new_shape_seconds: how much longer the first round of a shape takes than a later one, because it compiles and captures.
     """
 
     def __init__(self, max_steps: int, new_shape_seconds: float = 0.0) -> None:
         self.max_steps, self.new_shape_seconds = max_steps, new_shape_seconds
-        self._missed: dict[int, float] = {}  # rows -> seconds that a shape not used yet would have saved
+        self._missed: dict[int, float] = {}  # rows -> seconds that a shape without any round so far would have saved
         self._costs: dict[int, dict[int, float]] = {}  # rows -> steps -> seconds
         self._seen: dict[tuple[int, int], int] = {}  # (rows, steps) -> rounds timed
-        self._current: dict[int, int] = {}
-        self._since: dict[tuple[int, int], int] = {}  # (rows, steps) -> rounds since such a round
+        self._current: dict[int, int] = {}  # rows -> the levels last chosen as the best, probes apart
+        self._since: dict[tuple[int, int], int] = {}  # (rows, steps) -> rounds since the last one of that kind
+        # By depth, fading with time: rows whose draft reached the depth, and rows whose draft token there was accepted.
         self._reached = [0.0] * max_steps
         self._accepted = [0.0] * max_steps
 
     def choose(self, rows: int) -> int:
-        """The levels of the next round of `rows` rows."""
+        """The number of levels of the next round of `rows` rows."""
         for steps in (self.max_steps, 0):
-            if self._seen.get((rows, steps), 0) < FIRST_LOOKS:
+            if self._seen.get((rows, steps), 0) < FIRST_PROBES:
                 return steps
         steps = self._current[rows] = self._affordable(rows, self._best(rows))
-        for look in (self.max_steps, 0):  # how far drafts would be accepted; what plain decoding costs by now
-            waited = self._since[rows, look] = self._since.get((rows, look), 0) + 1
-            if look != steps and waited >= self._interval(rows, steps, look):
-                steps = look
+        # A probe of all levels shows how far drafts would be accepted; a probe of none shows what plain decoding costs by now.
+        for probe in (self.max_steps, 0):
+            waited = self._since[rows, probe] = self._since.get((rows, probe), 0) + 1
+            if probe != steps and waited >= self._interval(rows, steps, probe):
+                steps = probe
                 break
         self._since[rows, steps] = 0
         return steps
 
     def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
-        """What a round took, without the catching up of a draft behind a pause, which steady drafting does not pay.
+        """Records how long a round took.
 
-        The first of its kind is not counted: it compiled and captured.
+        seconds: of the round alone.  The time in which a drafter catches up after a pause does not belong here, because steady
+        drafting does not pay it.  The first round of its kind is not counted, because it compiled and captured.
         """
         seen = self._seen[rows, steps] = self._seen.get((rows, steps), 0) + 1
         if seen == 1:
@@ -57,20 +64,20 @@ class StepChooser:
         known = costs.get(steps)
         if known is None:
             costs[steps] = seconds
-        elif seen <= FIRST_LOOKS:  # a first look may have been disturbed: the least of a few counts
+        elif seen <= FIRST_PROBES:  # something may have disturbed one of the first probes, so the least of them counts
             costs[steps] = min(known, seconds)
         else:
             costs[steps] = known + SMOOTHING * (min(seconds, 2 * known) - known)
 
     def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
-        """How many draft tokens each row of a round of `steps` levels took."""
+        """Records how many draft tokens of each row were accepted in a round of `steps` levels."""
         fade = math.exp(-len(accepted) / MEMORY)
         for depth in range(steps):
             self._reached[depth] = self._reached[depth] * fade + sum(a >= depth for a in accepted)
             self._accepted[depth] = self._accepted[depth] * fade + sum(a > depth for a in accepted)
 
     def accept_length(self, steps: int) -> float:
-        """Expected tokens of a round of so many levels."""
+        """The tokens that a round of `steps` levels is expected to emit for each row, the bonus token included."""
         total, reach = 1.0, 1.0
         for reached, accepted in zip(self._reached[:steps], self._accepted[:steps], strict=True):
             reach *= (accepted + PRIOR_ACCEPTED) / (reached + PRIOR_REACHED)
@@ -78,7 +85,7 @@ class StepChooser:
         return total
 
     def cost(self, rows: int, steps: int) -> float:
-        """Seconds of a round: measured, or between the nearest two that were."""
+        """Seconds of a round: as measured, or interpolated between the nearest two numbers of levels that were measured."""
         costs = self._costs[rows]
         if steps in costs:
             return costs[steps]
@@ -90,7 +97,7 @@ class StepChooser:
         return self.accept_length(steps) / self.cost(rows, steps)
 
     def _best(self, rows: int) -> int:
-        """The levels with the most tokens a second; a little more is no reason to change."""
+        """The levels with the most tokens per second.  A gain below the threshold GAIN is no reason to change."""
         best = max(range(self.max_steps + 1), key=lambda steps: self._rate(rows, steps))
         current = self._current.get(rows)
         if current is not None and self._rate(rows, best) < (1 + GAIN) * self._rate(rows, current):
@@ -98,7 +105,11 @@ class StepChooser:
         return best
 
     def _affordable(self, rows: int, steps: int) -> int:
-        """A new shape only once as much was lost without it as it costs: never more than twice the best, whatever comes."""
+        """`steps` if its shape has run before, or if it is worth its first round; otherwise the best levels that have run.
+
+        A shape is worth its first round once the rounds without it have lost as much time as that round costs.  By this rule
+        the chooser never pays more than twice what the best choice in hindsight would have paid.
+        """
         known = [other for other in range(self.max_steps + 1) if (rows, other) in self._seen]
         if steps in known or not self.new_shape_seconds:
             return steps
@@ -108,8 +119,8 @@ class StepChooser:
         self._missed[rows] = 0.0 if missed >= self.new_shape_seconds else missed
         return steps if missed >= self.new_shape_seconds else usual
 
-    def _interval(self, rows: int, steps: int, look: int) -> float:
-        """Rounds between two looks at other levels, so that what they lose stays a small share of the time."""
-        fair = self.accept_length(look) / self._rate(rows, steps)  # what its tokens would cost otherwise
-        lost = max(0.0, self.cost(rows, look) - fair)
+    def _interval(self, rows: int, steps: int, probe: int) -> float:
+        """How many rounds lie between two probes of `probe` levels, so that probes lose only a small share of the time."""
+        fair = self.accept_length(probe) / self._rate(rows, steps)  # what the probe's tokens cost at the usual levels
+        lost = max(0.0, self.cost(rows, probe) - fair)
         return max(16.0, lost / (PROBE_COST * self.cost(rows, steps)))

@@ -1,7 +1,7 @@
-"""How many tokens of which prompts the next chunk holds, under a budget.  Knows counts only.
+"""Decides how many tokens of which prompts the next chunk holds, under a budget.  This module knows counts only.
 
-A token costs 1, plus what its attention costs: it reads every token before it, so a token at position p costs
-1 + p / `doubling`, where `doubling` is the context at which attention has doubled a token's cost.
+A token costs 1, plus the cost of its attention.  A token reads every token before it, so a token at position p costs
+1 + p / `doubling`, where `doubling` is the context length at which attention has doubled a token's cost.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FAIR_SHARE = 4  # the prompt that has waited longest gets at least 1/4 of a chunk, so that short prompts can't starve a long one
-# A chunk that leaves tokens for later is cut to a multiple of the largest of these that it holds: products compute tiles of 128
-# or 256 rows, and the rest of a tile takes as long as a whole one.
+# A chunk that leaves tokens for later is cut to a multiple of the largest of these sizes that it reaches.  Matrix products
+# compute tiles of 128 or 256 rows, and a tile that is partly filled takes as long as a whole one.
 GRANULES = (256, 128)
 
 
 class Left(NamedTuple):
-    """What is left of a prompt: `tokens` tokens from position `start` on."""
+    """The part of a prompt that has not run yet: `tokens` tokens from position `start` on."""
 
     start: int
     tokens: int
@@ -26,11 +26,14 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkBudget:
-    """beside_rounds: what a chunk may cost between two rounds of running rows.
+    """What a chunk of prompts may cost.  The unit is the cost of one token at position 0.
 
-    alone: what it may cost while no row runs.  whole_prompts: the same, if the chunk consists of whole prompts: parts of longer
-    ones do not fill it further than to `alone`, so that a short prompt that comes next does not wait for long.
-    most: the most tokens of one prompt in one chunk.  doubling: see the top of this file.
+    beside_rounds: the most that a chunk may cost between two rounds of running rows.
+    alone: the most that a chunk may cost while no row runs.
+    whole_prompts: the most that whole prompts may cost together while no row runs.  Parts of longer prompts fill a chunk no
+        further than `alone`, so that a short prompt that arrives next does not wait for long.
+    doubling: the context length at which attention doubles a token's cost.
+    most: the most tokens of one prompt in one chunk; None: no bound.
     """
 
     beside_rounds: int
@@ -40,11 +43,11 @@ class ChunkBudget:
     most: int | None = None
 
     def cost(self, start: int, count: int) -> float:
-        """Of `tokens` tokens from position `start` on."""
+        """The cost of `count` tokens from position `start` on."""
         return count * (1 + (start + count / 2) / self.doubling)
 
     def affordable(self, left: Left, budget: float) -> int:
-        """How many of a prompt's next tokens the budget pays for."""
+        """How many of a prompt's next tokens a chunk can hold at a cost of at most `budget`."""
         low, high = 0, left.tokens if self.most is None else min(left.tokens, self.most)
         while low < high:
             middle = (low + high + 1) // 2
@@ -52,10 +55,12 @@ class ChunkBudget:
         return low
 
     def share(self, prompts: Sequence[Left], rows_run: bool) -> list[int]:
-        """Tokens of each prompt (in order of arrival) in the next chunk; 0 of those that wait.  At least one in all.
+        """How many tokens of each prompt the next chunk holds.  A prompt that waits gets 0; all together get at least one.
 
-        The prompts that have least left come first, so that the first token of a short prompt does not wait for a long one.
-        Before them, the prompt that arrived first gets its fair share.
+        prompts: what is left of each, in order of arrival.  rows_run: whether rounds of running rows wait for the chunk.
+
+        The prompt that arrived first gets its fair share.  Then the prompts with the least left are served first, so that the
+        first token of a short prompt does not wait for a long prompt.
         """
         shares, spent = [0] * len(prompts), 0.0
         for_parts = self.beside_rounds if rows_run else self.alone
@@ -79,7 +84,7 @@ class ChunkBudget:
         return self._trimmed(prompts, shares)
 
     def _trimmed(self, prompts: Sequence[Left], shares: list[int]) -> list[int]:
-        """Cuts the longest part that does not end its prompt, so that the chunk's size is a multiple of a granule."""
+        """Shortens the longest part that does not end its prompt, so that the chunk's tokens are a multiple of a granule."""
         parts = [i for i, (left, count) in enumerate(zip(prompts, shares, strict=True)) if 0 < count < left.tokens]
         granule = next((granule for granule in GRANULES if granule <= sum(shares)), 1)
         if parts:

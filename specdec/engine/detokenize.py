@@ -1,4 +1,6 @@
-"""Token ids to text, token by token, so that the pieces joined are the whole.  Knows no model, only a tokenizer's `decode`.
+"""Turns token ids into text, token by token, so that the joined pieces are the whole text.
+
+This module knows no model, only a tokenizer's `decode`.
 
 The text of a request is what decoding its prompt and its output together adds to decoding the prompt alone.  Decoding the
 output alone would give another text: many decoders strip the first space of whatever they are given.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os.path
 from collections.abc import Callable, Sequence
 
-_INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
+_INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that do not form a whole character yet
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -17,11 +19,13 @@ Decode = Callable[[Sequence[int]], str]
 class Detokenizer:
     """Incremental decoding of one request's output.
 
-    A token's text can depend on its neighbours (spaces, bytes of one character).  So every token is decoded after a few
-    tokens before it, its context, and its text is the difference.  Bytes are held back until their character is whole.
+    A token's text can depend on its neighbours (spaces, bytes of one character).  So every token is decoded together with a
+    few tokens before it, its context, and the token's text is what it adds to the context's text.  Bytes are held back until
+    they form a whole character.
 
-    One case differs from decoding everything at once.  Decoders that fall back to bytes show a whole run of byte tokens as
-    broken as soon as one of them is; a stream can't take back the characters of the run that it has shown, so they stay.
+    In one case the text differs from decoding everything at once.  A decoder that falls back to bytes shows a whole run of
+    byte tokens as broken as soon as one of them is broken.  A stream can't take back characters of that run which it has
+    already shown, so those characters stay in the text.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
@@ -31,11 +35,11 @@ class Detokenizer:
         self._context_size = len(self._window)  # how many of the window's first tokens have all their text in `_given`
 
     def add(self, token_id: int) -> str:
-        """The text that becomes certain with this token."""
+        """Takes one more token.  Returns the text that has become certain with it, which may be empty."""
         self._window.append(token_id)
         text = self._decode(self._window)
         shared = _shared(self._given, text)
-        if shared is None:  # text that was returned has changed: what came after it is decoded on its own
+        if shared is None:  # text that was already returned has changed: the tokens after the context are decoded alone
             self._window, self._context_size = self._window[self._context_size :], 0
             text, self._given, shared = self._decode(self._window), "", 0
         certain = text.rstrip(_INCOMPLETE)
@@ -50,14 +54,14 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, incomplete characters included."""
+        """The text that `add` has held back so far, incomplete characters included."""
         text = self._decode(self._window)
         piece = text[_shared(self._given, text) or 0 :]
         self._given = text
         return piece
 
     def _move(self) -> None:
-        """The tokens since the last move become the context, if they can be one: so the window stays short."""
+        """Makes the tokens since the last move the new context, if they can serve as one, so that the window stays short."""
         recent = self._window[self._context_size :]
         text = self._decode(recent)
         if _is_context(text):
@@ -65,9 +69,9 @@ class Detokenizer:
         self._context_size = len(self._window)
 
     def _drop_without_text(self) -> None:
-        """Forgets the last token if it leaves no trace even between texts, as special tokens do.
+        """Forgets the last token if it has no text and changes none around it, as is true of special tokens.
 
-        Without this, a long row of such tokens would make the window longer and longer.
+        Otherwise a long run of such tokens would make the window longer and longer.
         """
         context = self._window[: self._context_size]
         if self._given and self._decode(self._window + context) == self._decode(self._window[:-1] + context):
@@ -75,9 +79,10 @@ class Detokenizer:
 
 
 def decode_all(decode: Decode, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-    """The text that a stream of these tokens shows, in one decoding where that is the same.
+    """The same text that a stream of these tokens shows, made with a single decoding where that gives the same text.
 
-    Only where a character is broken may it differ, with decoders that fall back to bytes: there the tokens go one by one.
+    A single decoding can differ from the stream only where a character is broken, with decoders that fall back to bytes.
+    In that case the tokens are decoded one by one.
     """
     context = context_of(decode, prompt_ids)
     text = decode([*context, *token_ids])
@@ -89,7 +94,7 @@ def decode_all(decode: Decode, prompt_ids: Sequence[int], token_ids: Sequence[in
 
 
 def context_of(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
-    """The last few tokens of a prompt, as many as the text of what follows can depend on; all of them if in doubt."""
+    """The last few tokens of a prompt, as many as the text of later tokens can depend on; all of the prompt if in doubt."""
     size = 4
     while size < len(prompt_ids):
         tail = list(prompt_ids[-size:])
@@ -100,7 +105,7 @@ def context_of(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a stop string, and must not be shown yet."""
+    """How many characters at the end of the text must not be shown yet, because a stop string may begin with them."""
     longest = max((len(stop) for stop in stops), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):
@@ -109,15 +114,15 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 def _is_context(text: str) -> bool:
-    """Whether tokens of this text can stand for all tokens before the next one.
+    """Whether tokens with this text can stand for all tokens before the next one.
 
-    Tokens without text would leave the next token first, and its space stripped.  A broken character at the beginning may
-    be the second half of a whole one, whose first half is missing.
+    Tokens without text can't: a decoder would treat the next token as the first one and strip its space.  Tokens whose text
+    begins with a broken character can't either: that may be the second half of a character whose first half is missing.
     """
     return bool(text) and not text.startswith(_INCOMPLETE)
 
 
 def _shared(given: str, text: str) -> int | None:
-    """How many characters the new text begins with that were given; None if it changes one that was whole."""
+    """The length of the common beginning of both texts; None if the new text changes a whole character of the given one."""
     shared = len(os.path.commonprefix([given, text]))
     return None if shared < len(given.rstrip(_INCOMPLETE)) else shared

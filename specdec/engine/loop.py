@@ -1,9 +1,10 @@
-"""The engine: drives a runner with the scheduler's steps, and reads what comes back one launch late.
+"""The engine: gives the scheduler's steps to a runner, and hands the tokens that come back to the scheduler.
 
-Launches go to the device back to back, and their tokens are read `depth` launches late, so that the device never waits for the
-host.  Several threads may call the engine: a lock serves them one at a time, and all requests share one batch.
+Launches go to the device back to back, and the engine reads a launch's tokens after it has made `depth` more launches, so that
+the device never waits for the host.  Several threads may call the engine: a lock serves them one at a time, and all requests
+share one batch.
 
-Knows steps and requests; what runs next is the scheduler's business, how it runs the runner's.
+The engine knows steps and requests.  The scheduler decides what runs next, and the runner knows how a step is run.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ MOST_SILENT = 2
 
 
 class Engine(Generic[R]):
-    """depth: launches that may be unread while the next one is made; 0 where the device is the host."""
+    """Runs a batch of requests; `submit`, `step` and `cancel` are the way in.
+
+    depth: how many launches may be unread when a call of `step` returns; 0 where the device is the host.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: R, depth: int) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
         self._silent: deque[Pending] = deque()
-        self.lock = threading.RLock()  # requests change under it
+        self.lock = threading.RLock()  # requests change only while it is held
         self._process = os.getpid()
 
     @property
@@ -49,8 +53,10 @@ class Engine(Generic[R]):
     def submit(self, requests: Sequence[Request], speculate: bool) -> None:
         """Queues requests: all of them, or none and an error.
 
-        ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process, or if others run with another
-        setting of `speculate`: keys and values of the drafter would be missing.
+        speculate: whether the requests' rounds use the drafter; without a drafter this makes no difference.
+
+        ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process.  RuntimeError also if other
+        requests run with another setting of `speculate`, because the drafter's keys and values would be missing.
         """
         self.check_process()
         with self.lock:
@@ -102,7 +108,10 @@ class Engine(Generic[R]):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """Ends all requests that hold rows if anything is raised inside: the batch is half moved on, by an interrupt too."""
+        """Ends all requests that hold rows if the block raises anything, an interrupt included.
+
+        After such an error nobody can say which rows have moved on and which have not.
+        """
         try:
             yield
         except BaseException as error:
@@ -111,14 +120,14 @@ class Engine(Generic[R]):
             raise
 
     def _launch(self, launch: Launch) -> bool:
-        """Whether it will emit anything."""
+        """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
         for step in launch.before:
             self.runner.run(step)
         while len(self._silent) >= MOST_SILENT and not launch.emits:
             self._silent.popleft().read()
         try:
             pending = self.runner.run(launch.step)
-        except Exception as error:  # of any kind, a prompt too long for the memory above all: those that run go on
+        except Exception as error:  # of any kind, most often a chunk too long for the memory; running requests go on
             if not isinstance(launch.step, RunChunk):
                 raise
             self.scheduler.fail(launch.seats, error)
@@ -132,7 +141,7 @@ class Engine(Generic[R]):
         return launch.emits
 
     def _collect(self) -> None:
-        """Waits for the oldest launch that is unread, and hands its tokens out."""
+        """Waits for the oldest unread launch, and hands its tokens to the requests."""
         pending, launch = self._unread.popleft()
         emitted = pending.read()
         is_chunk = isinstance(launch.step, RunChunk)
@@ -141,7 +150,7 @@ class Engine(Generic[R]):
         self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
-        """Tells the runner of rows that ended.  What is unread when no row is left is nobody's any more."""
+        """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
         if not self.scheduler.seats:
             for pending in (*(pending for pending, _ in self._unread), *self._silent):
                 pending.drop()

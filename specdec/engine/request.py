@@ -1,4 +1,4 @@
-"""One request while it runs: its prompt, its output so far, its counters.  Knows no tensor and no page."""
+"""One request while it runs: its prompt, its output so far, its counters.  This module knows no tensor and no page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from specdec.generation import Chunk, Generation, Stats
 
 @dataclass(eq=False)
 class Request:
-    """Identity is the object itself.  seed: what sampling really uses (drawn when the caller gave none).
+    """A request; two requests are equal only if they are the same object.
 
-    error: what made this request fail, if it did; the others go on.
+    seed: the seed that sampling uses, which was drawn at random if the caller gave none.
+    error: what made this request fail, or None.  Other requests go on.
     """
 
     prompt_ids: list[int]
@@ -36,30 +37,35 @@ class Request:
         decode: Callable[[Sequence[int]], str],
         streaming: bool,
     ) -> Request:
+        """A request that has no output yet.  eos_ids, decode, streaming: see Trimmer."""
         return cls(prompt_ids, sampling, seed, Trimmer(sampling, eos_ids, decode, prompt_ids, streaming))
 
     @property
     def is_done(self) -> bool:
+        """Whether the request has finished, failed or been cancelled."""
         return self.output.finish_reason is not None or self.error is not None or self.cancelled
 
     def take_first(self, token: int) -> None:
-        """The token that prefill sampled; it belongs to no round."""
+        """Takes the token that prefill sampled.  It belongs to no round."""
         self.stats.prefill_tokens += 1
         self.stats.truncated += 1 - self.output.take([token])
 
     def take_round(self, tokens: Sequence[int], drafted: int, depths: int) -> None:
-        """What one round emitted: accepted tokens and the bonus.  drafted, depths: size of the tree it came from."""
+        """Takes what one round emitted: the accepted draft tokens and the bonus token.
+
+        drafted, depths: how many draft tokens and levels the round's tree had.
+        """
         self.stats.count_round(drafted, depths, len(tokens) - 1)
         self.stats.truncated += len(tokens) - self.output.take(tokens)
 
     def next_chunk(self) -> Chunk:
-        """What came since the last call."""
+        """The tokens and the text that came since the last call."""
         ids = self.output.token_ids[self._unread :]
         self._unread = len(self.output.token_ids)
         return Chunk(self.output.new_text(), ids)
 
     def result(self) -> Generation:
-        """The finished generation; raises what the request failed of."""
+        """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
         if self.error is not None:
             raise RuntimeError(f"the request failed while it ran: {self.error}") from self.error
         assert self.output.finish_reason is not None, "the request is not finished"

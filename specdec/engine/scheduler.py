@@ -1,8 +1,8 @@
 """Decides what runs next: turns requests into plain steps for a runner, and hands what comes back to the requests.
 
-Continuous batching: requests enter free rows in the order of arrival, their prompts run in chunks between the rounds of rows
-that run already, and a row that ends gives its place and its pages to the next.  Knows requests, rows, pages and counts: no
-tensor, no device, no clock.
+Batching is continuous: requests enter free rows in the order of arrival, and their prompts run in chunks between the rounds of
+the rows that run already.  When a request ends, its row and its pages go to the next one.  The scheduler knows requests, rows,
+pages and counts: no tensor, no device, no clock.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
 from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Step
 
-# Capturing a chunk's graph takes the time of an eager pass before the graph runs, so that between rounds of running rows only
-# chunks of a quarter of the budget are captured: rows wait no longer for those than for a chunk that uses the whole budget.
+# Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
+# rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
+# chunk that uses the whole budget.
 CAPTURE_SHARE = 4
 
 
 @dataclass(eq=False)
 class Seat:
-    """A request in its row.  done: prompt tokens whose pass was planned.  arrival: counts requests that entered.  unread: launches whose token is still to come."""
+    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
+
+    done: how many prompt tokens are in the cache or in chunks that have been planned.
+    arrival: counts the requests that entered before this one.
+    runs: whether the whole prompt is in them, so that the row takes part in rounds.
+    unread: launches that emit tokens for the request and have not been read yet.
+    """
 
     request: Request
     done: int
@@ -35,6 +42,7 @@ class Seat:
 
     @property
     def left(self) -> Left:
+        """The part of the prompt that no chunk has been planned for."""
         return Left(self.done, len(self.request.prompt_ids) - self.done)
 
     @property
@@ -45,7 +53,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Launch:
-    """One chunk or round, the steps that come before it, and who held its parts or rows then (None: nobody it matters to)."""
+    """One chunk or round for the runner.
+
+    before: steps that must run before it.
+    seats: who held each part of the chunk, or each row of the round, when it was planned; None for a row of a round that does
+        not run.
+    """
 
     before: list[Step]
     step: RunChunk | RunRound
@@ -58,7 +71,12 @@ class Launch:
 
 
 class Scheduler:
-    """rows: the most requests that run at once.  pads_rows: whether rounds come in sizes of powers of two, for CUDA graphs."""
+    """Holds waiting and running requests, and plans one launch after the other.
+
+    rows: the most requests that hold rows at once.
+    pads_rows: whether a round's rows are padded to a power of two, as CUDA graphs need it.
+    sharing: decides which rows read common pages together; None: rows never do.
+    """
 
     def __init__(
         self,
@@ -72,9 +90,9 @@ class Scheduler:
         self.admission, self.budget, self.speculation, self.sharing = admission, budget, speculation, sharing
         self.rows, self.pads_rows = rows, pads_rows
         self.waiting: deque[Request] = deque()
-        self.seats: list[Seat] = []  # its index is its row
-        # What the runner has yet to be told of rows that ended: where it still has the row that stands here by now, and which
-        # rows have become free.
+        self.seats: list[Seat] = []
+        # What the runner has not been told yet about rows that ended.  _moved: target row -> the row where the runner still has
+        # what now belongs in the target.  _cleared: rows that have become free.
         self._moved: dict[int, int] = {}
         self._cleared: set[int] = set()
         self._chunk_is_next = True
@@ -101,19 +119,22 @@ class Scheduler:
             self.waiting.remove(request)
 
     def fail(self, seats: list[Seat | None], error: BaseException) -> None:
-        """These requests, as far as they are not over, end with that error."""
+        """Ends the requests of these seats with that error, except those that have ended already."""
         for seat in seats:
             if seat is not None and not seat.request.is_done:
                 seat.request.error = error
                 self._leave(seat)
 
     def fail_all(self, error: BaseException) -> None:
-        """All requests that hold rows end with that error, and all rows become padding, whatever the runner was told so far."""
+        """Ends all requests that hold rows with that error, and turns all rows into padding.
+
+        It does not matter which of the earlier changes of rows the runner has been told.
+        """
         self.fail(list(self.seats), error)
         self._moved, self._cleared = {}, set(range(self.rows))
 
     def take_departures(self) -> LeaveRows | None:
-        """What became of the rows of requests that have ended, to be run before anything else is launched."""
+        """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
         if not self._cleared:
             return None
         moves = tuple((source, target) for target, source in self._moved.items())
@@ -124,7 +145,7 @@ class Scheduler:
     # ---- what runs next ----
 
     def admit(self) -> EnterRows | None:
-        """Gives free rows and pages to waiting requests, in the order of arrival."""
+        """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter."""
         entries: list[Entry] = []
         while self.waiting and len(self.seats) < self.rows:
             request = self.waiting[0]
@@ -143,7 +164,7 @@ class Scheduler:
         return EnterRows(tuple(entries)) if entries else None
 
     def next(self) -> Launch | None:
-        """The next chunk or round.  Chunks and rounds take turns while there are both; None: there is nothing to launch."""
+        """The next chunk or round; the two take turns while both are possible.  None: there is nothing to launch."""
         entering = any(not seat.runs for seat in self.seats)
         can_round = any(seat.runs and seat.tokens_left > 0 for seat in self.seats)
         if entering and (self._chunk_is_next or not can_round):
@@ -153,14 +174,18 @@ class Scheduler:
         return self._next_round() if can_round else None
 
     def launched(self, launch: Launch) -> None:
-        """The launch is on its way: prompts that ended in it can be shared from now on."""
+        """Records that the runner has taken the launch: other requests can share the prompts that end in it from now on."""
         if isinstance(launch.step, RunChunk):
             for part, seat in zip(launch.step.parts, launch.seats, strict=True):
                 if seat is not None and part.is_last:
                     self.admission.keep(seat.request, seat.request.prompt_ids, self.speculation.enabled)
 
     def take(self, launch: Launch, emitted: list[list[int]], drafted: int, depths: int, seconds: float | None) -> None:
-        """Hands a launch's tokens to its requests; those that ended meanwhile take none.  seconds: of a timed round."""
+        """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
+
+        emitted: the tokens of each part or row.  drafted, depths: how many draft tokens and levels a round's tree had.
+        seconds: what a timed round took; None if the launch was not timed.
+        """
         step = launch.step
         if isinstance(step, RunRound) and seconds is not None:
             ran = [tokens for tokens, seat in zip(emitted, launch.seats, strict=False) if seat is not None]
@@ -197,7 +222,7 @@ class Scheduler:
 
     def _next_round(self) -> Launch:
         seats = [seat if seat.runs else None for seat in self.seats]
-        while seats[-1] is None:  # rows after the last one that runs need not be computed
+        while seats[-1] is None:  # rows after the last running one need not be computed
             seats.pop()
         rows = min(self.rows, 1 << (len(seats) - 1).bit_length()) if self.pads_rows else len(seats)
         before: list[Step] = []
@@ -217,10 +242,13 @@ class Scheduler:
     # ---- endings ----
 
     def _hand_out(self, seat: Seat, tokens: list[int], tree: tuple[int, int] | None) -> None:
-        """Gives a request its tokens.  If that fails (its tokenizer, say), only this request does."""
+        """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
+
+        tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
+        """
         request = seat.request
         try:
-            if tokens[-1] < 0:  # the last of a round, or the only one of a prompt: nothing is accepted after it
+            if tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
                 position = len(request.prompt_ids) + len(request.output.token_ids) + len(tokens) - 1
                 raise FloatingPointError(
                     f"the target's logits are not finite (NaN or inf) at position {position}"
@@ -230,13 +258,13 @@ class Scheduler:
                 request.take_first(tokens[0])
             else:
                 request.take_round(tokens, *tree)
-        except Exception as error:  # of any kind: it is handed to whoever asks for the result
+        except Exception as error:  # of any kind: whoever asks for the result gets it
             request.error = error
         if request.is_done:
             self._leave(seat)
 
     def _leave(self, seat: Seat) -> None:
-        """Frees the request's pages and row; the last row moves into the gap, so that rows stay dense."""
+        """Frees the request's pages and its row.  The last row moves into the gap, so that no free row lies between others."""
         row, last, request = self.seats.index(seat), len(self.seats) - 1, seat.request
         self.seats[row] = self.seats[last]
         self.seats.pop()
@@ -244,7 +272,7 @@ class Scheduler:
         if row != last:
             self._moved[row] = source
         self._cleared.add(last)
-        if request.error is None:  # else nobody knows what was written
+        if request.error is None:  # after an error nobody knows which keys and values were written
             written = request.prompt_ids + request.output.token_ids if seat.runs else request.prompt_ids[: seat.done + 1]
             self.admission.keep(request, written[: max(0, len(written) - self.speculation.lag)], self.speculation.enabled)
         self.admission.leave(request)
@@ -258,7 +286,7 @@ class Scheduler:
 
 
 def sampling_mode(requests: list[Request]) -> SamplingMode:
-    """How a batch of these chooses its tokens."""
+    """How a batch of these requests chooses its tokens: the cheapest mode that serves all of them."""
     sampled = [r.sampling for r in requests if r.sampling.temperature > 0]
     if not sampled:
         return "greedy"

@@ -1,7 +1,7 @@
-"""Which kind of round comes next: plain, speculative with so many levels, or paused.  Knows numbers and shapes of trees.
+"""Decides which kind of round comes next: plain, paused, or speculative with a number of levels.
 
-With num_steps="auto" a round of no levels is "paused": it keeps what the drafter has not seen, at most MAX_PAUSE tokens
-of a row, until the drafter catches up.
+With num_steps="auto", a round of no levels is a paused round.  It keeps the tokens that the drafter has not seen, at most
+MAX_PAUSE for each row, until the drafter catches up.  This module knows numbers and the shapes of trees.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from specdec.steps import CatchUp, RunRound, SamplingMode
 
 
 class Speculation:
-    """spec: the tree's shape; None: there is no drafter.  new_shape_seconds: see StepChooser.
+    """Chooses the kind of each round.
 
-    enabled: whether rounds may speculate at all.  pause: the most tokens that the drafter of any row has yet to see.
+    spec: the tree's shape; None: there is no drafter.
+    new_shape_seconds: see StepChooser.
+    enabled: whether rounds may speculate at all.
+    pause: paused rounds since the drafter last caught up; no row has more tokens than this that the drafter has not seen.
     """
 
     def __init__(self, spec: SpecConfig | None, new_shape_seconds: float) -> None:
@@ -25,11 +28,14 @@ class Speculation:
 
     @property
     def lag(self) -> int:
-        """Tokens at the end of a row whose draft keys and values may be missing."""
+        """How many tokens at the end of a row may lack the drafter's keys and values."""
         return self.pause if self.enabled else 0
 
     def next_round(self, rows: int, mode: SamplingMode, shared: bool) -> tuple[CatchUp | None, RunRound]:
-        """The next round of so many rows (padding included), and what must come before it."""
+        """The next round, and the drafter's catching up if that must come before it.
+
+        rows: of the batch, padding included.  shared: whether rows read common pages together.
+        """
         spec = self._shape(rows)
         catch_up = None
         if self.pause and (spec is not None or self.pause == MAX_PAUSE):
@@ -43,13 +49,13 @@ class Speculation:
         return catch_up, RunRound(rows, "paused", None, mode, shared, timed)
 
     def observe(self, step: RunRound, depths: int, seconds: float, accepted: list[int]) -> None:
-        """What a timed round cost, and how many draft tokens each row that ran took."""
+        """Records the seconds of a timed round, and how many draft tokens were accepted in each row that ran."""
         if self.chooser is not None:
             self.chooser.observe_cost(step.rows, depths, seconds)
             self.chooser.observe_acceptance(depths, accepted)
 
     def _shape(self, rows: int) -> SpecConfig | None:
-        """The next round's tree; None: no tree."""
+        """The shape of the next round's tree; None: the round does not speculate."""
         if not self.enabled:
             return None
         assert self.spec is not None

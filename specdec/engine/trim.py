@@ -1,6 +1,6 @@
-"""Where a request ends: the one place that looks at EOS, stop ids, stop strings and max_tokens, a token at a time.
+"""Finds where a request ends: the one place that looks at EOS, stop ids, stop strings and max_tokens, token by token.
 
-Counters, streams and results only see what came through here.  Knows no model and no batch.
+Counters, streams and results see only tokens that this module has kept.  It knows no model and no batch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from specdec.generation import FinishReason
 
 
 class Trimmer:
-    """The output of one request: takes emitted tokens, keeps those up to the end, and their text.
+    """The output of one request: takes emitted tokens, and keeps those up to the request's end and their text.
 
-    eos_ids: the model's own ends.  decode: ids to text.  prompt_ids: what the text continues.  streaming: make text as
-    tokens come, as stop strings need it too; otherwise it is made at the end, in one go.
+    sampling: says where the request ends.
+    eos_ids: the tokens with which the model itself ends a text.
+    decode: turns token ids into text.
+    prompt_ids: the prompt that the text continues.
+    streaming: make the text while tokens come, which stop strings need too; otherwise the text is made once, at the end.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Trimmer:
         self._shown = 0
 
     def take(self, emitted: Sequence[int]) -> int:
-        """Takes tokens in order until the request ends.  Returns how many were kept; the rest is cut off."""
+        """Takes tokens in order until the request ends.  Returns how many it kept; the others are dropped."""
         for kept, token in enumerate(emitted):
             if self.finish_reason is not None:
                 return kept
@@ -50,7 +53,7 @@ class Trimmer:
         return len(emitted)
 
     def new_text(self) -> str:
-        """Text that has become certain since the last call: what a stream shows next."""
+        """The text that has become certain since the last call, which is what a stream shows next."""
         certain = len(self.text)
         if self.finish_reason is None:
             certain -= held_back(self.text, self._stops)
@@ -60,7 +63,7 @@ class Trimmer:
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:
-        """Made with the first token, so that a tokenizer that fails fails this request alone."""
+        """Made with the first token, so that a tokenizer that fails makes only this request fail."""
         return Detokenizer(self._decode, self._prompt_ids)
 
     def _take_one(self, token: int) -> None:
@@ -77,7 +80,10 @@ class Trimmer:
         return None
 
     def _finish(self, reason: FinishReason) -> None:
-        """Completes the text.  An ending token is not shown, and the last bytes may still complete a stop string."""
+        """Ends the request and completes its text.
+
+        An EOS or stop token adds no text; the last bytes may complete a stop string.
+        """
         self.finish_reason = reason
         if not self._incremental:
             shown = self.token_ids if reason == "length" else self.token_ids[:-1]
@@ -86,8 +92,8 @@ class Trimmer:
             self.finish_reason = "stop"
 
     def _append(self, piece: str) -> bool:
-        """Adds to the text, and cuts it where a stop string begins; whether one was found."""
-        begin = max(0, len(self.text) - self._longest_stop + 1)  # a stop string that is new reaches into the piece
+        """Adds the piece to the text, and cuts the text where a stop string begins.  Returns whether one was found."""
+        begin = max(0, len(self.text) - self._longest_stop + 1)  # a stop string not found so far reaches into the piece
         self.text += piece
         found = [at for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
         if found:

@@ -1,1 +1,1 @@
-"""Device side of one rank: runs prompts and rounds, as CUDA graphs where there is a GPU."""
+"""The device side of one rank (one process with one GPU): runs prompts and rounds, as CUDA graphs where there is a GPU."""

@@ -1,4 +1,7 @@
-"""Seconds and calls of each phase, if somebody asks.  On a GPU that means waiting for every phase, which costs time itself."""
+"""Measures the seconds and calls of each phase, when that is asked for.
+
+On a GPU the clock waits until every phase has ended, so measuring makes rounds slower.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 
 
 class PhaseClock:
-    """enabled: whether to measure; the rest adds up until it is cleared."""
+    """enabled: whether to measure.  seconds, calls: sums by the phase's name since the last `clear`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,11 +23,13 @@ class PhaseClock:
         self.calls: Counter[str] = Counter()
 
     def clear(self) -> None:
+        """Sets all sums to zero."""
         self.seconds.clear()
         self.calls.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to the phase's sum; does nothing while the clock is not enabled."""
         if not self.enabled:
             yield
             return

@@ -1,9 +1,10 @@
-"""Chunks of prompts through both models: eagerly, or by replaying a graph where launching would take longer than computing.
+"""Runs chunks of prompts through both models: eagerly, or as a CUDA graph where launching takes longer than computing.
 
-A small chunk's kernels are over before the host has launched the next ones, so chunks that cost at most `most_captured` are
-captured, padded to a bucket: the first chunk of a bucket runs as it is, the second padded, and the third is captured.
+A small chunk's kernels end before the host has launched the next ones.  So chunks that cost at most `most_captured` are padded
+to a bucket and captured: the first chunk of a bucket runs eagerly without padding, the second eagerly with padding, and the
+third is captured.
 
-Knows both models' workers; no request and no page.
+This module knows both models' workers; it knows no request and decides about no page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.workers import Workers
 from specdec.steps import RunChunk, SamplingMode
 
-LARGEST_STEP = 128  # between buckets: products compute whole tiles of rows
+LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
 
 
 class Work(NamedTuple):
@@ -31,9 +32,10 @@ class Work(NamedTuple):
 
 
 class PromptRunner:
-    """Runs chunks.  What they compute for the batch is written into its rows; the first tokens come back.
+    """Runs chunks.  A chunk's results are written into the rows of the batch; the first tokens of its prompts are returned.
 
-    capture: whether there are CUDA graphs.  most_captured: the cost of a chunk (see RunChunk) above which it runs eagerly.
+    capture: whether there are CUDA graphs.
+    most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk runs eagerly.
     """
 
     def __init__(self, workers: Workers, capture: bool, most_captured: int) -> None:
@@ -41,18 +43,22 @@ class PromptRunner:
         self.graphs = GraphSet(capture)
         self._uses: Counter[Work] = Counter()
         self._inputs: dict[ChunkShape, Tensor] = {}
-        self._compiled: set[Work] = set()  # whose kernels ran at the bucket's size, so that a capture needs no warm-up
+        self._compiled: set[Work] = set()  # kernels have run at the bucket's size, so that a capture needs no warm-up
 
     def run(self, chunk: RunChunk) -> Tensor:
-        """[parts] int64 or more: the first token of each prompt that ends, -1 where its logits are not finite; else junk."""
+        """[parts, or more with padding] int64: the first output token of each part whose prompt ends in this chunk.
+
+        The token is -1 if the target's logits are not finite.  Values of other parts and of padding mean nothing.
+        """
         exact = ChunkShape.of(chunk.parts)
         bucket = bucket_of(exact)
-        reads_lengths = not self.workers.verifier.backend.reads_no_lengths  # then the host must know each chunk's own lengths
+        # A backend that reads lengths on the host needs those of each chunk, so it can't replay another chunk's graph.
+        reads_lengths = not self.workers.verifier.backend.reads_no_lengths
         if not self.graphs.enabled or reads_lengths or max(chunk.cost, bucket.tokens) > self.most_captured:
             return self._eager(chunk, exact)
         work = Work(bucket, chunk.mode, chunk.drafted)
         self._uses[work] += 1
-        if self._uses[work] == 1:  # unpadded too: from the first keys and values it stores, fp8 KV takes its scales
+        if self._uses[work] == 1:  # without padding, too: an fp8 cache takes its scales from what it stores first
             return self._eager(chunk, exact)
         if work not in self.graphs and not (chunk.may_capture and work in self._compiled):
             self._compiled.add(work)
@@ -63,7 +69,7 @@ class PromptRunner:
         return self._pass(self._to_device(chunk, shape), Work(shape, chunk.mode, chunk.drafted))
 
     def replay(self, chunk: RunChunk, work: Work) -> Tensor:
-        """The same by the graph for that work, whose bucket the chunk must fit."""
+        """Runs the chunk as the graph for that work, which is captured if there is none yet.  The chunk must fit its bucket."""
         flat = self._to_device(chunk, work.shape)
         static = self._inputs.setdefault(work.shape, flat)
         if static is not flat:
@@ -76,7 +82,7 @@ class PromptRunner:
         return flat.to(device, non_blocking=True)
 
     def _pass(self, flat: Tensor, work: Work) -> Tensor:
-        """One path for eager, capture and replay."""
+        """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
         prompts = PackedPrompts.unpack(flat, work.shape, state.prompt_table_BW, self.workers.page_size)
         sampling = RowSampling(*(each.index_select(0, prompts.rows_B) for each in state.sampling))
@@ -89,7 +95,7 @@ class PromptRunner:
 
 
 def bucket_of(exact: ChunkShape) -> ChunkShape:
-    """The padded shape whose graph serves this one: tokens in steps of an eighth of the next power of two, at most 128."""
+    """The padded shape whose graph serves this one: tokens are rounded up in steps of 16 to 128, about an eighth of them."""
     tokens = exact.tokens
     step = min(LARGEST_STEP, max(16, 1 << max(0, (tokens - 1).bit_length() - 3)))
     padded = -(-tokens // step) * step

@@ -1,6 +1,7 @@
-"""Tokens on their way from the device to the host: copied behind the round that made them, read when they are needed.
+"""Copies tokens from the device to the host: the copy is enqueued after the round that made them, and read when it is needed.
 
-Knows tensors only.  On a GPU the copy goes to pinned memory and nobody waits for it until `read`; elsewhere it is plain.
+On a GPU the copy goes to pinned memory, and nobody waits for it until `read`; elsewhere it is a plain copy.  This module knows
+tensors only.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ class Readback:
         self.device = device
         self.waits = 0
         self.wait_seconds = 0.0
-        self._spare: list[Tensor] = []  # pinned memory is slow to get: it is kept
+        self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
 
     def start(self, source: Tensor, begun: Any = None) -> Ticket:
-        """Enqueues the copy.  begun: a `mark` from before the work that made the tensor, if its time is wanted."""
+        """Enqueues the copy.  begun: a `mark` from before the work that made the tensor; needed only for `Ticket.seconds`."""
         if self.device.type != "cuda":
             return Ticket(self, source.clone(), begun, time.perf_counter())
         size = source.numel()
@@ -36,7 +37,7 @@ class Readback:
         return Ticket(self, view, begun, self.mark(), pinned)
 
     def mark(self) -> Any:
-        """A point in the device's time."""
+        """The present point in the device's time: a recorded event on a GPU, seconds elsewhere."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -45,13 +46,13 @@ class Readback:
 
 
 class Ticket:
-    """One copy under way."""
+    """One copy that is under way."""
 
     def __init__(self, owner: Readback, host: Tensor, begun: Any, done: Any, pinned: Tensor | None = None) -> None:
         self._owner, self._host, self._begun, self._done, self._pinned = owner, host, begun, done, pinned
 
     def read(self) -> list[Any]:
-        """The tensor's values; waits for them.  Once only."""
+        """Waits for the tensor's values and returns them as nested lists.  To be called once only."""
         if self._pinned is not None:
             start = time.perf_counter()
             self._done.synchronize()
@@ -62,12 +63,12 @@ class Ticket:
         return values
 
     def drop(self) -> None:
-        """Gives the memory back; whatever is copied there next comes later on the same stream."""
+        """Gives the pinned memory back.  The next copy into it is enqueued later on the same stream, so copies can't mix."""
         if self._pinned is not None:
             self._owner._spare.append(self._pinned)
 
     def seconds(self) -> float:
-        """Device seconds from `begun` to the copy.  Only after `read`."""
+        """Device seconds from `begun` to the end of the copy.  To be called only after `read`."""
         assert self._begun is not None
         if self._pinned is None:
             return self._done - self._begun

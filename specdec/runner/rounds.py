@@ -1,6 +1,6 @@
-"""What one round does on the device: draft -> build tree -> verify -> accept -> commit -> extend, and which of it is captured.
+"""Runs rounds on the device: draft -> build tree -> verify -> accept -> commit -> extend, captured as CUDA graphs.
 
-Knows both models' workers and the batch as tensors; no request, page or host-side length.
+This module knows both models' workers and the batch as tensors; it knows no request, no page and no length on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from specdec.verify.verifier import VerifyResult
 
 
 class Round(NamedTuple):
-    """emitted_BX: int64, the accepted count of each row and then its tokens.  drafted, depths: size of the tree."""
+    """What a round emitted.
+
+    emitted_BX: int64; each row holds the count of its accepted draft tokens, and then the emitted tokens.
+    drafted, depths: how many draft tokens and levels the round's tree had.
+    """
 
     emitted_BX: Tensor
     drafted: int
@@ -30,9 +34,11 @@ class Round(NamedTuple):
 
 
 class RoundRunner:
-    """Runs rounds, eagerly or by replay; one path serves both.
+    """Runs rounds, eagerly or by replaying graphs; both run the same code.
 
-    While `clock` measures, phases run one by one, in the graph mode "round" too (as graphs of their own).
+    graphs: "round" captures a whole round as one graph; "step" captures each phase as a graph of its own; False
+        captures nothing.
+    clock: measures phases.  While it is enabled, each phase runs as a graph of its own, in the mode "round" too.
     """
 
     def __init__(self, workers: Workers, graphs: GraphMode, clock: PhaseClock) -> None:
@@ -41,7 +47,7 @@ class RoundRunner:
         self.phase_graphs = GraphSet(bool(graphs))
 
     def plain(self, state: BatchState, mode: SamplingMode) -> Round:
-        """One step of autoregressive decoding: a tree of the root alone, which needs no drafter and no features."""
+        """One step of plain decoding: verifies a tree that is only a root, which needs no drafter and no features."""
         verifier = self.workers.verifier
 
         def decode() -> Round:
@@ -52,7 +58,7 @@ class RoundRunner:
             return self.phase_graphs.run(("decode", state.shape, mode), decode, [state.lens_B, state.bonus_B])
 
     def paused(self, state: BatchState, mode: SamplingMode) -> Round:
-        """One step of autoregressive decoding that keeps what the drafter will need to `catch_up`."""
+        """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
         verifier = self.workers.verifier
 
         def decode() -> Round:
@@ -67,7 +73,7 @@ class RoundRunner:
             return self.phase_graphs.run(("paused", state.shape, mode), decode, changed)
 
     def catch_up(self, state: BatchState) -> None:
-        """Shows the drafter all tokens of a pause at once; rows that entered since the pause began have nothing to see."""
+        """Runs the drafter over all tokens of a pause at once.  A row without such tokens keeps its first level as it is."""
         drafter = self.workers.need_drafter()
 
         def extend() -> None:
@@ -84,7 +90,7 @@ class RoundRunner:
             self.phase_graphs.run(("catch up", state.shape), extend, [state.pending_B, *state.first_level])
 
     def speculative(self, state: BatchState, spec: SpecConfig, mode: SamplingMode) -> Round:
-        """One round.  Lengths, bonus tokens and first levels in `state` move on."""
+        """One speculative round with a tree of shape `spec`.  Updates lengths, bonus tokens and first levels in `state`."""
         if self.graph_mode != "round" or self.clock.enabled:
             return self._phases(state, spec, mode, self.phase_graphs.run)
         changed = [state.lens_B, state.bonus_B, *state.first_level]

@@ -1,7 +1,7 @@
-"""Executes the scheduler's steps on one rank's device, and hands back what they emit.
+"""Executes the scheduler's steps on one rank's device, and hands back the tokens that they emit.
 
-Decides nothing by wall time, free memory or an error of its own, so that several ranks that get the same steps stay alike.
-Knows tensors and both models' workers; no request, no prompt as a whole, no page that is free.
+The runner decides nothing by wall time, by free memory or by an error of its own, so that several ranks which get the same
+steps compute the same.  It knows tensors and both models' workers; it knows no request, no whole prompt and no free page.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from specdec.steps import CatchUp, EnterRows, LeaveRows, Pending, RunChunk, RunR
 
 
 class DeviceRunner:
-    """workers: both models and the batch.  most_captured: tokens of the largest chunk of prompts that is captured.
+    """Executes steps.
 
-    shared: room for what rows share; None where they never read together.
+    workers: both models and the batch.
+    graphs: see RoundRunner.
+    most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
+    shared: buffers for the pages that rows read together; None where rows never do.
     """
 
     def __init__(self, workers: Workers, graphs: GraphMode, most_captured: int = 0, shared: SharedPrefix | None = None) -> None:
@@ -53,6 +56,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
+        """Launches the step, as `Runner.run` describes it."""
         with on_device(self.device):
             return self._actions[type(step)](step)
 
@@ -78,7 +82,7 @@ class DeviceRunner:
     # ---- what changes rows ----
 
     def _enter(self, step: EnterRows) -> None:
-        """All numbers travel in one copy, from pinned memory, so that nobody waits for it."""
+        """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
         most = max(len(entry.pages) for entry in step.entries)
         numbers_RX = torch.zeros(len(step.entries), 5 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
@@ -106,6 +110,7 @@ class DeviceRunner:
         self.workers.state.clear_rows(rows_R[2 * moves :])
 
     def _rows(self, rows: int, shared: bool) -> BatchState:
+        """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""
         state = self.workers.state.narrow(rows)
         if not shared:
             return state
@@ -114,7 +119,7 @@ class DeviceRunner:
 
 
 class ChunkPending:
-    """The first tokens of a chunk's prompts.  last: of each part, whether its prompt ends in it."""
+    """The first output tokens of a chunk's prompts.  last: for each part, whether its prompt ends there."""
 
     drafted = depths = 0
 
@@ -132,12 +137,13 @@ class ChunkPending:
 
 
 class RoundPending:
-    """The tokens of a round: its rows hold the count of accepted draft tokens and then the tokens."""
+    """The tokens of a round.  drafted, depths: how many draft tokens and levels the round's tree had."""
 
     def __init__(self, ticket: Ticket, drafted: int, depths: int) -> None:
         self._ticket, self.drafted, self.depths = ticket, drafted, depths
 
     def read(self) -> list[list[int]]:
+        # A row holds the count of its accepted draft tokens, then those tokens, then the target's own token.
         return [row[1 : row[0] + 2] for row in self._ticket.read()]
 
     def drop(self) -> None:
@@ -148,10 +154,11 @@ class RoundPending:
 
 
 def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> SharedPrefix | None:
-    """Room for what rows share, or None where reading together can't gain.
+    """Buffers for the pages that rows read together; None where reading together can't be faster.
 
-    most_packed: queries x heads of a row that read each key, beyond which a row alone does so much arithmetic on each key
-    that nothing is gained by reading it less often.  heads_a_key: of the target, query heads that read one key.
+    most_packed: a threshold for queries times heads of one row that read each key.  Above it a row alone does so much
+        arithmetic on each key that nothing is gained by reading the key less often.
+    heads_a_key: how many of the target's query heads read one key.
     """
     if heads_a_key > most_packed:
         return None

@@ -1,4 +1,4 @@
-"""What a runner executes with: both models' workers and the batch they share.  Knows no step."""
+"""Both models' workers and the batch that they share: all that a runner needs to execute steps.  It knows no step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from specdec.verify.verifier import TargetVerifier
 
 
 class Drafter(Protocol):
-    """What rounds and prompts need of a drafter; `DraftWorker` is the real one, tests bring others."""
+    """What rounds and prompts need of a drafter.  `DraftWorker` implements it, and so do the drafters of tests.
+
+    draft: grows a tree for each row from the row's first level.
+    extend: runs over the accepted tokens with the target's features, and leaves the next first level in `state`.
+    prefill: runs over a chunk of prompts with the target's features.
+    """
 
     def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree: ...
     def extend(
@@ -26,7 +31,7 @@ class Drafter(Protocol):
 
 @dataclass
 class Workers:
-    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, and one of padding."""
+    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding."""
 
     verifier: TargetVerifier
     drafter: Drafter | None
@@ -37,5 +42,6 @@ class Workers:
         return self.verifier.page_size
 
     def need_drafter(self) -> Drafter:
+        """The drafter, for steps that only occur with one."""
         assert self.drafter is not None, "this step needs a drafter"
         return self.drafter

@@ -41,7 +41,7 @@ def check_books(admission: Admission, requests: list[Request]) -> None:
 
 def long_prompts_wait_from(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt waits for another one's prefill from so many tokens that they share."""
-    monkeypatch.setattr(admission_module, "WORTH_A_PASS", tokens)
+    monkeypatch.setattr(admission_module, "LEAST_SHARED_TO_WAIT", tokens)
 
 
 def ring_passes_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Who owns which page of the KV pool, and which pages are kept for later prompts.  Numbers only."""
+"""Records who owns which page of the KV pool, and which pages are kept for later prompts.  This folder knows numbers only."""

@@ -1,6 +1,7 @@
-"""Which pages a request gets, and what becomes of them behind it.  Knows requests, pages and texts; no rows and no tensors.
+"""Decides which pages a request gets, and what happens to them after the request has ended.
 
-A request borrows the pages that its prompt begins with, where the prefix cache keeps them, and owns the rest.
+A request borrows the leading pages of its prompt from the prefix cache, where the cache keeps them, and owns its other pages.
+This module knows requests, pages and token ids; it knows no rows and no tensors.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from specdec.engine.pages.pool import PagePool, ring_pages
 from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages
 from specdec.engine.request import Request
 
-WORTH_A_PASS = 256  # tokens two waiting prompts share from which the second waits for the first one's prefill
-RING_PREFILL = 2048  # tokens of a prompt that pass through both models at once, where sequences go around a ring of pages
+# A threshold in tokens: a prompt waits for another prompt's prefill if that saves the computation of at least so many tokens.
+LEAST_SHARED_TO_WAIT = 256
+RING_PREFILL = 2048  # the most tokens of one prompt in one chunk, where sequences reuse a ring of pages
 
 
 def ring_of(spans: Iterable[int | None], lookahead: int, page_size: int, table_pages: int) -> int | None:
-    """Pages that a sequence goes around; None: it gets one for each entry of its table, of which it has table_pages.
+    """The number of pages in the ring that a sequence reuses; None: each entry of the sequence's table gets a page of its own.
 
-    spans: the most keys that a query reads, of each layer of both models; None: a layer that reads all.
+    spans: for each layer of both models, the most keys that one query reads; None for a layer that reads all keys.
+    lookahead: slots after the committed tokens that rounds in flight may write.
+    page_size: tokens per page.
+    table_pages: entries in the table of the longest sequence.
     """
     listed = list(spans)
     bounded = [span for span in listed if span is not None]
@@ -32,9 +37,11 @@ def ring_of(spans: Iterable[int | None], lookahead: int, page_size: int, table_p
 
 @dataclass
 class Place:
-    """Where a request lives.  table: its pages by position.  start: leading prompt tokens whose KV is there already.
+    """The pages of one request.
 
-    node: the last page it shares through the prefix cache.
+    table: its page numbers, by position.
+    start: how many leading tokens of the prompt have their keys and values in the pages already.
+    node: the last page that it shares through the prefix cache; None without a prefix cache.
     """
 
     table: list[int]
@@ -43,20 +50,22 @@ class Place:
 
 
 class Found(NamedTuple):
-    """What the prefix cache holds of a prompt: its leading pages, and their tokens."""
+    """What the prefix cache holds of a prompt: its leading pages in order, and the number of tokens in them."""
 
     path: list[Node]
     tokens: int
 
 
 class Admission:
-    """Pages for requests.  lookahead: slots behind the committed tokens that rounds in flight may write.
+    """Gives pages to requests.
 
-    lookup_tokens, hit_tokens: prompt tokens that were looked for in the prefix cache, and those found.
+    lookahead: slots after the committed tokens that rounds in flight may write.
+    prefix_caching: whether pages are kept for later prompts; not possible with a ring of pages.
+    lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     """
 
     def __init__(self, pool: PagePool, lookahead: int, prefix_caching: bool) -> None:
-        assert not (prefix_caching and pool.ring), "what a ring overwrites can't be kept"
+        assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
         self.pool, self.lookahead = pool, lookahead
         self.cache = PrefixCache(pool) if prefix_caching else None
         self.places: dict[Request, Place] = {}
@@ -64,7 +73,7 @@ class Admission:
 
     @property
     def max_chunk_tokens(self) -> int | None:
-        """The most tokens of one prompt in one pass; None: no bound."""
+        """The most tokens of one prompt in one chunk; None: no bound."""
         return None if self.pool.ring is None else RING_PREFILL
 
     @property
@@ -73,7 +82,7 @@ class Admission:
         return self.pool.num_free + (self.cache.num_idle if self.cache else 0)
 
     def tokens_needed(self, request: Request) -> int:
-        """The most slots the request can come to occupy, look-ahead included."""
+        """The most slots that the request can ever occupy, look-ahead included."""
         return len(request.prompt_ids) + request.sampling.max_tokens + self.lookahead
 
     def check(self, request: Request) -> None:
@@ -88,9 +97,9 @@ class Admission:
             )
 
     def find(self, request: Request, drafted: bool) -> Found | None:
-        """What the prefix cache holds of the prompt; None if there are not enough pages anyway.
+        """What the prefix cache holds of the prompt; None if there are certainly not enough pages for the request.
 
-        drafted: the draft's KV is needed too.
+        drafted: whether the request needs the drafter's keys and values too.
         """
         needed, size = self.tokens_needed(request), self.pool.page_size
         if self.cache is None:
@@ -101,15 +110,19 @@ class Admission:
         return Found(path, len(path) * size)
 
     def should_wait(self, request: Request, found: Found, others: Sequence[Request]) -> bool:
-        """Whether the request had better enter behind those that enter now: it would find more of its prompt then."""
+        """Whether the request had better enter after the prompts of `others` have run.
+
+        That is so if the prefix cache would then hold at least LEAST_SHARED_TO_WAIT more tokens of its prompt.
+        found: what the cache holds now.
+        """
         if self.cache is None:
             return False
         size = self.pool.page_size
         shared = max(common_pages(request.prompt_ids, other.prompt_ids, size) for other in others) * size
-        return shared - found.tokens >= WORTH_A_PASS
+        return shared - found.tokens >= LEAST_SHARED_TO_WAIT
 
     def admit(self, request: Request, found: Found) -> bool:
-        """Gives the request its pages, if there are enough."""
+        """Gives the request its pages.  Returns whether there were enough; if not, nothing has changed."""
         needed = self.tokens_needed(request)
         if self.cache is None:
             pages = self.pool.admit(request, needed)
@@ -130,18 +143,25 @@ class Admission:
         return True
 
     def fixed_pages(self, request: Request) -> list[int]:
-        """The leading pages that nobody writes to any more."""
+        """The request's leading pages, those of its prompt, to which nobody writes any more."""
         return self.places[request].table[: (len(request.prompt_ids) - 1) // self.pool.page_size]
 
     def keep(self, request: Request, tokens: Sequence[int], drafted: bool) -> None:
-        """The KV of these tokens of the request but the last is written, and final: what others can use is kept for them."""
+        """Keeps the pages of these tokens for other requests.
+
+        tokens: the leading tokens of the request; the keys and values of all but the last are written and final.
+        drafted: whether the drafter's keys and values are written too.
+        """
         place = self.places[request]
         if self.cache is not None and place.node is not None:
             place.node = self.cache.insert(request, place.node, tokens, place.table, drafted)
 
     def leave(self, request: Request) -> None:
-        """Gives back all that the request owns and borrowed.  A round in flight may still write to pages it owned; whoever
-        gets them next is launched behind it."""
+        """Gives back all pages that the request owns or has borrowed.
+
+        A round in flight may still write to the pages that the request owned.  That does no harm: whatever the next owner
+        writes or reads there is launched after that round.
+        """
         place = self.places.pop(request)
         if self.cache is not None and place.node is not None:
             self.cache.leave(place.node)

@@ -1,10 +1,10 @@
-"""Who owns which page of the KV pool.  Knows numbers only: no tensors of keys or values, no requests.
+"""Records who owns which page of the KV pool.  This module knows numbers only: no tensors of keys or values, no requests.
 
-A sequence gets all the pages it can ever need when it is admitted: so a running sequence never finds the pool empty, and no
-round has to wait for the host to append pages.  Pages that are never reached are never touched.
+A sequence gets all the pages that it can ever need when it is admitted.  So a running sequence never finds the pool empty, and
+no round has to wait until the host appends pages.  Nobody touches a page that its sequence never reaches.
 
-Where no layer reads further back than a span, a sequence goes around a ring of pages: the page of tokens that nobody can reach
-any more is written anew.
+Where no layer reads further back than a span of keys, a sequence reuses a ring of pages: when nobody can read a page's tokens
+any more, the sequence writes its next tokens into that page.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from specdec.limits import DUMMY_PAGE
 
 
 def ring_pages(span: int, ahead: int, page_size: int) -> int:
-    """Pages of a ring in which nothing is overwritten that anybody can still read.
+    """The smallest number of pages in a ring such that no key is overwritten that anybody can still read.
 
-    span: the most keys that one query reads in any layer of any model.  ahead: the most tokens one pass brings or one round
-    writes, whichever is more.
+    span: the most keys that one query reads in any layer of any model.
+    ahead: the most tokens that one chunk of a prompt brings or one round writes, whichever is more.
 
-    The slot of position p is also that of every position that lies a multiple of ring * page_size before it.  Let a pass or a
-    round begin with L committed tokens: it writes to positions below L + ahead, so it destroys what stood below
-    L + ahead - ring * page_size.  Every query of it, and of all that come later, stands at L or behind, so reads nothing below
-    L - span + 1.  With ring * page_size >= span + ahead - 1 the two never meet: not within a pass either, all of whose tokens
-    are stored before the first is read, nor for a draft that catches up behind a pause, whose L is where the pause began.
+    Position p has the same slot as every position that lies a multiple of ring * page_size before it.  Let a chunk or a round
+    begin with L committed tokens.  It writes to positions below L + ahead, so it destroys the keys of positions below
+    L + ahead - ring * page_size.  All its queries, and all later ones, stand at position L or after it, so they read no key
+    below position L - span + 1.  If ring * page_size >= span + ahead - 1, no query reads a key that has been destroyed.  This
+    holds within a chunk too, although a chunk stores all its keys before it reads the first one.  And it holds for a drafter
+    that catches up after a pause, if L is taken to be where the pause began.
 
-    Rounds in flight need nothing more: the device runs them one after the other, each from the L that it finds in memory, and
-    the host, which knows of L a round late, has no part in it: tables are written once, at admission.
+    Rounds in flight need no more room.  The device runs them one after the other, and each begins from the L that it finds in
+    memory.  The host learns L a round late, but it takes no part in this, because tables are written once, at admission.
     """
     assert span >= 1 and ahead >= 1, (span, ahead)
     return -(-(span + ahead - 1) // page_size)
 
 
 class PagePool:
-    """Pages 1 .. num_pages - 1 of page_size tokens each.  Owners are any hashable keys.
+    """Owns pages 1 to num_pages - 1 of page_size tokens each, and lends them to owners, which are any hashable keys.
 
-    ring: the most pages a sequence needs, because it goes around them; None: a page for all its tokens.
+    ring: the most pages that one sequence needs, because it reuses them; None: a sequence needs pages for all its tokens.
     """
 
     def __init__(self, num_pages: int, page_size: int, ring: int | None = None) -> None:
@@ -49,28 +50,32 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that sequences can own at all."""
+        """The number of pages that sequences can own altogether."""
         return self.num_pages - 1
 
     @property
     def num_free(self) -> int:
+        """The number of pages that nobody owns."""
         return len(self._free)
 
     def table_pages(self, tokens: int) -> int:
-        """Entries in the page table of a sequence of so many tokens."""
+        """The number of entries in the page table of a sequence of `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that such a sequence owns."""
+        """The number of pages that such a sequence needs; with a ring, several entries of its table share a page."""
         entries = self.table_pages(tokens)
         return entries if self.ring is None else min(entries, self.ring)
 
     def can_admit(self, tokens: int) -> bool:
-        """Whether there are pages now for a sequence of at most `tokens` tokens, look-ahead included."""
+        """Whether enough pages are free now for a sequence of at most `tokens` tokens, look-ahead included."""
         return self.pages_for(tokens) <= self.num_free
 
     def admit(self, owner: Hashable, tokens: int, have: int = 0) -> list[int]:
-        """The pages of a new owner of at most `tokens` tokens, in order of position.  have: leading pages lent by others."""
+        """Gives free pages to a new owner of at most `tokens` tokens.  Returns their numbers, in order of position.
+
+        have: how many leading pages the owner borrows from somebody else and so does not need.
+        """
         assert owner not in self._owned, f"{owner} is already admitted"
         count = self.pages_for(tokens) - have
         assert 0 <= count <= self.num_free, f"{tokens} tokens need {count} pages, {self.num_free} left"
@@ -79,16 +84,16 @@ class PagePool:
         return pages
 
     def release(self, owner: Hashable) -> None:
-        """Gives all pages back.  An owner that holds none is an error: it would hide a double release."""
+        """Takes all pages of the owner back.  KeyError if the owner is unknown, so that no second release goes unnoticed."""
         self._free.extend(sorted(self._owned.pop(owner), reverse=True))
 
     def give_back(self, owner: Hashable, pages: Iterable[int]) -> None:
-        """Gives some of an owner's pages back."""
+        """Takes some of an owner's pages back."""
         for page in pages:
             self._owned[owner].remove(page)
             self._free.append(page)
 
     def pass_on(self, page: int, giver: Hashable, taker: Hashable) -> None:
-        """A page changes its owner."""
+        """Makes `taker` the owner of a page that `giver` owns."""
         self._owned[giver].remove(page)
         self._owned.setdefault(taker, set()).add(page)

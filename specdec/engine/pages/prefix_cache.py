@@ -1,13 +1,15 @@
-"""Pages kept for prompts that begin as earlier ones did.  Knows token ids and page numbers: no tensors, no requests.
+"""Keeps pages for prompts that begin as earlier ones did.  Knows token ids and page numbers: no tensors, no requests.
 
-A page is known by its tokens, all tokens before it, and the token behind it: the draft's KV row of a page's last token holds
-the embedding of the next one, so two texts that go on differently do not share that page.  Tokens are compared themselves:
-a tree of pages whose branches are tuples of page_size + 1 ids (a page and its successor), so no two texts can be confused.
+A page is identified by its tokens, by all tokens before it, and by the token right after it, its successor.  The successor
+matters because the drafter's key and value of a page's last token are computed from the embedding of the next token: two texts
+that go on differently can't share that page.  The pages form a tree whose branches are tuples of page_size + 1 token ids (a
+page's tokens and its successor).  Ids are compared themselves, not hashes of them, so no two texts can be confused.
 
-Only full pages whose successor is known are kept, and nobody writes to them again: whoever reads one goes on behind it.
-Pages stay until the pool needs them, and go least recently used first.
+Only full pages whose successor is known are kept.  Nobody writes to a kept page again: a sequence that reads it writes to later
+pages only.  A page stays until the pool needs it; the least recently used page goes first.
 
-Pages written without a draft have no draft rows: `drafted` says which have, and texts that speculate find no others.
+A page written without a drafter lacks the drafter's keys and values.  `drafted` says which pages have them, and a text that
+speculates finds only those.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """One page, behind those of its parent.  users: sequences that read this page or one behind it."""
+    """One kept page; the pages before it are those of its parent, its parent's parent, and so on.
+
+    key: the page's tokens and its successor.
+    drafted: whether the page holds the drafter's keys and values too.
+    users: how many sequences read this page or one after it.
+    """
 
     key: Key
     parent: Node | None
@@ -34,21 +41,22 @@ class Node:
 
 
 class PrefixCache:
-    """Owns pages of the pool.  What is in use is never evicted; `idle` pages are as good as free."""
+    """Owns pages of the pool.  A page that a sequence uses is never evicted; a page that is idle can be evicted at any time."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.root = Node((), None, -1, drafted=True)
-        # Nodes nobody uses, in the order they fell idle, pages behind before those in front: the first is always a leaf.
+        # The nodes that nobody uses, in the order in which they became idle.  A node becomes idle before its parent does, so
+        # the first node is always a leaf.
         self._idle: OrderedDict[Node, None] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
-        """Pages that could be evicted."""
+        """The number of pages that could be evicted."""
         return len(self._idle)
 
     def find(self, tokens: Sequence[int], drafted: bool) -> list[Node]:
-        """The kept pages that the text begins with, in order.  drafted: only those with draft rows."""
+        """The kept pages that the text begins with, in order.  drafted: find only pages with the drafter's keys and values."""
         path: list[Node] = []
         node = self.root
         for key in page_keys(tokens, self.pool.page_size):
@@ -60,10 +68,14 @@ class PrefixCache:
         return path
 
     def insert(self, owner: Hashable, held: Node, tokens: Sequence[int], pages: Sequence[int], drafted: bool) -> Node:
-        """Takes over the owner's full pages of this text.  Returns the node of the last, which it now uses instead of `held`.
+        """Takes over the owner's full pages of this text.  Returns the last page's node, which the owner now uses, not `held`.
 
-        pages: of the text, in order, from its very beginning.  What is kept already stays, and the owner keeps its own copy;
-        but a page without draft rows makes way for one that has them.
+        held: the node that the owner has used so far.
+        pages: the page numbers of the text, in order, from its very beginning.
+        drafted: whether these pages hold the drafter's keys and values.
+
+        A page that is kept already stays, and the owner keeps its own copy.  But a kept page without the drafter's keys and
+        values is replaced by a page that has them.
         """
         node = self.root
         for key, page in zip(page_keys(tokens, self.pool.page_size), pages, strict=False):
@@ -73,7 +85,7 @@ class PrefixCache:
                 self._idle[child] = None
                 self.pool.pass_on(page, owner, self)
             elif drafted and not child.drafted:
-                assert not child.users, "sequences with and without a draft never run together"
+                assert not child.users, "sequences with and without a drafter never run together"
                 self.pool.give_back(self, [child.page])
                 self.pool.pass_on(page, owner, self)
                 child.page, child.drafted = page, True
@@ -83,7 +95,7 @@ class PrefixCache:
         return node
 
     def use(self, node: Node) -> None:
-        """One more sequence reads this page and all before it."""
+        """Records that one more sequence reads this page and all pages before it."""
         at: Node | None = node
         while at is not None and at is not self.root:
             if not at.users:
@@ -92,7 +104,7 @@ class PrefixCache:
             at = at.parent
 
     def leave(self, node: Node) -> None:
-        """That sequence is gone."""
+        """Records that one sequence no longer reads this page and all pages before it."""
         at: Node | None = node
         while at is not None and at is not self.root:
             at.users -= 1
@@ -102,22 +114,25 @@ class PrefixCache:
             at = at.parent
 
     def evict(self, count: int) -> None:
-        """Gives so many pages back to the pool, the least recently used first."""
+        """Gives `count` idle pages back to the pool, the least recently used first."""
         for _ in range(count):
             node, _nothing = self._idle.popitem(last=False)
-            assert not node.children and node.parent is not None, "a page is used no later than those behind it"
+            assert not node.children and node.parent is not None, "a page became idle before a page after it"
             del node.parent.children[node.key]
             self.pool.give_back(self, [node.page])
 
 
 def page_keys(tokens: Sequence[int], page_size: int) -> list[Key]:
-    """One for each full page whose successor is known: its tokens, and the one behind.  The text's last token is in none
-    but as a successor, so that something is left to compute."""
+    """The keys of a text's full pages whose successor is known: each is a page's tokens and the token after them.
+
+    The text's last token is in a key only as a successor.  So a text whose pages are all found still has a token to compute,
+    and with it the logits of the next one.
+    """
     return [tuple(tokens[start : start + page_size + 1]) for start in range(0, len(tokens) - page_size, page_size)]
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading elements two lists share.  Halving: comparing slices is much faster than a loop."""
+    """How many leading elements two lists share; found by bisection, because comparing slices is much faster than a loop."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

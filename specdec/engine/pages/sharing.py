@@ -1,6 +1,6 @@
-"""Which rows of a running batch begin with the same pages, and whether reading these once for all of them pays.
+"""Finds rows of a running batch that begin with the same pages, and decides whether to read those pages once for all of them.
 
-Knows page numbers; no text, and no attention.
+This module knows page numbers; it knows no text and no attention.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ class Group(NamedTuple):
     pages: int
 
 
-NOBODY = Group([], 0)
+NO_GROUP = Group([], 0)
 
 
 def best_group(rows: Sequence[list[int]]) -> Group:
-    """rows: the leading pages of each row that may be shared.  The group that saves the most reads: (rows - 1) * pages.
+    """The group that saves the most reads of pages: (rows - 1) * pages.
 
-    In sorted order the rows of a group lie side by side, and what a group shares is the least that its neighbours share.  So
-    the best group is the largest rectangle under a histogram of what neighbours share.
+    rows: the leading pages of each row that may be shared.
+
+    When rows are sorted by their pages, the rows of a group are adjacent.  A group then shares as many pages as that pair of
+    neighbours in it which shares the fewest.  So the best group is the largest rectangle under a histogram in which each bar
+    is the number of pages that two neighbours share.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row])
     common = [common_length(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False)]
-    best, saved = NOBODY, 0
-    open_runs: list[tuple[int, int]] = []  # (first neighbours, pages) of runs that share so many pages so far, ever more
+    best, saved = NO_GROUP, 0
+    open_runs: list[tuple[int, int]] = []  # (first bar, height) of rectangles that still grow; heights ascend
     for i, pages in enumerate([*common, 0]):
         first = i
         while open_runs and open_runs[-1][1] >= pages:
@@ -43,22 +46,25 @@ def best_group(rows: Sequence[list[int]]) -> Group:
 
 
 class RowSharing:
-    """Lets rows read together what they share, from one change of membership to the next.
+    """Chooses which rows read common pages together.  A choice holds until a row enters, leaves or moves.
 
-    least_saved: the threshold of (rows - 1) * tokens, the keys that a round need not read again, from which rows do.
-    group: the rows that do; None: not chosen yet.
+    least_saved: a threshold for the keys that a round need not read again, (rows - 1) * tokens.  Below it rows read alone.
+    group: the rows that read together; None: not chosen since the rows last changed.
     """
 
     def __init__(self, page_size: int, least_saved: float) -> None:
         self.page_size, self.least_saved = page_size, least_saved
-        self.group: Group | None = NOBODY
+        self.group: Group | None = NO_GROUP
 
     def forget(self) -> None:
-        """Rows came, went or moved."""
+        """Drops the choice, because a row has entered, left or moved."""
         self.group = None
 
     def choose(self, rows: list[list[int]]) -> ShareRows | None:
-        """rows: of each row, the pages that never change; none of a row that does not run.  A step if the group is new."""
+        """Chooses a group if none is chosen.  Returns the step that tells the runner; None if nothing is new or no group pays.
+
+        rows: for each row, its leading pages that never change; an empty list for a row that does not run.
+        """
         if self.group is not None:
             return None
         self.group = best_group(rows)
@@ -66,10 +72,10 @@ class RowSharing:
         if self.group.rows and (len(self.group.rows) - 1) * tokens >= self.least_saved:
             pages = rows[self.group.rows[0]][: self.group.pages]
             return ShareRows(tuple(self.group.rows), tuple(pages), tokens)
-        self.group = NOBODY
+        self.group = NO_GROUP
         return None
 
     @property
     def shares(self) -> bool:
-        """Whether any rows read together now."""
+        """Whether any rows read common pages together now."""
         return bool(self.group and self.group.rows)

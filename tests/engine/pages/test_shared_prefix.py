@@ -16,7 +16,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.prompts import SYSTEM, assert_same
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.pages.sharing import NOBODY, best_group, common_length
+from specdec.engine.pages.sharing import NO_GROUP, best_group, common_length
 
 
 def groups_by_force(rows: list[list[int]]) -> int:
@@ -32,7 +32,7 @@ def groups_by_force(rows: list[list[int]]) -> int:
 def test_the_best_group_is_the_best() -> None:
     """Keeps out: a group that is led by a row which shares little, while the others share much."""
     assert best_group([[1, 2, 3], [1, 9], [1, 2, 3], [1, 2, 3]]) == ([0, 2, 3], 3)
-    assert best_group([]) == best_group([[1]]) == best_group([[1], [2]]) == best_group([[], []]) == NOBODY
+    assert best_group([]) == best_group([[1]]) == best_group([[1], [2]]) == best_group([[], []]) == NO_GROUP
     rng = random.Random(0)
     for _ in range(200):
         rows = [[rng.choice([1, 1, 1, 2]) for _ in range(rng.randrange(6))] for _ in range(rng.randrange(7))]
