@@ -134,6 +134,7 @@ class BatchState:
 
     def enter_rows(self, rows_R: Tensor, pages_Rw: Tensor, sampling: RowSampling) -> None:
         """Gives rows (int64) their first w pages, of any integer type, and their sampling, of any types."""
+        self.prompt_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)  # after its pages, a row must not name an earlier request's
         self.prompt_table_BW[:, : pages_Rw.shape[1]].index_copy_(0, rows_R, pages_Rw.int())
         for tensor, values_R in zip(self.sampling, sampling, strict=True):
             tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))

@@ -38,6 +38,8 @@ class Engine(Generic[R]):
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
         self._silent: deque[Pending] = deque()
+        self._is_busy = False
+        self._cancelled: list[Request] = []  # during the step that is under way
         self.lock = threading.RLock()  # requests change only while it is held
         self._process = os.getpid()
 
@@ -86,10 +88,16 @@ class Engine(Generic[R]):
             )
 
     def cancel(self, request: Request) -> None:
-        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
-        with self.lock, self._all_or_none():
-            self.scheduler.cancel(request)
-            self._settle()
+        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is.
+
+        Inside a step of the same thread, where Python's garbage collector may close a forgotten stream, the request ends with
+        that step: rows must not move while the step relies on who holds them.
+        """
+        with self.lock:
+            self._cancelled.append(request)
+            if not self._is_busy:
+                with self._all_or_none():
+                    self._settle()
 
     def step(self) -> None:
         """Launches one chunk of prompts or one round, and hands out the tokens of earlier launches that are due.
@@ -112,12 +120,17 @@ class Engine(Generic[R]):
 
         After such an error nobody can say which rows have moved on and which have not.
         """
+        if self._is_busy:
+            raise RuntimeError("this engine was called from inside one of its own steps: a tokenizer may not generate")
+        self._is_busy = True
         try:
             yield
         except BaseException as error:
             self.scheduler.fail_all(error)
             self._settle()
             raise
+        finally:
+            self._is_busy = False
 
     def _launch(self, launch: Launch) -> bool:
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
@@ -128,6 +141,7 @@ class Engine(Generic[R]):
         try:
             pending = self.runner.run(launch.step)
         except Exception as error:  # of any kind, most often a chunk too long for the memory; running requests go on
+            # This decides by what happened on one rank.  With several, the error must come back from all of them as data.
             if not isinstance(launch.step, RunChunk):
                 raise
             self.scheduler.fail(launch.seats, error)
@@ -151,6 +165,8 @@ class Engine(Generic[R]):
 
     def _settle(self) -> None:
         """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
+        while self._cancelled:
+            self.scheduler.cancel(self._cancelled.pop())
         if not self.scheduler.seats:
             for pending in (*(pending for pending, _ in self._unread), *self._silent):
                 pending.drop()

@@ -147,15 +147,16 @@ class Scheduler:
     def admit(self) -> EnterRows | None:
         """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter."""
         entries: list[Entry] = []
-        while self.waiting and len(self.seats) < self.rows:
-            request = self.waiting[0]
-            found = self.admission.find(request, self.speculation.enabled)
-            entering = [seat.request for seat in self.seats if not seat.runs]
-            if found is None or (entering and self.admission.should_wait(request, found, entering)):
+        for request in list(self.waiting):
+            found = self.admission.find(request, self.speculation.enabled) if len(self.seats) < self.rows else None
+            if found is None:
                 break
+            entering = [seat.request for seat in self.seats if not seat.runs]
+            if entering and self.admission.should_wait(request, found, entering):
+                continue  # whoever comes after it need not wait for another prompt's pages too
             if not self.admission.admit(request, found):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
             entries.append(Entry(len(self.seats), place.table, *options))
@@ -177,8 +178,8 @@ class Scheduler:
         """Records that the runner has taken the launch: other requests can share the prompts that end in it from now on."""
         if isinstance(launch.step, RunChunk):
             for part, seat in zip(launch.step.parts, launch.seats, strict=True):
-                if seat is not None and part.is_last:
-                    self.admission.keep(seat.request, seat.request.prompt_ids, self.speculation.enabled)
+                if seat is not None:
+                    self.admission.keep(seat.request, seat.request.prompt_ids[: part.end + 1], self.speculation.enabled)
 
     def take(self, launch: Launch, emitted: list[list[int]], drafted: int, depths: int, seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
