@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHACache
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.plan import causal_segment, prefix_segment

@@ -1,6 +1,6 @@
-"""num_steps="auto": the levels chosen are those that pay, and looking for them costs little.
+"""num_steps="auto": the chooser finds the fastest number of levels, and its probes cost little.
 
-Simulates rounds of known cost and acceptance; no model.
+These tests simulate rounds of known cost and acceptance; no model runs.
 """
 
 import random
@@ -61,7 +61,7 @@ def test_it_sees_a_change_of_text() -> None:
     chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
     assert chosen[-1] == 0
     chosen, tokens, seconds = run(chooser, 4, 6000, 0.9, 1.0, 0.1)
-    assert sum(steps >= 4 for steps in chosen[-100:]) >= 97  # plain decoding is looked at now and then
+    assert sum(steps >= 4 for steps in chosen[-100:]) >= 97  # plain decoding is probed now and then
     chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
     assert chosen[-20:].count(0) >= 18
 
@@ -86,7 +86,7 @@ def test_a_disturbed_measurement_is_outlived() -> None:
 
 
 def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
-    """Keeps out: drafting at a loss for good, because plain decoding was slow once, when it was looked at."""
+    """Keeps out: drafting at a loss for good, because plain decoding was slow once, when it was probed."""
     chooser = StepChooser(MAX)
     for _ in range(8):
         steps = chooser.choose(1)
@@ -100,6 +100,6 @@ def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
 def test_a_new_shape_must_pay_for_itself() -> None:
     """Keeps out: a short run that spends its time capturing graphs of shapes a little better than those it has."""
     few, _, _ = run(StepChooser(MAX, new_shape_seconds=200.0), 8, 300, 0.7, 1.0, 0.15)
-    assert set(few) == {0, MAX}  # the first looks' shapes
+    assert set(few) == {0, MAX}  # the shapes of the first probes
     many, tokens, seconds = run(StepChooser(MAX, new_shape_seconds=200.0), 8, 6000, 0.7, 1.0, 0.15)
     assert set(many[-100:]) - {0, MAX} and tokens / seconds > 0.93 * best_rate(8, 0.7, 1.0, 0.15)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toolkit.attention.caches import Scattered
 from toolkit.oracles.attention import dense_attention
+from toolkit.oracles.reference import ReferenceBackend
 from toolkit.trees import random_masks
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from specdec.attention.caches.quant_cache import (
     to_fp8,
     to_int8,
 )
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -83,7 +83,7 @@ def test_fp8_is_within_a_sixteenth_of_every_value() -> None:
 
 
 def test_nothing_overflows() -> None:
-    """Keeps out: fp8's NaN, which is what lies behind its largest number, and an int8 that wraps around."""
+    """Keeps out: fp8's NaN, which follows its largest number, and an int8 that wraps around."""
     for kind in KINDS:
         view, slots = poisoned(kind, 9).view(0), torch.arange(2)
         view.write(slots, uneven(2))

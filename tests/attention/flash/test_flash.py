@@ -11,14 +11,15 @@ import pytest
 import torch
 from toolkit.attention import fake_flash
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import ragged_causal_segment
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment
+from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import Segment
 
 H, K, D, P = 4, 2, 16, 256

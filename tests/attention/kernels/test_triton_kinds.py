@@ -11,19 +11,20 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE, HAS_GPU
+from toolkit.oracles.reference import ReferenceBackend
 from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment, first_keys, last_positions, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 
@@ -98,7 +99,7 @@ def tree(w: World) -> AttentionPlan:
 
 
 def split(w: World, own: Segment) -> tuple[Segment, Segment]:
-    """The shared pages as one row of all queries, and what is behind them."""
+    """The shared pages as one row that holds all queries, and each row's remaining pages."""
     shared = w.shared_B.max()
     members_T = w.shared_B.repeat_interleave(N)
     starts_T = torch.where(members_T > 0, 0, shared).int()  # the others begin where its keys end
@@ -179,7 +180,8 @@ def test_every_kind_equals_the_definition(
     scored: bool,
 ) -> None:
     """Keeps out: a window's or chunk's first key off by one, in a suffix too; sinks or a scale taken twice or never; pages read
-    before the first key; a query whose window leaves the whole prefix behind."""
+    before the first key; a wrong result of a query whose window holds nothing of the prefix.
+    """
     make, dtype = BACKENDS[name]
     shared = 2 * 16 if plan_of in (shared_tree, shared_chain) else 0
     w = World([0, 3, 41, 36] if plan_of is prompts else [0, 150, 36, 3], heads, P, sum(heads) + P, shared // P * P)

@@ -53,7 +53,7 @@ def paged(cache: Tensor, table_W: Tensor, length: int) -> Tensor:
 
 
 def ragged(q_THD: Tensor, cu_seqlens_q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: list[int], *args: Any) -> Any:
-    """Rows one behind the other: out [T, H, D], lse [H, T]."""
+    """Rows packed one after the other: out [T, H, D], lse [H, T]."""
     assert cu_seqlens_q.dtype == table.dtype == torch.int32
     bounds, states = cu_seqlens_q.tolist(), []
     assert bounds[-1] == q_THD.shape[0] and len(bounds) == len(lens) + 1
