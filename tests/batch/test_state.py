@@ -16,7 +16,7 @@ def distinct_state() -> BatchState:
 
 
 def test_a_moved_row_is_the_row() -> None:
-    """Keeps out: a tensor that a move forgets.  A request would go on with another one's draft, and only acceptance would fall."""
+    """Keeps out: a tensor that a move forgets.  A request would use another one's draft, and only acceptance would fall."""
     before, state = distinct_state(), distinct_state()
     state.move_rows(torch.tensor([2]), torch.tensor([0]))
     for field in fields(BatchState):

@@ -83,7 +83,7 @@ def test_what_auto_means_for_a_tree() -> None:
 
 
 def test_a_pause_longer_than_a_text_leaves_no_hole(zoo: Zoo) -> None:
-    """Keeps out: a short text that began and ended in a pause, and whose pages are kept as if the drafter had seen all of it."""
+    """Keeps out: a short text within a pause, whose pages are kept as if the drafter had seen all of it."""
     decoder = zoo.decoder("llama", "eagle3", SpecConfig("auto", 3, 12), page_size=4, max_batch_size=2, prefix_caching=True)
     driver = Driver(decoder)
     driver.poison_free_slots(1e4, "draft")

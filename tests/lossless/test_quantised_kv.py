@@ -63,7 +63,7 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
 def test_generate_equals_the_oracle(
     zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int, kind: str
 ) -> None:
-    """Keeps out: scales that a commit forgot to move, or that came with another request's page; a draft that changes the text."""
+    """Keeps out: scales that a commit does not move, or of another request's page; a draft that changes the text."""
     decoder = zoo.decoder(target, head, SpecConfig(*shape), page_size=page_size, max_batch_size=batch, kv_cache_dtype=kind)
     prompts = ragged_prompts(COMMON["vocab_size"], 7)[::-1]
     sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 2, 18)]

@@ -211,7 +211,7 @@ def overwrite_kernel(
     out, qkv, kv, own_slots, prefix_slots, base,
     H: tl.constexpr, X: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stands for the kernels after attention, and overwrites more than they: queries, new keys, stored keys, some of the prefix."""
+    """Stands for the kernels after attention; overwrites queries, new keys, stored keys and some of the prefix."""
     token, x, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
     if PDL:
         tl.extra.cuda.gdc_wait()
