@@ -15,7 +15,7 @@ MAX = 7
 def run(
     chooser: StepChooser, rows: int, rounds: int, acceptance: float, plain: float, step: float, seed: int = 0
 ) -> tuple[list[int], float, float]:
-    """(levels chosen, tokens, seconds) of simulated rounds: plain seconds, and `step` more for each level."""
+    """(levels chosen, tokens, seconds) of simulated rounds, which cost `plain` seconds and `step` more for each level."""
     rng = random.Random(seed)
     chosen, tokens, seconds = [], 0, 0.0
     for _ in range(rounds):
@@ -56,7 +56,7 @@ def test_without_hope_it_costs_two_percent_at_most() -> None:
 
 
 def test_it_sees_a_change_of_text() -> None:
-    """Keeps out: a pause that never ends.  What can't be drafted is followed by what can."""
+    """Keeps out: a pause that never ends.  A text that can't be drafted is followed by one that can."""
     chooser = StepChooser(MAX)
     chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
     assert chosen[-1] == 0
@@ -91,7 +91,7 @@ def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
     for _ in range(8):
         steps = chooser.choose(1)
         chooser.observe_acceptance(steps, [min(steps, 1)])
-        chooser.observe_cost(1, steps, 7.0 + steps if steps else 20.0)  # four times what it takes
+        chooser.observe_cost(1, steps, 7.0 + steps if steps else 20.0)  # four times what a plain step takes
     run(chooser, 1, 2500, 0.3, 5.0, 1.4)
     chosen, tokens, seconds = run(chooser, 1, 2000, 0.3, 5.0, 1.4)
     assert tokens / seconds > 0.96 * best_rate(1, 0.3, 5.0, 1.4)
