@@ -111,7 +111,7 @@ class SpecDecoder:
         return self._chunks(request, speculate)
 
     def _chunks(self, request: Request, speculate: bool) -> Generator[Chunk, None, Generation]:
-        """The chunks of one request.  It is submitted with the first `next`, so an iterator that never starts frees nothing."""
+        """The chunks of one request.  It is submitted with the first `next`, so an unused iterator has nothing to free."""
         self._submit([request], speculate)
         try:
             while True:

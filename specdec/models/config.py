@@ -1,6 +1,6 @@
 """A Hugging Face config.json of the Llama family, read strictly into what our modules need.
 
-A key that would change the computation and that we don't compute is an error, never a warning.  Knows no weights.
+A key that would change the computation and that we don't compute is an error, never a warning.  This module knows no weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefix caching: what is found equals what would have been computed, in the target and in the draft; no page is lost.
+"""Prefix caching: keys and values that are found equal those that would be computed, in both models; no page is lost.
 
 Keeps out: a page whose draft row was made for another next token, pages without draft rows under a draft, a cached page that
 is written to or evicted while somebody reads it, garbage of a failed prefill that others find.
@@ -27,7 +27,7 @@ TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
-    """Random requests over few texts in a small pool: what is found is what was written, and nothing is lost."""
+    """Random requests with few texts in a small pool: each page that is found holds the right text, and no page is lost."""
     rng = random.Random(page_size)
     admission = Admission(PagePool(40, page_size), lookahead=5, prefix_caching=True)
     assert admission.cache is not None
@@ -52,7 +52,7 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             running.append(request)
             others = {page for other in running[:-1] for page in admission.places[other].table}
             assert not others & set(table[start:]), "two requests write to one page"
-            for i, page in enumerate(table[start:], start):  # what its prefill writes
+            for i, page in enumerate(table[start:], start):  # the prefill writes these
                 content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, prompt, drafted)
             found_tokens += found.tokens
