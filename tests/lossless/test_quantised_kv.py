@@ -173,7 +173,7 @@ K_SCALE, V_SCALE = "model.layers.1.self_attn.k_scale", "model.layers.1.self_attn
     ],
 )
 def test_scales_that_can_not_be_meant_are_refused(tmp_path: Path, tensors: dict[str, Any], match: str) -> None:
-    """Keeps out: half a pair, another model's heads, 0 and NaN, two answers to one question."""
+    """Keeps out: one scale of a pair, scales for another number of heads, 0 and NaN, two different scales for one layer."""
     target = add(save_target(tmp_path, "llama"), tensors)
     with pytest.raises(ValueError, match=match):
         SpecDecoder.from_pretrained(target, device="cpu", dtype="float32", max_seq_len=64)
@@ -209,7 +209,7 @@ def test_a_scheme_of_keys_and_values_alone_loads(tmp_path: Path, scheme: dict[st
 
 
 def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> None:
-    """Keeps out: texts over 8-bit KV judged by logits over the values as they were, which are others."""
+    """Keeps out: texts over 8-bit KV judged by logits over the exact values, which differ."""
     decoder = zoo.decoder("llama", kv_cache_dtype="int8")
     ids = ragged_prompts(40, 5)[4]
     got_V = near_tie._last_logits(Session(decoder), ids)

@@ -72,7 +72,7 @@ def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None
     table, lens, view = world(page_size, LENS, head_dim)
     segment, count = segments(table, lens, page_size)[shape]
     q_THD = queries(count, head_dim)
-    if REAL_FA4:  # what it finds in shared memory, where a tile is not full
+    if REAL_FA4:  # stale shared memory where a tile is not full
         ADAPTERS[name](q_THD, MHAView(torch.full_like(view.kv, torch.nan)), segment, SCORINGS[scoring])
     got = ADAPTERS[name](q_THD, view, segment, SCORINGS[scoring])
     want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment, SCORINGS[scoring])
@@ -139,7 +139,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
     ],
 )
 def test_auto_takes_what_measured_faster(asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: seconds of compiling for calls that ours answers sooner, and a choice without a reason."""
+    """Keeps out: seconds of compiling for calls that our own kernel answers sooner, and a choice without a reason."""
     fake_flash.install(monkeypatch)
     needs = AttentionNeeds(
         torch.device("cuda"), torch.bfloat16, (9, 0), head_dims=(128,), rows=8, tokens=8192, kv_heads=8, packed=256
@@ -149,7 +149,7 @@ def test_auto_takes_what_measured_faster(asked: str, change: dict[str, Any], mon
 
 
 class Asked(Exception):
-    """A door was opened."""
+    """Raised by a stand-in library when it is called."""
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatc
         without = capture()
     for replay in range(12):
         fresh = [torch.randn_like(x) for x in (base, qkv, kv)]
-        if kind == "tree":  # a chain reads its own tokens, which stand where they stand
+        if kind == "tree":  # a chain reads its own tokens, so these slots are fixed
             w.lens_B.fill_(L - 31 * replay)
         results = []
         for graph in (with_pdl, without):

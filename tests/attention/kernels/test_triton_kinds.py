@@ -74,12 +74,12 @@ def decode(w: World) -> AttentionPlan:
 
 
 def chain(w: World) -> AttentionPlan:
-    """Also of sequences of fewer tokens than queries, whose first queries stand nowhere."""
+    """Includes sequences with fewer tokens than queries, whose first queries have no position."""
     return AttentionPlan((causal_segment(w.table, w.lens, N, w.P),))
 
 
 def prompts(w: World) -> AttentionPlan:
-    """The last two thirds of each sequence, packed; what is before is cached."""
+    """The last two thirds of each sequence, packed; the tokens before them are in the cache."""
     counts = [n - n // 3 for n in w.lens_list]
     positions_T = torch.cat([torch.arange(n - count, n) for n, count in zip(w.lens_list, counts, strict=True)])
     return AttentionPlan((ragged_causal_segment(w.table, counts, w.lens_list, w.P),), positions_T)
@@ -102,7 +102,7 @@ def split(w: World, own: Segment) -> tuple[Segment, Segment]:
     """The shared pages as one row that holds all queries, and each row's remaining pages."""
     shared = w.shared_B.max()
     members_T = w.shared_B.repeat_interleave(N)
-    starts_T = torch.where(members_T > 0, 0, shared).int()  # the others begin where its keys end
+    starts_T = torch.where(members_T > 0, 0, shared).int()  # rows that share nothing begin after the shared keys
     cu_seqlens_q = uniform_cu_seqlens(1, w.B * N, "cpu")
     once = Segment(w.table[-1:], shared[None], cu_seqlens_q, w.B * N, page_size=w.P, starts_T=starts_T)
     return once, replace(own, starts_T=members_T)
@@ -262,7 +262,7 @@ class Library(TritonBackend):
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("plan_of", [decode, chain, tree, shared_tree, "two"])
 def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan] | str, scored: bool) -> None:
-    """Keeps out: its states lost or merged twice, sinks forgotten or passed on, its layout taken for ours, its junk read."""
+    """Keeps out: states lost or merged twice, sinks forgotten or passed on, the library's layout ignored, its junk read."""
     w = World([0, 150, 36, 3], (4, 2, 8), 4, 9, 32)
     plan = replace(tree(w), segments=tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
