@@ -69,19 +69,6 @@ def causal_segment(page_table_BW: Tensor, lens_B: Tensor, queries_per_row: int, 
     return Segment(page_table_BW, lens_B, cu_seqlens_q, queries_per_row, queries_per_row > 1, page_size)
 
 
-def ragged_causal_segment(page_table_BW: Tensor, query_lens: list[int], lens: list[int], page_size: int) -> Segment:
-    """Prompts of different lengths, packed one after the other (prefill).
-
-    Prompt b's queries are the last query_lens[b] of its first lens[b] tokens; each reads everything up to itself.
-    """
-    cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
-    lens_B = torch.tensor(lens, dtype=torch.int32)
-    device, ragged = page_table_BW.device, min(query_lens) < max(query_lens)
-    cached = max(length - count for length, count in zip(lens, query_lens, strict=True))
-    row = (page_table_BW, lens_B.to(device), cu_seqlens_q.to(device), max(query_lens))
-    return Segment(*row, True, page_size, ragged, max_cached=cached)
-
-
 def fill_draft_suffix(out: Segment, ancestor_slots_BKS: Tensor, step: int) -> None:
     """Topk-expanded draft suffix: the branch in row b * K + k reads the step + 1 slots of its own path, its own slot last."""
     out.page_table.copy_(ancestor_slots_BKS[..., : step + 1].flatten(0, 1))

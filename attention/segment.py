@@ -78,14 +78,6 @@ class Segment:
         """One query a row, which reads the first lens_R[r] slots of row r.  All tensors are int32."""
         return cls(slots_RW, lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1, base_B=base_B)
 
-    def narrow(self, rows: int, width: int | None = None) -> Segment:
-        """A view of the first `rows` rows (and `width` columns): a static buffer cut down to the running batch."""
-        table = self.page_table[:rows] if width is None else self.page_table[:rows, :width]
-        assert self.starts_T is None and self.base_B is None, "first keys and base positions can't be narrowed"
-        return replace(
-            self, page_table=table, cache_seqlens=self.cache_seqlens[:rows], cu_seqlens_q=self.cu_seqlens_q[: rows + 1]
-        )
-
     def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:
         """The part of this segment that a windowed or chunked layer reads.  positions_T: int64, each query's position."""
         if kind.span is None:
@@ -135,8 +127,8 @@ def last_positions(segment: Segment) -> Tensor:
         from specdec.attention.kernels.tables_triton import launch_last_positions
 
         return launch_last_positions(segment.cache_seqlens, n)
-    behind_n = torch.arange(-n, 0, device=segment.cache_seqlens.device)
-    return (segment.cache_seqlens.long()[:, None] + behind_n).flatten()
+    offsets_n = torch.arange(-n, 0, device=segment.cache_seqlens.device)
+    return (segment.cache_seqlens.long()[:, None] + offsets_n).flatten()
 
 
 def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:

@@ -24,6 +24,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from specdec.attention.latent import mla, mla_launch
 from specdec.attention.latent.latent import LatentPrep
 from specdec.attention.latent.mla import absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.mla_launch import LatentTiles
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment, slots_at
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import Rotation, rotary_table
 
@@ -140,7 +141,9 @@ class Prompt:
         self.positions_T = cached + torch.arange(T, device=DEVICE)
         self.cache = MLACache(1, pages * 64, C, R, dtype=torch.bfloat16, device=DEVICE)
         self.cache.latent.normal_()
-        self.plan = AttentionPlan((ragged_causal_segment(self.table, [T], [T + cached], 64),))
+        length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
+        segment = replace(causal_segment(self.table, length_1, T, 64), max_cached=cached)
+        self.plan = AttentionPlan((segment,))
         self.around = Around(T)
 
     def __call__(self, _: object) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""EAGLE draft heads, EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), behind one interface.
+"""EAGLE draft heads, EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), with one interface.
 
 A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, stands at rotary position i,
 and predicts token i + 2.  Its hidden output takes the place of the next pair's feature.  This module knows no tree, cache or

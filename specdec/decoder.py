@@ -1,4 +1,4 @@
-"""The door: SpecDecoder loads a pair and generates.  Checks what users hand in; everything else is the engine's."""
+"""SpecDecoder, the way in for users: it loads a pair, checks what users hand in, and generates.  The engine does the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from specdec.startup import STARTUP
 
 
 class SpecDecoder:
-    """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own."""
+    """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own.
+
+    model, head, settings: both models on their device, and what the options were resolved to.  tokenizer: the target's.
+    """
 
     def __init__(self, model: Target, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer) -> None:
         self.model, self.head, self.settings, self.tokenizer = model, head, settings, tokenizer
@@ -43,10 +46,12 @@ class SpecDecoder:
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
 
-        target, draft: folders or hub ids.  draft None: plain autoregressive decoding.  spec: the draft tree's shape,
-        SpecConfig() if None.  Engine settings are given one by one, by name, or together as `options`.
+        target, draft: folders or hub ids; draft None: plain autoregressive decoding.
+        spec: the draft tree's shape; None: SpecConfig().
+        options: all engine settings together.
+        settings: engine settings by name, if there are no options.
 
-        ValueError and TypeError name what is wrong, what was expected, and the nearest setting that works.
+        ValueError and TypeError say what is wrong, what was expected, and the nearest setting that works.
         """
         chosen = EngineOptions.of(options, settings)
         if spec is not None and draft is None:
@@ -65,9 +70,12 @@ class SpecDecoder:
     ) -> list[Generation]:
         """Generates for one prompt or many; results are in the order of the prompts.
 
-        prompts: a string, a list of token ids, chat messages, or a list of such.  sampling: one for all or one per prompt.
-        speculate=False runs the same engine without the draft.  If a request fails while it runs, the others finish; then
-        RuntimeError is raised from its error.
+        prompts: a string, a list of token ids, chat messages, or a list of such prompts.
+        sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
+        speculate: False runs the same engine without the drafter.
+
+        ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
+        it runs, the other requests finish, and then RuntimeError is raised from its error.
         """
         listed = as_prompt_list(prompts)
         requests = [
@@ -86,9 +94,14 @@ class SpecDecoder:
     def stream(
         self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True
     ) -> Generator[Chunk, None, Generation]:
-        """Generates for one prompt, a chunk a round.  All chunks' texts joined are the final text; ids likewise.
+        """Generates for one prompt, and yields a chunk for each round.
 
-        The generator returns the finished Generation.  Closing it early frees the request's place.
+        prompt: a string, a list of token ids, or chat messages.  sampling, speculate: see `generate`.
+
+        The chunks' texts joined are the final text, and their token ids joined are the final ids.  The generator returns the
+        finished Generation.  Whoever closes the generator early ends the request and frees its row and pages.
+
+        ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
         if not is_one_prompt(prompt):
             raise TypeError("prompt must be one string, one list of token ids or one list of chat messages")
@@ -98,11 +111,11 @@ class SpecDecoder:
         return self._chunks(request, speculate)
 
     def _chunks(self, request: Request, speculate: bool) -> Generator[Chunk, None, Generation]:
-        """Starts with the first `next`: an iterator that is made and dropped has nothing to free."""
+        """The chunks of one request.  It is submitted with the first `next`, so an unused iterator has nothing to free."""
         self._submit([request], speculate)
         try:
             while True:
-                with self.engine.lock:  # other callers' steps serve this request too
+                with self.engine.lock:  # the steps of other callers run this request too
                     chunk, is_done = request.next_chunk(), request.is_done
                 if chunk.token_ids or chunk.text:
                     yield chunk
@@ -119,9 +132,11 @@ class SpecDecoder:
         self.engine.submit(requests, speculate)
 
     def new_request(self, prompt: Any, sampling: SamplingParams, name: str = "prompt", *, streaming: bool = False) -> Request:
-        """A checked request, for callers that drive `engine` themselves, as the benchmark does.
+        """A checked request, for callers that run `engine` themselves, as the benchmark does.
 
         name: what errors call the prompt.  streaming: make the text token by token.
+
+        ValueError and TypeError say what is wrong with the prompt or its sampling.
         """
         self.engine.check_process()
         vocab_size = self.model.config.vocab_size
@@ -137,7 +152,7 @@ class SpecDecoder:
 
 
 def _per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts."""
+    """One SamplingParams for each of `count` prompts.  TypeError and ValueError if `sampling` can't be read so."""
     if sampling is None:
         sampling = SamplingParams()
     if isinstance(sampling, SamplingParams):

@@ -1,6 +1,6 @@
-"""Numbers that several rooms must agree on.  Knows nothing else."""
+"""Numbers that several parts of specdec must agree on."""
 
-MAX_STEPS = 64  # levels of a draft tree
-MAX_AUTO_STEPS = 7  # levels that num_steps="auto" goes up to
-MAX_PAUSE = 32  # tokens that a drafter may fall behind while "auto" does not speculate
+MAX_STEPS = 64  # the most levels of a draft tree
+MAX_AUTO_STEPS = 7  # the most levels that num_steps="auto" chooses
+MAX_PAUSE = 32  # the most tokens of a row that a drafter has not seen, while num_steps="auto" does not speculate
 DUMMY_PAGE = 0  # the page that padded rows of a batch read and write; no request ever owns it

@@ -1,4 +1,4 @@
-"""What users may hand in as a prompt, and the token ids it becomes.  Knows a tokenizer, no model."""
+"""Turns what users may hand in as a prompt into token ids.  This module knows a tokenizer and no model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens
 
 
 class Tokenizer:
-    """What a target needs of its Hugging Face tokenizer.  A folder without one takes token ids only, and makes no text."""
+    """A target's Hugging Face tokenizer.  If its folder holds none, prompts must be token ids, and outputs have no text.
+
+    ValueError if the folder holds a tokenizer that can't be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,10 +35,14 @@ class Tokenizer:
                 raise ValueError(_broken_file(folder, error)) from error
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of a text.  ValueError without a tokenizer."""
         return list(self._need("a text prompt").encode(text))
 
     def encode_chat(self, messages: list[Any], name: str) -> list[int]:
-        """Token ids of a chat, up to where the answer begins.  ValueError says what the chat template found wrong with it."""
+        """Token ids of a chat, up to where the answer begins.  name: what errors call the chat.
+
+        ValueError without a tokenizer or a chat template, and if the template refuses the messages or fails on them.
+        """
         inner = self._need("chat messages")
         if not inner.chat_template:
             raise ValueError(f"{name} holds chat messages, but this tokenizer has no chat template; expected a string or ids")
@@ -46,13 +53,14 @@ class Tokenizer:
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
     def decode(self, token_ids: Any) -> str:
-        """Text of the ids; empty where the folder has no tokenizer."""
+        """The text of the ids, without special tokens; empty without a tokenizer."""
         if self._inner is None:
             return ""
         return self._inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @property
     def is_present(self) -> bool:
+        """Whether the target's folder holds a tokenizer."""
         return self._inner is not None
 
     def _need(self, what: str) -> Any:
@@ -61,7 +69,7 @@ class Tokenizer:
         return self._inner
 
     def _template_fault(self, name: str, error: Exception) -> str:
-        """A line about the error: the template's own complaint about the messages, or what is wrong with the template."""
+        """One line about the error: what the template says against the messages, or what is wrong with the template itself."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         template = f"the chat template of {self._folder}"
@@ -73,10 +81,10 @@ class Tokenizer:
 
 
 def _broken_file(folder: Path, error: Exception) -> str:
-    """Which file made the tokenizer unreadable, as far as that can be told, and why."""
+    """A message that says which file makes the tokenizer unreadable, as far as that can be known, and why."""
     found = [folder / name for name in (*VOCABULARY_FILES, *OTHER_FILES) if (folder / name).is_file()]
     for path in found:
-        if path.suffix == ".model":  # not a text
+        if path.suffix == ".model":  # a binary file
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -92,7 +100,7 @@ def _broken_file(folder: Path, error: Exception) -> str:
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """A string, the ids of one prompt or one chat, as opposed to a list of such."""
+    """Whether it is one prompt (a string, a list of token ids or chat messages) and not a list of prompts."""
     if is_array(prompts):
         return prompts.ndim == 1
     if isinstance(prompts, str):
@@ -101,7 +109,10 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list; TypeError for what is neither.  The rows of a two-dimensional array are prompts."""
+    """One prompt or several, as a list.  The rows of a two-dimensional array are prompts.
+
+    TypeError for anything that is neither one prompt nor a list.  ValueError for an empty list.
+    """
     if is_one_prompt(prompts):
         return [prompts]
     if is_array(prompts) and prompts.ndim == 2:
@@ -120,7 +131,12 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
 
 
 def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Token ids of one prompt, checked against the vocabulary.  `name` says which prompt an error means."""
+    """Token ids of one prompt, checked against the vocabulary.
+
+    name: what errors call the prompt.
+
+    TypeError if it is no prompt.  ValueError if it is empty, holds an id outside the vocabulary, or can't be encoded.
+    """
     if is_array(prompt) and prompt.ndim == 1:
         prompt = prompt.tolist()
     if isinstance(prompt, str):
@@ -148,7 +164,7 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
 
 
 def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_len: int) -> None:
-    """Prompt and output must fit the context together."""
+    """ValueError if the prompt and its longest output are longer than max_seq_len together.  name: what errors call it."""
     if len(ids) >= max_seq_len:
         raise ValueError(
             f"{name} has {len(ids)} tokens; expected at most max_seq_len - 1 = {max_seq_len - 1}, so that one can follow; "
@@ -162,14 +178,14 @@ def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_le
 
 
 def is_chat(value: Any) -> bool:
-    """Whether it is a list of chat messages, whatever their roles and contents are."""
+    """Whether the value is a list of mappings with a role and a content, whatever these are."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
 
 
 def chat_fault(messages: Any, name: str) -> str:
-    """What keeps the value from being a list of chat messages; empty if nothing does."""
+    """A message that says why the value is no list of chat messages; empty if it is one."""
     if not isinstance(messages, list | tuple) or not messages:
         return f"{name} must be a list of chat messages that is not empty, got {messages!r}"[:400]
     for i, message in enumerate(messages):
@@ -192,7 +208,10 @@ def _expected(name: str, prompt: Any) -> str:
 
 
 def _fault(value: Any, name: str) -> str:
-    """The first element that keeps a list, by its beginning token ids or chat messages, from being that; empty if none."""
+    """A message about the first element that does not fit the list's first one, which is a token id or a chat message.
+
+    Empty if all elements fit, or if the first is neither.
+    """
     if not isinstance(value, list | tuple) or not value:
         return ""
     if isinstance(value[0], Mapping):
@@ -205,11 +224,13 @@ def _fault(value: Any, name: str) -> str:
 
 
 def _is_ids(value: list[Any] | tuple[Any, ...]) -> bool:
-    return all(is_number(kind, Integral) for kind in set(map(type, value)))  # asked once a type: prompts can be long
+    return all(
+        is_number(kind, Integral) for kind in set(map(type, value))
+    )  # each type is asked about once, because prompts can be long
 
 
 def _check_unicode(text: str, name: str) -> None:
-    """ValueError for half of a surrogate pair, of which tokenizers complain without a word about the text."""
+    """ValueError if the text holds half of a surrogate pair, about which tokenizers raise errors that don't name the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
 """The contract between the scheduler and a runner: plain steps one way, emitted tokens the other.
 
 The scheduler turns requests into steps, and a runner executes the steps in order on one rank's device.  Steps hold numbers
-only, so that several ranks can be given the same ones.  Knows no request, no tensor and no device.
+only, so that several ranks can be given the same ones.  This module knows no request, no tensor and no device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RoundKind = Literal["plain", "paused", "speculative"]
 class Entry:
     """A request that takes a row of the batch.
 
-    pages: of the KV pool, by position.  temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
+    pages: numbers of pages in the KV pool, by position.  Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
     """
 
     row: int
@@ -54,11 +54,12 @@ class PromptPart:
 
     @property
     def is_last(self) -> bool:
+        """Whether the prompt ends with this part."""
         return self.follower < 0
 
     @property
     def end(self) -> int:
-        """Tokens of the prompt up to and with this part."""
+        """The number of the prompt's tokens up to the end of this part."""
         return self.start + len(self.token_ids)
 
 
@@ -66,9 +67,10 @@ class PromptPart:
 class RunChunk:
     """One pass over parts of prompts.  A row whose prompt ends in it gets its first token, and runs from now on.
 
-    drafted: whether the drafter reads the prompts too.  mode: of the rows whose prompts end here.  cost: of the pass, in
-    tokens of an empty context: a token that reads many others costs more.  may_capture: whether there is time to capture a
-    CUDA graph for the pass; a graph that exists is replayed anyway.
+    mode: how the rows whose prompts end here choose their first token.
+    drafted: whether the drafter reads the prompts too.
+    cost: what the pass costs; the unit is the cost of a token at position 0, and a token that reads many others costs more.
+    may_capture: whether there is time to capture a CUDA graph for the pass; a graph that exists is replayed anyway.
     """
 
     parts: tuple[PromptPart, ...]
@@ -82,8 +84,10 @@ class RunChunk:
 class RunRound:
     """One round over the first `rows` rows.
 
-    kind: "plain" decodes one token a row; "paused" does the same and keeps what the drafter will need to catch up;
-    "speculative" drafts a tree of shape `spec`.  shared: read the pages of the last ShareRows once for all its rows.
+    kind: "plain" decodes one token for each row; "paused" does the same and keeps what the drafter will need to catch up;
+        "speculative" drafts a tree of shape `spec`.
+    mode: how the rows choose their tokens.
+    shared: read the pages of the last ShareRows once for all its rows.
     timed: measure how long the device takes.
     """
 
@@ -97,7 +101,7 @@ class RunRound:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """The drafter reads all tokens that "paused" rounds emitted, in the first `rows` rows."""
+    """The drafter reads all tokens that paused rounds have emitted in the first `rows` rows.  shared: see RunRound."""
 
     rows: int
     shared: bool = False
@@ -127,28 +131,28 @@ Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows
 
 
 class Pending(Protocol):
-    """What a chunk or a round emitted, on its way from the device.
+    """The tokens that a chunk or a round emits, while they are on their way from the device.
 
-    drafted, depths: draft tokens and levels of the tree that a round verified; 0 of a chunk.
+    drafted, depths: how many draft tokens and levels the round's tree had; 0 for a chunk.
     """
 
     drafted: int
     depths: int
 
     def read(self) -> list[list[int]]:
-        """Waits for the device; to be called once.  One list for each part of a chunk, or each row of a round.
+        """Waits for the device.  Returns one list for each part of a chunk, or for each row of a round.  To be called once.
 
-        Of a round: the accepted draft tokens, then the target's own token.  Of a chunk: the first token of a prompt that
-        ended, else nothing.  A token of -1 says that the target's logits were not finite there.
+        A round's list holds the accepted draft tokens and then the target's own token.  A chunk's list holds the first output
+        token if the prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
         """
         ...
 
     def drop(self) -> None:
-        """Gives up the result unread."""
+        """Gives the result up without reading it."""
         ...
 
     def seconds(self) -> float:
-        """Device seconds of a timed round.  Only after `read`."""
+        """Device seconds of a timed round.  To be called only after `read`."""
         ...
 
 

@@ -91,8 +91,8 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     length, queries = int(segment.cache_seqlens[row]), end - start
     one = replace(segment, page_table=segment.page_table[row : row + 1])
     keys = torch.arange(max(1, length), device=segment.page_table.device)  # an empty row's one key is masked
-    behind_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]
-    visible_QN = keys < length - (behind_Q1 if segment.causal else 0 * behind_Q1)
+    later_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]  # how many queries come after each
+    visible_QN = keys < length - (later_Q1 if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
     has_empty_rows = queries > length if segment.causal else not length

@@ -1,1 +1,1 @@
-"""The flash-attn attention backends: three libraries behind one interface."""
+"""The flash-attn attention backends: three libraries with one interface."""

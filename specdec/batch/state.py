@@ -1,13 +1,15 @@
-"""The running batch as tensors: everything a round computes from.  Knows no request.
+"""The running batch as tensors: everything that a round computes from.  This module knows no request.
 
 A row of the batch is one of three things, and `active_B` and `page_table_BW` say which:
-- running: active, with its own pages; rounds read and write it;
-- entering: its prompt is not complete; `prompt_table_BW` has its pages already, but for rounds it is padding;
-- padding: inactive, of length 0, on the dummy page.  Rounds compute padding like any row, and nobody reads the result.
+- running: the row is active and has its own pages; rounds read and write them;
+- entering: the row's prompt is not complete.  `prompt_table_BW` holds its pages already, but rounds treat it as padding;
+- padding: the row is inactive, has length 0, and its pages are the dummy page.  Rounds compute padding like any row, and nobody
+  reads the result.
 
-The last row of the runner's state is always padding: the padding of a prompt chunk is written there.
+The last row of the runner's state is always padding: the padding of a chunk of prompts is written there.
 
-Shapes: B rows, W pages per row, K topk, H draft hidden, P tokens of a pause, F features.
+Shapes: B rows, W pages per row, K topk, H hidden size of the drafter, P the most tokens of a pause, F width of a token's
+features, R some of the rows.
 """
 
 from __future__ import annotations
@@ -24,16 +26,21 @@ from specdec.limits import DUMMY_PAGE
 
 @dataclass(frozen=True)
 class BatchState:
-    """The rows of a batch; views of the first rows are states too.
+    """The rows of a batch.  Views of a batch's first rows are a BatchState too.
 
-    lens_B: int32, committed tokens (L).  bonus_B: int64, the last emitted token, whose KV is not written yet.
-    active_B: int32, 1 for a running row; lengths of inactive rows don't grow.
-    page_table_BW: int32, what rounds go by.  prompt_table_BW: int32, the row's own pages, from the moment it enters.
-    temperature_B .. seed_B: see RowSampling.
-    level1_tokens_BK (target ids), level1_logp_BK, level1_hidden_BH: the draft's first level, made by the last extend.
-    pending_B: int64, tokens that the drafter has not seen yet, because their rounds did not speculate; pending_tokens_BP and
-    pending_features_BPF hold them, each with the target's features of the token before it.
-    shared: what rows share, for rounds that make use of it; None: each row reads all of its own.
+    lens_B: int32, how many tokens are committed (L): their keys and values are final.
+    bonus_B: int64, the last emitted token, whose keys and values are not written yet.
+    active_B: int32, 1 for a running row, else 0; the lengths of inactive rows don't grow.
+    page_table_BW: int32, the pages that rounds read and write: a running row's own, else the dummy page.
+    prompt_table_BW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
+    temperature_B, top_k_B, top_p_B, seed_B: see RowSampling.
+    level1_tokens_BK: int64 ids of the target's vocabulary, the first level of the next tree, left by the last extend.
+    level1_logp_BK: float32, the log-probabilities of these tokens.
+    level1_hidden_BH: the drafter's hidden state from which they were computed.
+    pending_B: int64, how many tokens the drafter has not seen yet, because their rounds did not speculate.
+    pending_tokens_BP: int64, these tokens.
+    pending_features_BPF: for each of these tokens, the target's features of the token before it.
+    shared: the pages that rows read together; None: each row reads all its own pages.
     """
 
     lens_B: Tensor
@@ -66,9 +73,10 @@ class BatchState:
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> BatchState:
-        """So many rows of padding.
+        """A batch of `rows` rows, all of them padding.
 
-        topk and draft_hidden are 0 without a drafter, max_pause and features if it never pauses.
+        pages: W.  topk, draft_hidden: K and H; 0 without a drafter.  max_pause, features: P and F; 0 if no round is ever
+        paused.  dtype: of hidden states and features.
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -101,48 +109,58 @@ class BatchState:
 
     @property
     def sampling(self) -> RowSampling:
+        """How each row samples; the tensors are the batch's own."""
         return RowSampling(self.temperature_B, self.top_k_B, self.top_p_B, self.seed_B)
 
     @property
     def first_level(self) -> list[Tensor]:
-        """What an extend leaves for the next draft."""
+        """The tensors that an extend leaves for the next draft."""
         return [self.level1_tokens_BK, self.level1_logp_BK, self.level1_hidden_BH]
 
     @property
     def shape(self) -> tuple[int, bool]:
-        """What a graph captured over this state depends on besides its values."""
+        """What a CUDA graph captured with this state depends on, besides the values of its tensors."""
         return self.rows, self.shared is not None
 
     def tensors(self) -> list[Tensor]:
-        """Of each row's own: all but what is shared."""
+        """All tensors whose first dimension is the rows: every field but `shared`."""
         return [getattr(self, each.name) for each in fields(self) if each.name != "shared"]
 
     def narrow(self, rows: int) -> BatchState:
-        """Views of the first rows, each reading all of its own."""
+        """Views of the first `rows` rows, without `shared`: each row reads all its own pages."""
         return BatchState(*(tensor[:rows] for tensor in self.tensors()))
 
     def sharing(self, shared: SharedPrefix) -> BatchState:
-        """The same rows, with what they share."""
+        """The same rows, which read common pages together.  shared: of at least as many rows."""
         return replace(self, shared=shared.narrow(self.rows))
 
     def keep_pending(self, tokens_B: Tensor, features_BF: Tensor) -> None:
-        """Adds a round's one token and its features to what the drafter has yet to see."""
+        """Records the one token of a paused round for the drafter; only running rows count it.
+
+        tokens_B: int64.  features_BF: the target's features of the token before it.
+        """
         rows_B = torch.arange(self.rows, device=tokens_B.device)
         self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
         self.pending_features_BPF[rows_B, self.pending_B] = features_BF
         self.pending_B.add_(self.active_B)
 
     def enter_rows(self, rows_R: Tensor, pages_Rw: Tensor, sampling: RowSampling) -> None:
-        """Gives rows (int64) their first w pages, of any integer type, and their sampling, of any types."""
+        """Gives rows their pages and their sampling.
+
+        rows_R: int64.  pages_Rw: integers of any type, each row's first w pages.  sampling: tensors [R] of any types.
+        """
         self.prompt_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)  # after its pages, a row must not name an earlier request's
         self.prompt_table_BW[:, : pages_Rw.shape[1]].index_copy_(0, rows_R, pages_Rw.int())
         for tensor, values_R in zip(self.sampling, sampling, strict=True):
             tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))
 
     def start_rows(self, rows_R: Tensor, lens_R: Tensor, last_R: Tensor, bonus_R: Tensor) -> None:
-        """Prompts have run up to lens_R; where last_R is 1 they are complete, and the row runs from now on.
+        """Makes rows whose prompts are complete running rows.  Rows with the rest of a prompt to come stay padding for rounds.
 
-        rows_R: int64.  lens_R, last_R: int32.  bonus_R: int64, the first token of complete prompts.  Other rows stay padding.
+        rows_R: int64, rows of which a chunk has run a part of the prompt.
+        lens_R: int32, how many tokens of the prompt have run.
+        last_R: int32, 1 where the prompt is complete, else 0.
+        bonus_R: int64, the first output token where the prompt is complete.
         """
         self.lens_B.index_copy_(0, rows_R, lens_R * last_R)
         self.active_B.index_copy_(0, rows_R, last_R)
@@ -152,13 +170,13 @@ class BatchState:
         self.page_table_BW.index_copy_(0, rows_R, torch.where(last_R[:, None] > 0, own_RW, DUMMY_PAGE))
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
-        """Each target row becomes what its source row was before (int64; no target twice)."""
+        """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
         if sources_R.shape[0]:
             for tensor in self.tensors():
                 tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
 
     def clear_rows(self, rows_R: Tensor) -> None:
-        """Makes rows (int64) padding.  Their other values may stay: inactive rows read and write the dummy page only."""
+        """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
         for tensor in (self.active_B, self.lens_B, self.pending_B, self.temperature_B):
             tensor.index_fill_(0, rows_R, 0)
         self.page_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)

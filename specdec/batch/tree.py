@@ -1,4 +1,4 @@
-"""The draft tree and its pure relations.  Knows neither who drew it nor who will verify it.
+"""The draft tree and what follows from its parents.  This module knows neither the drafter nor the verifier.
 
 Shapes: B sequences, N nodes (the root is node 0; a parent comes before its children), S levels.
 """
@@ -15,14 +15,14 @@ from specdec.ops.index import predecessors
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The candidates of one round.
+    """The trees of one round, one for each sequence.
 
-    tokens_BN: int64 target-vocabulary ids; column 0 is the root, the last emitted token.
-    parents_BN: int64, each node's parent; the root is its own.
-    max_depth: the deepest level that can occur; host knowledge.
-    is_chain: node n's parent is n - 1 in every sequence, so position order is node order; host knowledge.
+    tokens_BN: int64 ids of the target's vocabulary; column 0 is the root, the last emitted token.
+    parents_BN: int64, each node's parent; the root is its own parent.
+    max_depth: the deepest level that can occur; known to the host.
+    is_chain: whether node n's parent is node n - 1 in every sequence, so nodes are in order of position; known to the host.
 
-    Depths and masks follow from the parents, and are computed when asked for; kernels walk the parents instead.
+    Depths and masks follow from the parents, and are computed when they are asked for.  Kernels walk the parents instead.
     """
 
     tokens_BN: Tensor
@@ -32,16 +32,17 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
+        """N, the number of nodes, root included."""
         return self.tokens_BN.shape[1]
 
     @property
     def mask_BNN(self) -> Tensor:
-        """bool, row n marks the nodes that n may see: its ancestors and itself."""
+        """[B, N, N] bool: row n marks the nodes that node n may read, which are its ancestors and itself."""
         return ancestor_mask(self.parents_BN, self.max_depth)
 
     @property
     def depths_BN(self) -> Tensor:
-        """int64, 0 for the root."""
+        """[B, N] int64: each node's level, 0 for the root."""
         return self.mask_BNN.sum(-1) - 1
 
     @classmethod
@@ -51,13 +52,16 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens_BN: Tensor) -> DraftTree:
-        """Every node has one child.  One node alone is plain decoding's tree: only the root."""
+        """A tree in which every node but the last has one child.  Plain decoding uses a chain of one node, the root."""
         B, N = tokens_BN.shape
         return cls(tokens_BN, predecessors(N, tokens_BN.device).expand(B, N), N - 1, is_chain=True)
 
 
 def ancestor_mask(parents_BN: Tensor, max_depth: int) -> Tensor:
-    """[B, N, N] bool: row n marks n and its ancestors.  Walks max_depth times from every node to its parent at once."""
+    """[B, N, N] bool: row n marks node n and its ancestors.
+
+    parents_BN: int64.  max_depth: no node is deeper, so the function steps max_depth times from all nodes to their parents.
+    """
     B, N = parents_BN.shape
     nodes_N = torch.arange(N, device=parents_BN.device)
     mask_BNN = (nodes_N == nodes_N[:, None]).expand(B, N, N)

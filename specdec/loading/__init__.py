@@ -1,1 +1,1 @@
-"""From names and options to a ready engine: resolves settings, loads both models, builds what runs them."""
+"""Makes a ready engine from names and options: resolves the settings, loads both models, and builds what runs them."""

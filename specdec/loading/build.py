@@ -1,6 +1,6 @@
-"""From loaded models and resolved settings to a ready engine: sizes the KV pool, makes caches and workers, sets budgets.
+"""Builds an engine from loaded models and resolved settings: sizes the KV pool, makes caches and workers, sets budgets.
 
-The numbers that depend on the device stand here, so that neither the scheduler nor the runner has to know which one it is.
+The numbers that depend on the kind of device are here, so that neither the scheduler nor the runner has to know the device.
 """
 
 from __future__ import annotations
@@ -34,32 +34,36 @@ from specdec.runner.workers import Drafter, Workers
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
 
-POOL_SHARE = 0.85  # of the GPU memory that is free after the weights: the rest is for activations and graphs
-HOST_POOL_SHARE = 0.4  # of the host's memory: weights and everything else live there too
-# With prefix caching: the most tokens that are kept (page lists stay quick, slots far below 2**31), and on a CPU the most
-# batches of longest sequences, whose memory is only taken as it fills.
+POOL_SHARE = 0.85  # share of the GPU memory that is free after the weights; the rest is for activations and graphs
+HOST_POOL_SHARE = 0.4  # share of the host's memory, where weights and everything else must fit too
+# Limits of a pool with prefix caching.  KEPT_TOKENS bounds its tokens, so that lists of pages stay quick and slot numbers stay
+# far below 2**31.  HOST_KEPT_BATCHES bounds it on a CPU, in full batches of longest sequences; the operating system provides
+# that memory only as it is written.
 KEPT_TOKENS, HOST_KEPT_BATCHES = 2**24, 16
-DEPTH = {"cuda": 1, "cpu": 0}  # launches that are unread while the next one is made; a CPU has nobody to run ahead of
-CAPTURE_SECONDS = 0.2  # of a round's graph, its warm-up included, on a slow host
-# Rows read together what they share from this many keys on that a round need not read again, (rows - 1) * tokens: reading
-# together costs a launch or two more a layer.  Measured: benchmarks/README.md, shared prefixes.  On a CPU nothing is gained:
-# there one dense product over all rows' keys answers all of them.
+DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead
+CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow host, warm-up included
+# A threshold for the keys that a round need not read again if rows read common pages together, (rows - 1) * tokens.  Below it
+# rows read alone, because reading together costs one or two more launches in each layer.  Measured: benchmarks/README.md,
+# shared prefixes.  On a CPU reading together gains nothing, because one dense product over all rows' keys serves all rows.
 LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
-MOST_PACKED = 64  # queries x heads of a row that read each key, beyond which reading keys less often gains nothing
-# The cost of a chunk of prompts, in tokens of an empty context (engine/chunks.py): between rounds of running rows, while no row
-# runs, and of whole prompts while no row runs.  On a CPU it bounds a chunk's mask.  Measured: benchmarks/README.md, prompts in
-# chunks.
+MOST_PACKED = 64  # a threshold for queries x heads of a row that read each key; above it reading together gains nothing
+# The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
+# benchmarks/README.md, prompts in chunks.
 CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
-# What decides whether a chunk is captured: seconds in which a slow host launches a layer, and products a second of a GPU.
+# Both decide whether a chunk is captured: the seconds that a slow host needs to launch a layer, and how many products of two
+# numbers a GPU computes in a second.
 LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
-ATTENTION_EFFICIENCY = 0.55  # of attention over long contexts against the matrix products of a layer, in operations a second
+ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
 
 
 def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine[DeviceRunner]:
-    """KV pool, caches and workers around loaded models, and a scheduler for them."""
+    """Makes the KV pool, caches, workers, runner and scheduler around loaded models.
+
+    head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
+    """
     kinds = model.config.layer_kinds + (head.config.model.layer_kinds if head else ())
     ring = ring_of((kind.span for kind in kinds), settings.lookahead, settings.options.page_size, settings.pages_per_sequence)
-    ring = None if settings.options.prefix_caching else ring  # what a ring overwrites can't be kept for others
+    ring = None if settings.options.prefix_caching else ring  # the pages of a ring are overwritten, so they can't be kept
     pool = PagePool(_pool_pages(model, head, settings, ring), settings.options.page_size, ring)
     workers = _workers(model, head, settings, pool)
     STARTUP.lap("KV pool")
@@ -110,17 +114,17 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
 
 
 def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None) -> ChunkBudget:
-    """config: the target's.  most: the most tokens of one prompt in one chunk."""
+    """What a chunk of prompts may cost.  config: the target's.  most: the most tokens of one prompt in one chunk."""
     asked = settings.options.prefill_chunk
     costs = CHUNK_COST[settings.device.type] if asked == "auto" else (asked, asked, asked)
     return ChunkBudget(*costs, doubling_context(config), most)
 
 
 def doubling_context(config: ModelConfig) -> float:
-    """The context at which attention doubles a token's cost: where its operations equal those of the products.
+    """The context length at which attention doubles a token's cost, because it then takes as long as the matrix products.
 
-    A token's products take two operations for each weight that it meets; attention takes four for each key, head and dimension,
-    in layers that read all keys.  Layers with a window cost the same at every position.
+    A token's matrix products take two operations for each weight.  Attention takes four operations for each key, head and
+    dimension in layers that read all keys.  Layers with a window cost the same at every position, so they don't count.
     """
     H, heads_D = config.hidden_size, config.num_heads * config.head_dim
     kv_D = config.num_kv_heads * config.head_dim
@@ -130,15 +134,15 @@ def doubling_context(config: ModelConfig) -> float:
 
 
 def most_captured_cost(model: Target, head: DraftHead | None) -> int:
-    """Cost of a chunk up to which a GPU computes for a shorter time than a slow host launches: those chunks are captured.
+    """The largest cost of a chunk that is captured: up to it, a GPU computes the chunk faster than a slow host launches it.
 
-    A layer's launches take the same time whatever its width, and its kernels the longer the more weights it has.
+    The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with its weights.
     """
     layers = model.config.num_layers + (head.config.model.num_layers if head else 0)
     weights = sum(p.numel() for p in {*model.parameters(), *(head.parameters() if head else ())} if p.dim() > 1)
     most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, CHUNK_COST["cuda"][2])
-    # A longer chunk of a model that keeps latents runs other kernels, depending on how much of the prompt is in the cache.
+    # Longer chunks of a model that keeps latents run different kernels, depending on how much of the prompt is in the cache.
     return min(most, EXPAND_ABOVE) if keeps_latents(model.config) else most
 
 
@@ -146,16 +150,16 @@ def most_captured_cost(model: Target, head: DraftHead | None) -> int:
 
 
 def kv_bytes_per_page(model: Target, head: DraftHead | None, settings: EngineSettings) -> int:
-    """Bytes of one page of KV over both models."""
+    """The bytes of one page: keys and values of both models."""
     configs, options = [model.config] + ([head.config.model] if head else []), settings.options
     return options.page_size * sum(kv_token_bytes(config, options.kv_cache_dtype, settings.dtype) for config in configs)
 
 
 def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings, ring: int | None) -> int:
-    """Pages for a full batch of longest sequences, or what memory holds; requests then wait for pages.
+    """The number of pages for a full batch of longest sequences, or as many as the memory holds; then requests wait for pages.
 
-    With prefix caching more, where memory holds them, so that pages outlive their requests: on a GPU up to KEPT_TOKENS, on a
-    CPU up to HOST_KEPT_BATCHES such batches too.
+    With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
+    KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.  ValueError if the memory holds no page.
     """
     wanted = settings.options.max_batch_size * (ring or settings.pages_per_sequence) + 1
     if settings.options.prefix_caching:
@@ -169,14 +173,14 @@ def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings,
 
 
 def _pool_bytes(device: torch.device) -> float:
-    """Memory that KV may take: a share of what the GPU has free, or of all the host has."""
+    """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps of an engine that is gone counts as taken
+        torch.cuda.empty_cache()  # memory that torch keeps of an engine that is gone would count as taken
         return torch.cuda.mem_get_info(device)[0] * POOL_SHARE
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE
 
 
 def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: EngineSettings) -> KVCache:
-    """config: the model's."""
+    """The KV cache of one of both models.  config: that model's."""
     slots = pool.num_pages * settings.options.page_size
     return make_cache(model, config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)

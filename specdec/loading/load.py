@@ -1,7 +1,7 @@
-"""From folders and options to both models on their device.
+"""Loads both models from their folders onto their device.
 
-What the options mean on this machine and for these models is decided in resolve.py, before the weights are read; an engine is
-made of the models in build.py.
+Before the weights are read, resolve.py decides what the options mean on this machine and for these models.  Afterwards build.py
+makes an engine of the models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from specdec.threads import allowed_threads, threads_for, use_threads
 def load_pair(
     target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions
 ) -> tuple[Target, DraftHead | None, EngineSettings, Path]:
-    """Both models on their device, the settings they run with, and the target's folder (for its tokenizer)."""
+    """Both models on their device, the settings that they run with, and the target's folder (for its tokenizer).
+
+    target, draft: folders or hub ids; draft None: no head is loaded, and spec is not used.
+
+    TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
+    """
     if not isinstance(spec, SpecConfig):
         raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
     STARTUP.lap("imports")

@@ -1,6 +1,6 @@
-"""What engine options mean on this machine and for these models: every "auto" becomes a device, a dtype, a backend.
+"""Resolves engine options for this machine and these models: every "auto" becomes a device, a dtype, a backend.
 
-Everything that can be wrong with a combination of options is said here, before the weights are read.  Loads nothing.
+Every error about a combination of options is raised here, before the weights are read.  This module loads nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from specdec.options import EngineOptions
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How an engine runs: the options as they were given, and what was resolved of them.
+    """How an engine runs: the options as they were given, and the settings that they were resolved to.
 
-    spec: the shape of the draft tree; None without a draft.  max_seq_len: prompt and output of one request together, in
-    tokens.  attention_backend: which one reads the cache, and why.  cuda_graphs: False without a GPU.  target_backend: who
-    computes the target, "native" modules or "transformers"; target_backend_reason: why.
+    options: as given.
+    spec: the shape of the draft tree; None without a drafter.
+    device, dtype: where the models run, and in which type.
+    max_seq_len: the most tokens of one request, prompt and output together.
+    cuda_graphs: see EngineOptions; False without a GPU.
+    attention_backend: the name of the backend that reads the cache, and why it was chosen.
+    target_backend: "native" if specdec's own modules compute the target, or "transformers".
+    target_backend_reason: why that one was chosen.
     """
 
     options: EngineOptions
@@ -40,18 +45,20 @@ class EngineSettings:
 
     @property
     def lookahead(self) -> int:
+        """Slots after the committed tokens that rounds in flight may write."""
         return self.spec.lookahead if self.spec else 2
 
     @property
     def pages_per_sequence(self) -> int:
+        """Entries in the page table of the longest sequence, look-ahead included."""
         return -(-(self.max_seq_len + self.lookahead) // self.options.page_size)
 
     def with_options(self, **changes: Any) -> EngineSettings:
-        """The same with other options, of which nothing has to be resolved again (max_batch_size, page_size and the like)."""
+        """The same settings with other options, such as max_batch_size or page_size, that need no new resolution."""
         return replace(self, options=replace(self.options, **changes))
 
     def by_option(self) -> dict[str, Any]:
-        """Every option's name with the value that runs, as plain data; an "auto" that is left is decided elsewhere."""
+        """Each option's name and the value that is used, as plain data.  An "auto" that is still there is decided elsewhere."""
         resolved = {
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -61,7 +68,7 @@ class EngineSettings:
             "backend": self.target_backend,
         }
         given = {item.name: getattr(self.options, item.name) for item in fields(EngineOptions)}
-        if self.device.type == "cpu":  # the decoder has set them by now
+        if self.device.type == "cpu":  # the loader has set torch's threads by now
             resolved["threads"] = torch.get_num_threads()
         return given | resolved
 
@@ -73,9 +80,11 @@ def resolve_settings(
     target_backend: str = "native",
     target_backend_reason: str = "asked for by name",
 ) -> EngineSettings:
-    """The options as they run with that target.  spec: None without a draft.
+    """The settings that these options mean with that target.  spec: None without a drafter.
 
-    The attention backend is chosen for the target alone; where there is a draft head too, `choose_attention` chooses again.
+    The attention backend is chosen for the target alone.  Once a draft head is loaded, `choose_attention` must choose again.
+
+    ValueError if an option does not fit the device or the target.
     """
     device = resolve_device(options.device)
     if device.type != "cpu" and options.threads != "auto":
@@ -98,7 +107,7 @@ def resolve_settings(
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """`auto`: the GPU if there is one.  ValueError if the device asked for is not there."""
+    """The device; "auto" is the current GPU if there is one, else the CPU.  ValueError if the device is not there."""
     if str(device) == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     resolved = torch.device(device)
@@ -112,7 +121,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto`: the checkpoint's dtype on a GPU, float32 on a CPU."""
+    """The dtype; "auto" is the checkpoint's own on a GPU (bfloat16 if it names none) and float32 on a CPU."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -121,7 +130,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
 
 
 def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
-    """None: all the model was made for."""
+    """The most tokens of one request; None: as many as the model was made for.  ValueError if more are asked for."""
     limit = config.max_position
     if max_seq_len is None:
         return limit
@@ -134,12 +143,12 @@ def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
 
 
 def choose_attention(settings: EngineSettings, *configs: ModelConfig) -> BackendChoice:
-    """The attention backend for these models, target first.  ValueError if the one asked for can't do what they need."""
+    """The attention backend for these models, target first.  ValueError if the backend asked for can't do what they need."""
     return choose_backend(settings.options.attention, attention_needs(settings, *configs))
 
 
 def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> AttentionNeeds:
-    """What these models, target first, ask of attention under these settings."""
+    """What these models, target first, need of an attention backend under these settings."""
     spec, target = settings.spec, configs[0]
     return AttentionNeeds(
         settings.device,

@@ -1,6 +1,6 @@
 """A Hugging Face config.json of the Llama family, read strictly into what our modules need.
 
-A key that would change the computation and that we don't compute is an error, never a warning.  Knows no weights.
+A key that would change the computation and that we don't compute is an error, never a warning.  This module knows no weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.attention.kinds import FULL, LayerKind
+from specdec.checks import store
 from specdec.models.checkpoints.config_values import (
     MOST_LAYERS,
     MOST_POSITIONS,
@@ -72,8 +73,8 @@ class ModelConfig:
     has_experts: bool = False
 
     def __post_init__(self) -> None:
-        if set(self.layer_kinds) <= {FULL}:  # then any number of layers will do, as when a config is made from another
-            object.__setattr__(self, "layer_kinds", (FULL,) * self.num_layers)
+        if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers
+            store(self, layer_kinds=(FULL,) * self.num_layers)
         assert len(self.layer_kinds) == self.num_layers, (self.layer_kinds, self.num_layers)
 
 

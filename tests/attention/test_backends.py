@@ -1,7 +1,7 @@
-"""Every backend against the definition (reference.py, float64): one matrix of plans, heads, page sizes and lengths.
+"""Every backend against the definition (ReferenceBackend, float64): one matrix of plans, heads, page sizes and lengths.
 
 Triton runs under its interpreter where there is no GPU (float32 and float16: it computes bfloat16 products wrongly).
-Also the algebra the backends rest on: merging states, narrowing segments.
+Also the algebra the backends rest on: merging states.
 
 Shapes: B sequences, N tree nodes, K topk, S draft steps, T queries, H heads, D head dim.
 """
@@ -15,19 +15,19 @@ from typing import NamedTuple
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import narrowed, ragged_causal_segment
+from toolkit.oracles.reference import ReferenceBackend
 from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHAView
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
     fill_tree_suffix,
     prefix_segment,
-    ragged_causal_segment,
 )
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
@@ -213,7 +213,7 @@ def test_store_rotates_and_writes_its_slots_and_no_others(setup: Setup, normed: 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("setup", SETUPS)
 def test_static_buffers_equal_fresh_ones(setup: Setup) -> None:
-    """Keeps out: a reader that looks behind a row's length, or takes a buffer's size for the batch's."""
+    """Keeps out: a reader that looks past a row's length, or takes a buffer's size for the batch's."""
     big = Segment.empty(8 * 6, 9, 1, device=setup.device)
     big.page_table.fill_(1)
     big.cache_seqlens.fill_(9)
@@ -221,7 +221,7 @@ def test_static_buffers_equal_fresh_ones(setup: Setup) -> None:
         w = World(lens, 4, (2, 1, 16, 4), setup, seed=len(lens))
         plan, T = tree(w)
         prefix, fresh = plan.parts
-        static = big.narrow(fresh.rows, 4)
+        static = narrowed(big, fresh.rows, 4)
         static.page_table.copy_(fresh.page_table)
         static.cache_seqlens.copy_(fresh.cache_seqlens)
         backend, q_THD = setup.backend(), w.q(T)
@@ -276,16 +276,6 @@ def test_merge_of_base_two_lse_would_show() -> None:
     a, b = random_state(4, 3, 8, seed=7), random_state(4, 3, 8, seed=8)
     wrong = merge_states(AttentionState(a.out_THD, a.lse_TH / math.log(2)), b)
     assert (wrong.out_THD - merge_states(a, b).out_THD).abs().max() > 1e-2
-
-
-def test_narrow_is_a_view() -> None:
-    """Keeps out: a copy, into which a builder would write what a captured graph never reads."""
-    big = Segment.empty(8, 6, 1)
-    small = big.narrow(3, 4)
-    small.page_table.fill_(5)
-    small.cache_seqlens.fill_(2)
-    assert big.page_table[:3, :4].eq(5).all() and big.page_table.sum() == 60 and big.cache_seqlens.sum() == 6
-    assert small.rows == 3 and small.max_keys == 4 and small.cu_seqlens_q.tolist() == [0, 1, 2, 3]
 
 
 def test_torch_backend_keeps_foreign_nans_out() -> None:

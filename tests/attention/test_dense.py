@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.eager.dense import DenseAttention
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.kinds import FULL, LayerKind, Scoring
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan

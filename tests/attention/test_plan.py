@@ -10,20 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import narrowed, ragged_causal_segment
 from toolkit.oracles.attention import dense_attention
+from toolkit.oracles.reference import ReferenceBackend
 from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHAView
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
     fill_tree_suffix,
     prefix_segment,
-    ragged_causal_segment,
     slots_at,
 )
 from specdec.attention.segment import AttentionPlan, Segment
@@ -120,10 +120,10 @@ class TestBuilders:
             mask_BNN = random_masks(len(lens), N, seed=5)
             big.page_table.random_(0, 9)
             big.cache_seqlens.fill_(12)
-            fresh, narrowed = Segment.empty(len(lens) * N, N, 1), big.narrow(len(lens) * N, N)
+            fresh, view = Segment.empty(len(lens) * N, N, 1), narrowed(big, len(lens) * N, N)
             q_THD = w.queries(len(lens) * N, H, D)
             outs = []
-            for suffix in (fresh, narrowed):
+            for suffix in (fresh, view):
                 fill_tree_suffix(suffix, w.fresh_slots(), mask_BNN)
                 plan = AttentionPlan((prefix_segment(w.table_BW, w.lens_B, N, page_size),), suffix=suffix)
                 outs.append(backend.attend(q_THD, w.view, backend.prepare(plan)))

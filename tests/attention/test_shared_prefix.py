@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHACache
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -45,7 +45,7 @@ class World:
             self.shared.set([0, 1], self.table[0, : shared // page_size].tolist(), shared)
 
     def plans(self, n: int, tree: bool) -> tuple[AttentionPlan, AttentionPlan]:
-        """The same reads, as they were and shared: a chain's causal rows, or a prefix and one-query suffixes."""
+        """Two plans that read the same keys, one of them with a shared segment: for a chain, or for a prefix and suffixes."""
         if not tree:
             own = causal_segment(self.table, self.lens_B + n, n, self.page_size)
             positions, suffix = last_positions(own), None
@@ -61,7 +61,7 @@ class World:
         return plain, split
 
     def attend(self, backend: Backend, plan: AttentionPlan, q_THD: Tensor) -> list[Tensor]:
-        """What each layer's queries get."""
+        """The output of each layer's queries."""
         attn = PagedAttention(backend, self.cache, plan, torch.zeros(0, dtype=torch.int64))
         return [
             backend.attend(q_THD, self.cache.view(layer), attn.prepared[kind])
@@ -114,7 +114,7 @@ def test_many_queries_read_as_ever() -> None:
 
 
 def test_nothing_is_read_twice() -> None:
-    """The members' own tables may say anything where they share."""
+    """The members' own tables hold junk where the members share pages."""
     world = World(4, 16, 4, torch.float64, "cpu")
     q = torch.randn(16, 4, 16, dtype=torch.float64)
     plain, _ = world.plans(4, tree=False)

@@ -136,7 +136,7 @@ def test_a_session_times_phases(zoo: Zoo) -> None:
     assert session.num_running == 0 and all(request.is_done for request in submitted)
 
 
-def test_a_session_leaves_nothing_behind(zoo: Zoo) -> None:
+def test_a_cancelled_session_frees_its_rows_and_pages(zoo: Zoo) -> None:
     """Keeps out: a profile after which the decoder still holds rows and pages, so that the next one finds no room."""
     session = Session(zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2, max_seq_len=48))
     sampling = [SamplingParams(max_tokens=40, ignore_eos=True)] * 2

@@ -157,7 +157,7 @@ def test_phases_are_told_by_the_kernels_that_begin_them() -> None:
 
 
 def test_only_rounds_of_the_full_batch_count(zoo: Zoo) -> None:
-    """Keeps out: prefills and half-empty rounds in a median; a profile that leaves requests or timers behind."""
+    """Keeps out: prefills and half-empty rounds in a median; a profile after which requests or timers still run."""
     decoder = zoo.decoder("llama", "eagle3", SPEC, max_batch_size=2)
     sampling = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=20)]
     session = Session(decoder)

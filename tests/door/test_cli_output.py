@@ -24,7 +24,7 @@ def test_files_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     """Keeps out: minutes of measuring that end in "Is a directory" or "Permission denied"."""
     good = tmp_path / "o.json"
     check_files({"--json": str(good), "--plot": str(tmp_path / "o.png")})
-    assert not good.exists(), "a check leaves nothing behind"
+    assert not good.exists(), "a check removes the file that it made"
     for name, said in ((str(tmp_path), "it is a folder"), (str(tmp_path / "no" / "o.json"), "the folder .*no does not exist")):
         with pytest.raises(ValueError, match=f"--json .* can't be written: {said}"):
             check_files({"--json": name})

@@ -135,7 +135,7 @@ GENERATE_ERRORS: list[tuple[Callable[[SpecDecoder], Any], type[Exception], str]]
 
 @pytest.mark.parametrize(("call", "error", "match"), GENERATE_ERRORS)
 def test_generate(decoder: SpecDecoder, call: Callable[[SpecDecoder], Any], error: type[Exception], match: str) -> None:
-    """And a refused call leaves nothing behind, not even its good prompts."""
+    """A refused call raises its error, and none of its prompts is queued, not even the good ones."""
     with pytest.raises(error, match=match):
         call(decoder)
     Driver(decoder).assert_nothing_leaked()

@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 def running_decoder(
     zoo: Zoo, target: str, kind: str, spec: SpecConfig, page_size: int, batch: int
 ) -> tuple[SpecDecoder, list[Request]]:
-    """A decoder in the middle of ragged requests, some rounds in."""
+    """A decoder that has run some rounds of requests of different lengths."""
     decoder = zoo.decoder(target, kind, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
     requests = [new_request(prompt, 60) for prompt in ragged_prompts(40, batch + 2, seed=3)[2:]]
     driver = Driver(decoder)
@@ -49,7 +49,7 @@ def running_decoder(
 
 
 def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest.MonkeyPatch) -> Drawn:
-    """One draft of the running batch, watched."""
+    """Drafts once with the running batch, and records all that the draft computes."""
     grown: list[Candidates] = []
     beams, hiddens = [torch.arange(spec.topk).expand(batch, -1)], []
     head = decoder.head

@@ -84,7 +84,7 @@ def test_growth_on_real_sizes(B: int, K: int, S: int, kind: str) -> None:
 
 
 def test_a_row_of_nan_leaves_the_others_alone() -> None:
-    """Keeps out: garbage of a padded row that draws ids, parents or indices no table has."""
+    """Keeps out: ids, parents or indices outside of every table, computed from a padded row's junk."""
     B, K, V = 3, 4, 60
     candidates, beam = Candidates.empty(B, K, 2, DEVICE), to_device(level_1(B, K, 2)[1])
     beam.scores_BK[1] = torch.nan
@@ -135,7 +135,7 @@ def check_selection(B: int, K: int, S: int, N: int, coarse: bool) -> None:
     ("B", "K", "S", "N"), [(3, 4, 4, 16), (2, 4, 4, 53), (2, 4, 4, 2), (1, 10, 7, 60), (4, 8, 1, 9), (2, 2, 6, 12)]
 )
 def test_the_best_nodes_equal_the_definition(B: int, K: int, S: int, N: int, coarse: bool) -> None:
-    """Keeps out: one node too many or too few among equals, a parent left out, parents numbered as candidates."""
+    """Keeps out: one node too many or too few among equal scores, a parent left out, parents numbered as candidates."""
     check_selection(B, K, S, N, coarse)
 
 

@@ -1,4 +1,4 @@
-"""Heads load whole or not at all, and hang on their target as their config says.
+"""Heads load whole or not at all, and use their target as their config says.
 
 Keeps out: features of the wrong layers, absolute ids taken for offsets, config keys that other runtimes obey and we don't.
 """
@@ -134,7 +134,7 @@ def test_default_aux_layers(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("prefix", ["midlayer.0", "layers.0"])
 def test_other_names_of_the_layer(zoo: Zoo, tmp_path: Path, prefix: str) -> None:
-    """SpecForge and ModelOpt call the one layer otherwise."""
+    """SpecForge and ModelOpt use other names for the head's one layer."""
     plain = load(zoo, save_eagle3(tmp_path / "a", zoo.target("llama")))
 
     def rename(t: Tensors) -> None:

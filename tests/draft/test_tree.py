@@ -1,4 +1,4 @@
-"""Trees of the builder equal a brute-force EAGLE-2 that knows paths only, no indices; and hold what every reader assumes.
+"""The builder's trees equal those of a brute-force EAGLE-2 that knows only paths, and keep what every reader assumes.
 
 Keeps out: beams mixed up between branches, orphans where scores tie, an order in which a child comes before its parent.
 
@@ -46,7 +46,7 @@ SOURCES = [random_children, coarse_children, certain_children, equal_children]
 
 
 def brute_force(children: Children, root: int, k: int, steps: int, nd: int) -> list[Path]:
-    """Every node's path, root first, in order: EAGLE-2 by the words of the paper, ties to what was proposed first."""
+    """Every node's path, root first, in order: EAGLE-2 as the paper says it; of equal scores, the node proposed first wins."""
     beam: list[tuple[Path, np.float32]] = [((), np.float32(0))]
     proposed: list[tuple[Path, np.float32]] = []
     for _ in range(steps):
@@ -93,7 +93,7 @@ def sizes(k: int, steps: int) -> list[int]:
 
 
 def assert_sound(tree: DraftTree) -> None:
-    """What verify, accept and attention take for granted."""
+    """Asserts what verify, accept and attention take for granted."""
     B, N = tree.tokens_BN.shape
     assert tree.tokens_BN.dtype == tree.parents_BN.dtype == tree.depths_BN.dtype == torch.int64
     for b in range(B):
@@ -146,7 +146,7 @@ def test_rows_do_not_see_each_other() -> None:
 
 
 def test_one_branch_is_a_chain() -> None:
-    """Keeps out: a chain's short cut that means another tree than k = 1 does."""
+    """Keeps out: a special case for chains that gives another tree than the general code gives for k = 1."""
     for steps in (1, 3, 6):
         candidates = grow(random_children, [3, 9], 1, steps)
         tree = best_nodes(candidates, torch.tensor([3, 9]), steps + 1, steps)

@@ -1,6 +1,6 @@
-"""num_steps="auto": the levels chosen are those that pay, and looking for them costs little.
+"""num_steps="auto": the chooser finds the fastest number of levels, and its probes cost little.
 
-Simulates rounds of known cost and acceptance; no model.
+These tests simulate rounds of known cost and acceptance; no model runs.
 """
 
 import random
@@ -15,7 +15,7 @@ MAX = 7
 def run(
     chooser: StepChooser, rows: int, rounds: int, acceptance: float, plain: float, step: float, seed: int = 0
 ) -> tuple[list[int], float, float]:
-    """(levels chosen, tokens, seconds) of simulated rounds: plain seconds, and `step` more for each level."""
+    """(levels chosen, tokens, seconds) of simulated rounds, which cost `plain` seconds and `step` more for each level."""
     rng = random.Random(seed)
     chosen, tokens, seconds = [], 0, 0.0
     for _ in range(rounds):
@@ -56,12 +56,12 @@ def test_without_hope_it_costs_two_percent_at_most() -> None:
 
 
 def test_it_sees_a_change_of_text() -> None:
-    """Keeps out: a pause that never ends.  What can't be drafted is followed by what can."""
+    """Keeps out: a pause that never ends.  A text that can't be drafted is followed by one that can."""
     chooser = StepChooser(MAX)
     chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
     assert chosen[-1] == 0
     chosen, tokens, seconds = run(chooser, 4, 6000, 0.9, 1.0, 0.1)
-    assert sum(steps >= 4 for steps in chosen[-100:]) >= 97  # plain decoding is looked at now and then
+    assert sum(steps >= 4 for steps in chosen[-100:]) >= 97  # plain decoding is probed now and then
     chosen, _, _ = run(chooser, 4, 1500, 0.02, 1.0, 0.1)
     assert chosen[-20:].count(0) >= 18
 
@@ -86,12 +86,12 @@ def test_a_disturbed_measurement_is_outlived() -> None:
 
 
 def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
-    """Keeps out: drafting at a loss for good, because plain decoding was slow once, when it was looked at."""
+    """Keeps out: drafting at a loss for good, because plain decoding was slow once, when it was probed."""
     chooser = StepChooser(MAX)
     for _ in range(8):
         steps = chooser.choose(1)
         chooser.observe_acceptance(steps, [min(steps, 1)])
-        chooser.observe_cost(1, steps, 7.0 + steps if steps else 20.0)  # four times what it takes
+        chooser.observe_cost(1, steps, 7.0 + steps if steps else 20.0)  # four times what a plain step takes
     run(chooser, 1, 2500, 0.3, 5.0, 1.4)
     chosen, tokens, seconds = run(chooser, 1, 2000, 0.3, 5.0, 1.4)
     assert tokens / seconds > 0.96 * best_rate(1, 0.3, 5.0, 1.4)
@@ -100,6 +100,6 @@ def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
 def test_a_new_shape_must_pay_for_itself() -> None:
     """Keeps out: a short run that spends its time capturing graphs of shapes a little better than those it has."""
     few, _, _ = run(StepChooser(MAX, new_shape_seconds=200.0), 8, 300, 0.7, 1.0, 0.15)
-    assert set(few) == {0, MAX}  # the first looks' shapes
+    assert set(few) == {0, MAX}  # the shapes of the first probes
     many, tokens, seconds = run(StepChooser(MAX, new_shape_seconds=200.0), 8, 6000, 0.7, 1.0, 0.15)
     assert set(many[-100:]) - {0, MAX} and tokens / seconds > 0.93 * best_rate(8, 0.7, 1.0, 0.15)

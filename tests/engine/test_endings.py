@@ -1,7 +1,7 @@
 """EOS, stop ids, stop strings and max_tokens at every offset of an accepted run: the output ends exactly there.
 
 An oracle drafter makes every round S + 1 tokens long; then one of its tokens is declared to be the end.
-Keeps out: tokens behind an EOS inside an accepted path, counters and texts that saw them, and reasons mixed up.
+Keeps out: tokens after an EOS inside an accepted path, counters and texts that include them, and wrong finish reasons.
 """
 
 import json

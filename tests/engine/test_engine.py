@@ -1,4 +1,4 @@
-"""Requests that end, are cancelled or fail leave the others alone and the page pool as it was.
+"""Requests that end, are cancelled or fail don't change other requests, and all their pages come back.
 
 Keeps out: pages lost or freed twice, rows mixed up when one leaves, an engine that is dead after one error.
 """
@@ -17,7 +17,7 @@ SPEC = SpecConfig(3, 4, 12)
 
 
 class Boom(Exception):
-    """What tests make fail fails with this."""
+    """The error that tests raise on purpose."""
 
 
 @pytest.fixture(params=[0, 1], ids=lambda depth: f"depth{depth}")
@@ -42,7 +42,7 @@ def failing_decode(at: int) -> Callable[[Any], str]:
 
 @pytest.mark.slow
 def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder) -> None:
-    """Every request that is left alone writes what it writes alone; the pool ends as it began."""
+    """Each of the other requests writes what it writes alone, and all pages are free at the end."""
     rng = random.Random(4)
     driver = Driver(decoder)
     prompts = ragged_prompts(40, 12, seed=1)
@@ -90,7 +90,7 @@ def test_cancelling_twice_or_too_late_changes_nothing(decoder: SpecDecoder) -> N
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("phase", ["prefill", "draft prefill", "draft", "verify", "extend"])
 def test_a_phase_that_raises_leaks_nothing(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
-    """Those that ran are marked with the error; the engine works on, and what waited is served."""
+    """Requests that ran get the error; the engine goes on, and requests that waited are served."""
     driver = Driver(decoder)
     prompts = ragged_prompts(40, 6, seed=3)
     requests = [driver.add(new_request(prompt, 4 + 3 * index)) for index, prompt in enumerate(prompts)]
@@ -102,7 +102,9 @@ def test_a_phase_that_raises_leaks_nothing(zoo: Zoo, decoder: SpecDecoder, phase
             except Boom:
                 errors += 1
     failed = [request for request in requests if request.error is not None]
-    assert errors == ("prefill" not in phase) and 0 < len(failed) <= 4  # a failed prefill is its own requests' affair
+    assert (
+        errors == ("prefill" not in phase) and 0 < len(failed) <= 4
+    )  # a prefill that fails concerns only the requests in its chunk
     for request in requests:
         if request in failed:
             with pytest.raises(RuntimeError, match=phase) as info:
@@ -114,7 +116,7 @@ def test_a_phase_that_raises_leaks_nothing(zoo: Zoo, decoder: SpecDecoder, phase
 
 
 def test_a_failed_prefill_leaves_running_streams_alone(zoo: Zoo, decoder: SpecDecoder) -> None:
-    """Keeps out: one prompt too long for the memory that ends every open stream."""
+    """Keeps out: a prompt that is too long for the memory and ends every open stream."""
     stream = decoder.stream([3, 4], SamplingParams(max_tokens=12))
     ids = list(next(stream).token_ids)
     with Driver(decoder).fail_in("prefill", Boom("memory")):

@@ -1,4 +1,4 @@
-"""Logits that are no numbers: the request whose logits they are fails by name, and the others go on.
+"""Logits that are not finite: their request fails with an error that says so, and the others go on.
 
 Keeps out: a target with NaN weights that writes token 0 for ever, is "equal" to itself, and benches as a success.
 """
@@ -18,7 +18,7 @@ SAMPLED = {"temperature": 0.7, "seed": 1}
 
 
 def never_drafted(decoder: SpecDecoder, texts: list[list[int]]) -> int:
-    """A token that is neither in the texts nor in the draft's vocabulary.
+    """A token that is neither in the texts nor in the drafter's vocabulary.
 
     A token of that vocabulary may be drafted.  On the torch backend, which multiplies masked values by 0, its keys would then
     spoil the other nodes of its tree.

@@ -1,6 +1,6 @@
-"""num_steps="auto" in the engine: pauses change neither the text nor how far drafts are accepted behind them.
+"""num_steps="auto" in the engine: pauses change neither the text nor how many draft tokens are accepted after them.
 
-Keeps out: a drafter that after a pause reads keys it never wrote, which stays lossless and merely gets slower.
+Keeps out: a drafter that reads keys after a pause which it never wrote.  The text stays right, and only acceptance falls.
 """
 
 import pytest
@@ -25,8 +25,8 @@ def make(zoo: Zoo, kind: str, topk: int, depth: int = 0) -> SpecDecoder:
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 @pytest.mark.parametrize("pause", [1, MAX_PAUSE, MAX_PAUSE + 5])
-def test_acceptance_behind_a_pause_is_that_of_a_run_without_one(zoo: Zoo, kind: str, topk: int, pause: int, depth: int) -> None:
-    """Two rounds, a pause, then rounds: from there on every round accepts what it accepts behind a fresh prefill."""
+def test_acceptance_after_a_pause_is_that_of_a_run_without_one(zoo: Zoo, kind: str, topk: int, pause: int, depth: int) -> None:
+    """Two rounds, a pause, more rounds: every round after the pause accepts what it would accept after a fresh prefill."""
     decoder = make(zoo, kind, topk, depth)
     before = 2
     Driver(decoder).script_levels(*[3] * before, *[0] * pause, 3)
@@ -62,7 +62,7 @@ def test_rows_that_enter_and_leave_during_pauses(zoo: Zoo, depth: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
 def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:
-    """With the real chooser, which explores: greedy text, and no page or row left behind."""
+    """With the real chooser, which probes: the text is the greedy text, and all pages and rows are free at the end."""
     decoder = make(zoo, "eagle3", topk)
     prompts = ragged_prompts(40, 9, seed=2)
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_what_auto_means_for_a_tree() -> None:
 
 
 def test_a_pause_longer_than_a_text_leaves_no_hole(zoo: Zoo) -> None:
-    """Keeps out: a short text that came in a pause, and whose pages are kept as if the draft had seen all of it."""
+    """Keeps out: a short text within a pause, whose pages are kept as if the drafter had seen all of it."""
     decoder = zoo.decoder("llama", "eagle3", SpecConfig("auto", 3, 12), page_size=4, max_batch_size=2, prefix_caching=True)
     driver = Driver(decoder)
     driver.poison_free_slots(1e4, "draft")

@@ -15,7 +15,7 @@ LONG = [(5 * i * i + i) % 40 for i in range(71)]
 
 
 def beside_running_rows(driver: Driver, size: int, sampled: bool) -> list[Generation]:
-    """Three requests run, then a long prompt and two short ones enter, in chunks of at most that cost."""
+    """Three requests run, and then a long prompt and two short ones enter, in chunks of at most that cost."""
     driver.set_chunk(size)
     options = {"temperature": 0.8, "top_p": 0.9} if sampled else {}
     requests = []
@@ -37,7 +37,7 @@ def beside_running_rows(driver: Driver, size: int, sampled: bool) -> list[Genera
 @pytest.mark.parametrize("spec", [SpecConfig(3, 4, 12), SpecConfig(3, 1, 4), SpecConfig("auto", 4, 12)], ids=str)
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_chunks_change_nothing(zoo: Zoo, kind: str, spec: SpecConfig, settings: dict) -> None:
-    """Ids for chunks of 1, 7, 64 and all tokens; and drafts accepted as far in every round, where num_steps is fixed."""
+    """For chunks of 1, 7, 64 and all tokens the ids are equal, and so is each round's acceptance where num_steps is fixed."""
     decoder = zoo.decoder("llama", kind, spec, page_size=4, max_batch_size=4, max_seq_len=96, **settings)
     driver = Driver(decoder)
     for sampled in (False, True):

@@ -1,6 +1,6 @@
-"""The scheduler against a runner without a device: whatever comes, goes or ends, the steps are in order and complete.
+"""The scheduler with a runner that has no device: whatever requests do, the steps are in order and complete.
 
-The stand-in runner knows only what steps say, as a rank would: which row is whose, how far its prompt has run, what it owns.
+Like a rank, this runner knows only what steps say: the owner of each row, how far its prompt has run, and its pages.
 """
 
 import pickle
@@ -26,7 +26,7 @@ CHAIN = SpecConfig(3, 1, 4)
 
 
 class Emitted:
-    """What a launch gives back, when it is read."""
+    """The tokens of a launch, which may be read once."""
 
     def __init__(self, rows: list[list[int]], spec: SpecConfig | None) -> None:
         self.rows = rows
@@ -230,7 +230,7 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
 
     engine.runner.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        engine.cancel(requests[0])  # whose place the last row is to take
+        engine.cancel(requests[0])  # the last row is to take its place
     engine.runner.run = run  # type: ignore[method-assign]
     assert engine.runner.clean == set(range(4)) and not engine.runner.running
     assert all(request.is_done for request in requests)

@@ -49,10 +49,12 @@ def expected() -> list[list[int]]:
 def test_float32_ids_equal_the_cpu_s(
     spec: SpecConfig, attention: str, cuda_graphs: GraphMode, expected: list[list[int]]
 ) -> None:
-    """Keeps out: a graph that reads stale buffers, a kernel that reads beyond its row.  11 prompts on 8 places: rows leave
+    """Keeps out: a graph that reads stale buffers, a kernel that reads beyond its row.  11 prompts on 8 rows: requests leave
     and enter, so every bucket from 8 down to 1 is captured, replayed and shrunk."""
     decoder = load(spec=spec, attention=attention, cuda_graphs=cuda_graphs)
-    for _ in range(4):  # rounds are captured at once, prompts at their third use; the last run replays what others dirtied
+    for _ in range(
+        4
+    ):  # rounds are captured at once, chunks at their third use; the last run replays graphs that others have used
         assert ids(decoder.generate(prompts(11), GREEDY)) == expected
     assert ids(decoder.generate(prompts(11), GREEDY, speculate=False)) == expected
     driver = Driver(decoder)  # plain steps are phases in every mode

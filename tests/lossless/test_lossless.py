@@ -48,7 +48,7 @@ def assert_greedy(zoo: Zoo, target: str, prompts: list[list[int]], outputs: list
 def test_generate_equals_transformers(
     zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int
 ) -> None:
-    """More ragged prompts than places, each with its own length: places change hands in the middle of others' rounds."""
+    """More prompts than rows, each with its own length, so that rows change owners between other requests' rounds."""
     decoder = zoo.decoder(target, head, SpecConfig(*shape), page_size=page_size, max_batch_size=batch)
     prompts = ragged_prompts(COMMON["vocab_size"], len(MAX_TOKENS))
     sampling = [SamplingParams(max_tokens=n) for n in MAX_TOKENS]

@@ -39,7 +39,10 @@ CASES = [
 
 @torch.inference_mode()
 def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
-    """Asserts that every token is the best, or near it, behind those before; whether none other was near at any place."""
+    """Asserts that every token is the best one after the tokens before it, or near the best.
+
+    Returns whether no other token was near the best at any position.
+    """
     model, cache = decoder.model, Driver(decoder).cache("target")
     assert isinstance(cache, QuantCache)
     ids_T = torch.tensor([*out.prompt_token_ids, *out.token_ids[:-1]])
@@ -60,7 +63,7 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
 def test_generate_equals_the_oracle(
     zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int, kind: str
 ) -> None:
-    """Keeps out: scales that a commit left behind or another request's page brought, a draft that changes the text."""
+    """Keeps out: scales that a commit does not move, or of another request's page; a draft that changes the text."""
     decoder = zoo.decoder(target, head, SpecConfig(*shape), page_size=page_size, max_batch_size=batch, kv_cache_dtype=kind)
     prompts = ragged_prompts(COMMON["vocab_size"], 7)[::-1]
     sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 2, 18)]
@@ -170,7 +173,7 @@ K_SCALE, V_SCALE = "model.layers.1.self_attn.k_scale", "model.layers.1.self_attn
     ],
 )
 def test_scales_that_can_not_be_meant_are_refused(tmp_path: Path, tensors: dict[str, Any], match: str) -> None:
-    """Keeps out: half a pair, another model's heads, 0 and NaN, two answers to one question."""
+    """Keeps out: one scale of a pair, scales for another number of heads, 0 and NaN, two different scales for one layer."""
     target = add(save_target(tmp_path, "llama"), tensors)
     with pytest.raises(ValueError, match=match):
         SpecDecoder.from_pretrained(target, device="cpu", dtype="float32", max_seq_len=64)
@@ -206,7 +209,7 @@ def test_a_scheme_of_keys_and_values_alone_loads(tmp_path: Path, scheme: dict[st
 
 
 def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> None:
-    """Keeps out: texts over 8-bit KV judged by logits over the values as they were, which are others."""
+    """Keeps out: texts over 8-bit KV judged by logits over the exact values, which differ."""
     decoder = zoo.decoder("llama", kv_cache_dtype="int8")
     ids = ragged_prompts(40, 5)[4]
     got_V = near_tie._last_logits(Session(decoder), ids)

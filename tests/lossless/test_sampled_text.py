@@ -1,6 +1,6 @@
-"""Sampled text follows the target's distribution whatever drafts, and depends on nothing but the seed.
+"""Sampled text follows the target's distribution with every drafter, and depends only on the seed.
 
-Keeps out: a rule that favours or fears drafted tokens, noise used twice, top-k and top-p applied to another distribution.
+Keeps out: a rule that favours or avoids drafted tokens, noise used twice, top-k and top-p applied to another distribution.
 """
 
 import secrets
@@ -49,7 +49,7 @@ def test_tokens_follow_the_target(zoo: Zoo, drafter: str, temperature: float, to
     assert p_value(counts[0].sum(1), want[0].sum(1)) > LIMIT
     assert p_value(counts[0], want[0]) > LIMIT and p_value(counts[1], want[1]) > LIMIT
     hotter = token_distributions(zoo.hf("tiny-vocab"), PROMPT, lambda x: filtered(x, temperature * 1.3, top_k, top_p))
-    assert p_value(counts[1], hotter[1]) < LIMIT  # the test can tell
+    assert p_value(counts[1], hotter[1]) < LIMIT  # the test would notice another distribution
 
 
 @pytest.mark.slow

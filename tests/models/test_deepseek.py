@@ -109,7 +109,7 @@ def test_experts_agree() -> None:
 
 
 def test_an_expert_that_nobody_chose_is_not_heard() -> None:
-    """Keeps out: 0 times infinity, from an expert that overflows float16 for tokens that were never its own."""
+    """Keeps out: 0 times infinity, from an expert that overflows float16 for tokens that did not choose it."""
     x_TH, weights = torch.randn(6, 8).half(), torch.ones(6, 1)
     gate_up, down = torch.randn(3, 8, 8).half(), torch.randn(3, 8, 4).half()
     gate_up[2] *= 6e4
@@ -136,7 +136,7 @@ CASES = [
 def test_text_is_that_of_transformers(
     zoo: DeepseekZoo, name: str, head: str, shape: tuple[int, int, int], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chains and trees at any page size, prompts longer than a prefill pass, places that change hands."""
+    """Chains and trees at any page size, prompts longer than a chunk, rows that change owners."""
     monkeypatch.setattr(mla, "EXPAND_ABOVE", 6)
     monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
@@ -182,7 +182,7 @@ def test_shared_prefixes_are_read_as_latents(
 
 
 def test_latents_have_no_quantised_cache(zoo: DeepseekZoo) -> None:
-    """Keeps out: a setting that is looked away from."""
+    """Keeps out: a setting that is ignored."""
     with pytest.raises(ValueError, match="latent.*kv_cache_dtype='auto'"):
         zoo.decoder("v2-lite", kv_cache_dtype="int8")
 

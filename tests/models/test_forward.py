@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from toolkit.attention.segments import ragged_causal_segment
 from toolkit.models import LLAMA3_ROPE, Zoo
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.kv_cache import MHACache
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.plan import ragged_causal_segment
 from specdec.attention.segment import AttentionPlan
 from specdec.models.causal_lm import CausalLM, TargetOutput
 from specdec.models.checkpoints.loader import load_target, read_target_config

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.attention.segments import ragged_causal_segment
 from toolkit.families import COMMON, FAMILIES, Families, eager, save_family
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from specdec import SpecDecoder
 from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.kv_cache import MHACache
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.attention.plan import ragged_causal_segment
 from specdec.attention.segment import AttentionPlan
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target, TargetOutput

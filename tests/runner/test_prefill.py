@@ -8,9 +8,9 @@ import pytest
 import torch
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.reference import ReferenceBackend
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
 from specdec.runner.prompts import bucket_of
 from specdec.steps import PromptPart

@@ -83,7 +83,7 @@ class Substitute:
 
 
 class Script:
-    """A chooser of levels that plays back: levels for round 0, 1, ... and then always the last."""
+    """A chooser of levels that gives a list's levels for round 0, 1, ... and then always the last one."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = list(steps)

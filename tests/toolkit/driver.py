@@ -1,7 +1,7 @@
 """The test driver: the only place in tests/ that knows what a decoder and its engine are made of.
 
-A test says what it wants ("fail in verify", "poison the caches", "nothing leaked").  Where the engine changes how it does that,
-this file changes and the tests do not.  A `Driver` holds no state of its own, so any number of them may drive one decoder.
+A test says what it wants ("fail in verify", "poison the caches", "nothing leaked"), and the driver does it.  When the engine
+changes inside, this file changes and the tests stay.  A `Driver` holds no state, so several of them may drive one decoder.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def new_request(
     decode: Decode = lambda ids: "",
     streaming: bool = False,
 ) -> Request:
-    """A request that did not come through the decoder's door: its end tokens and its decoding are the test's.
+    """A request made without a decoder's checks, whose end tokens and decoding the test chooses.
 
-    sampling: an int stands for that many tokens, greedily.
+    sampling: an int stands for greedy sampling of at most so many tokens.
     """
     params = SamplingParams(max_tokens=sampling) if isinstance(sampling, int) else sampling
     return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming)
@@ -67,13 +67,13 @@ class Driver:
     # ---- requests ----
 
     def submit(self, prompt: Any, sampling: SamplingParams, speculate: bool = True, streaming: bool = False) -> Request:
-        """A prompt through the decoder's door, into the queue."""
+        """Checks a prompt as `SpecDecoder.generate` does, and queues its request."""
         request = self.decoder.new_request(prompt, sampling, streaming=streaming)
         self.decoder._submit([request], speculate)
         return request
 
     def add(self, request: Request, speculate: bool = True) -> Request:
-        """A request of `new_request`, into the queue."""
+        """Queues a request of `new_request`."""
         self.decoder._submit([request], speculate)
         return request
 
@@ -112,7 +112,7 @@ class Driver:
 
     @property
     def rounds_in_flight(self) -> int:
-        """Chunks and rounds that were launched and whose tokens were not read yet."""
+        """How many chunks and rounds have been launched whose tokens have not been read."""
         return len(self._engine._unread)
 
     @property
@@ -122,7 +122,7 @@ class Driver:
 
     @property
     def pause(self) -> int:
-        """The most tokens that the draft of any row has yet to see."""
+        """The number of paused rounds since the drafter last caught up."""
         return self._scheduler.speculation.pause
 
     # ---- pages ----
@@ -134,7 +134,7 @@ class Driver:
 
     @property
     def pages_total(self) -> int:
-        """Pages that requests can own at all."""
+        """Pages that requests can own altogether."""
         return self._scheduler.admission.pool.capacity
 
     @property
@@ -148,20 +148,20 @@ class Driver:
 
     @property
     def ring(self) -> int | None:
-        """Pages that a sequence goes around; None: it has a page for all its tokens."""
+        """The pages of the ring that a sequence reuses; None: a sequence has pages for all its tokens."""
         return self._scheduler.admission.pool.ring
 
     @property
     def looked_up_and_found(self) -> tuple[int, int]:
-        """Prompt tokens that were looked for in the prefix cache, and those found."""
+        """How many prompt tokens were looked up in the prefix cache, and how many of them were found."""
         return self._scheduler.admission.lookup_tokens, self._scheduler.admission.hit_tokens
 
     def kept_pages(self, tokens: list[int]) -> list[int]:
-        """The pages that the prefix cache keeps of a text, draft rows included."""
+        """The pages of a text that the prefix cache keeps with the drafter's keys and values."""
         return [node.page for node in self._scheduler.admission.cache.find(tokens, True)]
 
     def assert_books_balance(self) -> None:
-        """At any time: each page is free or has one owner; what the prefix cache keeps is counted."""
+        """Asserts what must hold at any time: each page is free or has one owner, and the prefix cache counts its users."""
         pool, admission = self._scheduler.admission.pool, self._scheduler.admission
         owned = [page for pages in pool._owned.values() for page in pages]
         assert sorted(owned + pool._free) == list(range(1, pool.num_pages))  # each page once, the dummy never
@@ -169,7 +169,7 @@ class Driver:
             check_books(admission, [seat.request for seat in self._scheduler.seats])
 
     def assert_nothing_leaked(self) -> None:
-        """With nothing to do: no request, no round in flight, every page free, every row padding."""
+        """Asserts that the engine is idle: no request, no round in flight, every page free, every row padding."""
         state = self._workers.state
         assert self.is_idle and not self.waiting and not self.running and not self.rounds_in_flight
         assert not self._scheduler.admission.places and self.pages_free == self.pages_total
@@ -178,7 +178,7 @@ class Driver:
 
     @contextmanager
     def leave_room_for(self, *tokens: int) -> Iterator[None]:
-        """Inside, pages are held back until only requests of so many tokens (prompt and output) fit beside each other."""
+        """Takes pages away inside the block, so that the rest just fits requests of so many tokens (prompt and output)."""
         pool = self._scheduler.admission.pool
         pool.admit("ballast", pool.capacity * pool.page_size - sum(n + self._scheduler.admission.lookahead for n in tokens))
         yield
@@ -200,7 +200,7 @@ class Driver:
 
     @property
     def caches(self) -> tuple[Any, ...]:
-        """The target's cache, and the draft's if there is a draft."""
+        """The target's cache, and the drafter's if there is a head."""
         return tuple(self.cache(model) for model in ("target", "draft") if model == "target" or self.decoder.head is not None)
 
     def cache(self, model: Model) -> Any:
@@ -209,13 +209,13 @@ class Driver:
         return getattr(self.drafter, "inner", self.drafter).cache
 
     def committed_kv(self, model: Model, row: int) -> Tensor:
-        """[layers, L, 2, K, D] of a row's committed tokens."""
+        """[layers, L, 2, K, D]: keys and values of a row's committed tokens."""
         table = self._workers.state.page_table_BW[row : row + 1]
         slots = slots_at(table, torch.arange(self.lens(row))[None], self.page_size)
         return self.cache(model).kv[:, slots[0]]
 
     def fresh_kv(self, model: Model, text: list[int]) -> Tensor:
-        """The same of a text that was prefilled whole, in an engine of its own."""
+        """The keys and values of a text that another engine has just prefilled in one chunk, like `committed_kv`."""
         decoder = self.decoder
         other = Driver(SpecDecoder(decoder.model, decoder.head, decoder.settings, decoder.tokenizer))
         other.add(new_request(text, 20))
@@ -224,24 +224,24 @@ class Driver:
         return other.committed_kv(model, 0)
 
     def page_kv(self, model: Model, page: int) -> Tensor:
-        """[layers, page_size, 2, K, D] of one page, as a view."""
+        """[layers, page_size, 2, K, D]: a view of one page's keys and values."""
         return self.cache(model).kv[:, page * self.page_size : (page + 1) * self.page_size]
 
     def poison_free_slots(self, value: float, *models: Model) -> None:
-        """Every slot of the caches (of all models, if none is named) holds this value.  Only while nothing runs."""
+        """Fills the caches (of all models, if none is named) with this value.  To be called only while nothing runs."""
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
             cache.kv.fill_(value)
 
     def poison_free_rows(self) -> None:
-        """Every row's bonus token and draft features are junk.  Only while nothing runs."""
+        """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""
         assert self.is_idle
         with torch.inference_mode():
             self._workers.state.bonus_B.random_(0, self.decoder.model.config.vocab_size)
             self._workers.state.level1_hidden_BH.fill_(torch.nan)
 
     def blind_tables(self, rows: int, pages: int) -> None:
-        """The page tables of the first rows say the dummy page for their first pages, and that one holds nonsense."""
+        """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
         self._workers.state.page_table_BW[:rows, :pages] = 0
         for cache in self.caches:
             cache.kv[:, : self.page_size] = 1e4
@@ -249,7 +249,7 @@ class Driver:
     # ---- settings that only tests change ----
 
     def set_depth(self, rounds: int) -> None:
-        """Rounds that are launched before the oldest is read."""
+        """Sets how many launches may be unread."""
         self._engine.depth = rounds
 
     @property
@@ -257,28 +257,28 @@ class Driver:
         return self._engine.depth
 
     def set_chunk(self, tokens: int) -> int:
-        """Prompt tokens that one pass takes at most.  Returns what it was."""
+        """Sets the most prompt tokens of one chunk.  Returns the old limit for whole prompts."""
         before = self._scheduler.budget
         self._scheduler.budget = replace(before, beside_rounds=tokens, alone=tokens, whole_prompts=tokens)
         return before.whole_prompts
 
     def set_least_shared(self, tokens: int) -> None:
-        """(rows - 1) * tokens from which rows read together what they share."""
+        """Sets the threshold of (rows - 1) * tokens from which rows read common pages together."""
         self._scheduler.sharing.least_saved = tokens
 
     def script_levels(self, *steps: int) -> None:
-        """num_steps="auto" chooses these levels for the next rounds, and then always the last."""
+        """Makes num_steps="auto" choose these levels for the next rounds, and then always the last of them."""
         self._scheduler.speculation.chooser = Script(*steps)
 
     def replace_drafter(self, drafter: Any) -> None:
         self._workers.drafter = drafter
 
     def replace_backend(self, backend: Any) -> None:
-        """Both models' attention runs on this backend."""
+        """Makes both models' attention run on this backend."""
         self._workers.verifier.backend = self.drafter.backend = backend
 
     def force_acceptance(self, probs: list[float]) -> None:
-        """Drafts are accepted with these probabilities, level by level, whatever the target says."""
+        """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says."""
         vocab_size, device = self.decoder.model.config.vocab_size, self.decoder.settings.device
         self._workers.verifier.synthetic = SyntheticAcceptance.of(probs, vocab_size, device)
 
@@ -286,7 +286,10 @@ class Driver:
 
     @contextmanager
     def fail_in(self, phase: str, error: BaseException, call: int | None = None) -> Iterator[None]:
-        """Inside, a phase raises: every time, or at its call number `call` (from 0) alone.  phase: a key of PHASES."""
+        """Makes a phase raise inside the block: in every call, or only in call number `call` (from 0).
+
+        phase: a key of PHASES.
+        """
         owner, name = PHASES[phase]
         victim = getattr(self._workers, owner) if owner else Ticket
         original, calls = getattr(victim, name), iter(range(10**9))
@@ -300,7 +303,7 @@ class Driver:
             yield
 
     def before_each_round(self, hook: Callable[[], None]) -> None:
-        """From now on `hook` runs before each round is launched; none is launched if it leaves no request running."""
+        """Makes `hook` run before each round is launched.  No round is launched if the hook leaves no request running."""
         launch = self._scheduler._next_round
 
         def hooked() -> Any:
@@ -309,41 +312,41 @@ class Driver:
 
         self._scheduler._next_round = hooked
 
-    def _watch(self, look: Callable[[Step], None]) -> None:
-        """`look` sees every step that the runner is given from now on."""
+    def _watch(self, watcher: Callable[[Step], None]) -> None:
+        """Makes `watcher` see every step before the runner gets it."""
         run = self._runner.run
 
         def spy(step: Step) -> Any:
-            look(step)
+            watcher(step)
             return run(step)
 
         self._runner.run = spy
 
     def watch_sharing(self) -> list[tuple[int, int]]:
-        """A list that grows: (members, tokens) of every round whose rows share."""
+        """A list that grows with every round whose rows read pages together, by (how many rows do, tokens in these pages)."""
         seen: list[tuple[int, int]] = []
         shared = self._runner.shared
 
-        def look(step: Step) -> None:
+        def watcher(step: Step) -> None:
             if isinstance(step, RunRound) and step.shared:
                 seen.append((int((shared.shared_B > 0).sum()), int(shared.length_1)))
 
-        self._watch(look)
+        self._watch(watcher)
         return seen
 
     def watch_prefills(self) -> list[int]:
-        """A list that grows: the tokens of every pass over prompts."""
+        """A list that grows with every chunk of prompts, by its number of tokens."""
         sizes: list[int] = []
 
-        def look(step: Step) -> None:
+        def watcher(step: Step) -> None:
             if isinstance(step, RunChunk):
                 sizes.append(sum(len(part.token_ids) for part in step.parts))
 
-        self._watch(look)
+        self._watch(watcher)
         return sizes
 
     def pad_prefills(self) -> list[ChunkShape]:
-        """From now on prompts run padded to buckets, as captured graphs would run them.  A list that grows: the buckets."""
+        """Makes chunks run padded to their buckets, as captured graphs run them.  Returns a list that grows by each bucket."""
         seen: list[ChunkShape] = []
         runner = self._runner.prompts
 
@@ -357,12 +360,12 @@ class Driver:
     # ---- rounds ----
 
     def draft(self, rows: int, spec: SpecConfig) -> DraftTree:
-        """The next tree of the first rows; nothing of the batch changes but slots beyond its lengths."""
+        """The next tree of the first rows.  Drafting changes nothing of the batch but slots after the committed tokens."""
         with torch.inference_mode():
             return self.drafter.draft(self._workers.state.narrow(rows), spec)
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
-        """Draft, verify and extend of one round, called one after the other without the engine."""
+        """Runs draft, verify and extend of one round, without the engine."""
         state = self._workers.state.narrow(rows)
         with torch.inference_mode():
             tree = self.drafter.draft(state, spec)
@@ -370,14 +373,14 @@ class Driver:
             self.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
-        """CUDA graphs of whole rounds, of single phases, or of passes over prompts."""
+        """How many CUDA graphs there are of whole rounds, of single phases, or of chunks of prompts."""
         rounds = self._runner.rounds
         graphs = {"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": self._runner.prompts.graphs}
         return len(graphs[kind])
 
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseClock]:
-        """Inside, every phase is waited for and timed, from zero."""
+        """Times every phase inside the block, from zero."""
         clock = self._runner.clock
         clock.clear()
         clock.enabled = True

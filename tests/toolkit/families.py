@@ -96,9 +96,9 @@ def eager(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def assert_greedy(model: PreTrainedModel, out: Generation) -> None:
-    """Each token is the best one behind all before it, by one pass of transformers over the whole text, without a cache.
+    """Asserts that each token is the best one after all tokens before it.
 
-    By induction the text is then what greedy search writes.
+    transformers computes the whole text in one pass without a cache.  By induction the text is what greedy search writes.
     """
     prompt, text = out.prompt_token_ids, out.token_ids
     logits = model(torch.tensor([prompt + text]), use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -36,7 +36,7 @@ def modules_that_say(pattern: str) -> list[ModuleType]:
 
 
 def use_kernels_everywhere(monkeypatch: pytest.MonkeyPatch, *without: ModuleType) -> Counter[str]:
-    """Every dispatch, but those in `without`, takes its kernel.  Returns a counter of launches by function name.
+    """Makes every dispatch, except those in `without`, choose its kernel.  Returns a counter of launches by function name.
 
     The dispatches are found, not listed: all modules that import one of SWITCHES; and all functions named launch_*.
     """
@@ -61,7 +61,7 @@ def use_kernels_everywhere(monkeypatch: pytest.MonkeyPatch, *without: ModuleType
 
 
 class _Fenced:
-    """Torch as one module sees it, whose `empty` gives memory between two fences."""
+    """Stands for torch in one module; its `empty` returns memory between two fences."""
 
     def __init__(self) -> None:
         self.rooms: list[torch.Tensor] = []
@@ -77,7 +77,7 @@ class _Fenced:
 
 
 def fence_new_memory(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """From now on what a module makes by torch.empty lies between fences that hold MARK.  A list that grows: the fences."""
+    """Makes a module's torch.empty return memory between fences that hold MARK.  Returns a list that grows by each."""
     fenced = _Fenced()
     monkeypatch.setattr(module, "torch", fenced)
     return fenced.rooms

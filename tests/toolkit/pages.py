@@ -18,7 +18,7 @@ def nodes_of(cache: PrefixCache) -> list[Node]:
 
 
 def check_books(admission: Admission, requests: list[Request]) -> None:
-    """Every page has one owner; uses are counted; what is in use, or in front of it, can't be evicted."""
+    """Every page has one owner, uses are counted, and a page can't be evicted while it or a page after it is in use."""
     pool, cache = admission.pool, admission.cache
     assert cache is not None
     nodes = nodes_of(cache)
@@ -28,28 +28,28 @@ def check_books(admission: Admission, requests: list[Request]) -> None:
     assert sorted(owned + pool._free) == list(range(1, pool.num_pages))
     held = [admission.places[request].node for request in requests]
     for node in nodes:
-        behind = 0
+        users = 0
         for at in held:
             while at is not None and at is not node:
                 at = at.parent
-            behind += at is node
-        assert node.users == behind and (node in cache._idle) == (behind == 0)
+            users += at is node
+        assert node.users == users and (node in cache._idle) == (users == 0)
         assert all(child.drafted <= node.drafted for child in node.children.values())
     order = list(cache._idle)
-    assert all(node.parent not in order[: order.index(node)] for node in order), "a page in front goes after those behind"
+    assert all(node.parent not in order[: order.index(node)] for node in order), "a page goes after the pages that follow it"
 
 
 def long_prompts_wait_from(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt waits for another one's prefill from so many tokens that they share."""
+    """Makes a prompt wait for another one's prefill if both share at least `tokens` tokens that are not in the cache."""
     monkeypatch.setattr(admission_module, "LEAST_SHARED_TO_WAIT", tokens)
 
 
 def ring_passes_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sequences go around a ring of pages, one pass takes at most so many tokens of a prompt."""
+    """Limits a chunk to `tokens` tokens of a prompt, where sequences reuse a ring of pages."""
     monkeypatch.setattr(admission_module, "RING_PREFILL", tokens)
 
 
 def shorten_rings(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings are so many pages shorter than they must be."""
+    """Makes rings `pages` pages shorter than they must be."""
     whole = admission_module.ring_pages
     monkeypatch.setattr(admission_module, "ring_pages", lambda *args: whole(*args) - pages)

@@ -1,6 +1,6 @@
 """The acceptance rule against a walk from node to node, on random trees and random target tokens.
 
-Keeps out: a path that jumps a miss, two children taken at once, padding columns that look like accepted tokens.
+Keeps out: a path that goes on after a rejected node, two children accepted at once, padding that looks like accepted tokens.
 """
 
 import random
@@ -14,7 +14,7 @@ from specdec.verify.accept import accept_path
 
 
 def walk(parents: list[int], tokens: list[int], target: list[int]) -> tuple[list[int], list[int]]:
-    """(path from the root, emitted tokens), a step at a time."""
+    """(path from the root, emitted tokens), found node by node."""
     path = [0]
     while True:
         node = path[-1]
@@ -33,7 +33,7 @@ def likely_target(parents: list[int], tokens: list[int], vocab: int, rng: random
 
 @pytest.mark.parametrize(("nd", "steps"), [(2, 1), (6, 5), (16, 5), (16, 2), (33, 6), (60, 8)])
 def test_equals_a_walk(nd: int, steps: int) -> None:
-    """The same token stands in many branches."""
+    """The vocabulary is small, so the same token occurs in many branches."""
     rng = random.Random(nd)
     vocab = nd if steps == 1 else max(20, nd)
     tree = random_trees(40, nd, steps, vocab, rng)
@@ -53,7 +53,7 @@ def test_equals_a_walk(nd: int, steps: int) -> None:
 
 
 def test_chain_and_its_tree_are_one() -> None:
-    """Keeps out: a chain that is accepted by another rule than the same tree."""
+    """Keeps out: a rule for chains that differs from the rule for trees."""
     rng = random.Random(1)
     for nd in (2, 5, 8):
         tokens = torch.randint(3, (64, nd), generator=torch.Generator().manual_seed(nd))

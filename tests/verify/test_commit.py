@@ -22,7 +22,7 @@ CASES = [("eagle3", (4, 1, 5), 1), ("eagle3", (4, 4, 16), 16), ("eagle1", (4, 4,
 @pytest.mark.parametrize("real", [True, False], ids=["own-tree", "oracle-tree"])
 @pytest.mark.parametrize(("kind", "shape", "page_size"), CASES, ids=str)
 def test_kv_equals_a_fresh_prefill(zoo: Zoo, kind: str, shape: tuple[int, int, int], page_size: int, real: bool) -> None:
-    """The oracle's trees have their path anywhere, so that whole paths move; the head's own are what happens."""
+    """The oracle's trees have the accepted path anywhere, so that whole paths move; the head's trees are realistic."""
     spec = SpecConfig(*shape)
     decoder = zoo.decoder("llama", kind, spec, page_size=page_size, max_batch_size=3)
     driver = Driver(decoder)

@@ -117,4 +117,4 @@ def test_tables_equal_the_definition(B: int, N: int, S: int, page_size: int) -> 
     read = torch.arange(suffix.page_table.shape[1]) < suffix.cache_seqlens[:, None]
     rows = got.page_table.cpu()
     assert torch.equal(rows.where(read, 0), suffix.page_table.where(read, 0))
-    assert torch.equal(rows, rows.where(read, slots.flatten().int()[:, None])), "behind its length a row repeats its own slot"
+    assert torch.equal(rows, rows.where(read, slots.flatten().int()[:, None])), "past its length a row repeats its own slot"

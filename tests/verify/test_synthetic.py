@@ -44,7 +44,7 @@ def test_each_depth_is_accepted_as_often_as_asked(probs: list[float], chain: boo
     synthetic = SyntheticAcceptance.of(probs, VOCAB, "cpu")
     seed_B, lens_B = torch.arange(rows) * 7 - 300, torch.randint(500, (rows,), dtype=torch.int32)
     reached, accepted = [0] * S, [0] * S
-    for number in range(20):  # 3,000 rounds; lengths move on as they would
+    for number in range(20):  # 3,000 rounds; lengths grow as in an engine
         tree = random_trees(rows, S + 1 if chain else 14, S, VOCAB, random.Random(number), chain)
         target_BN = torch.randint(VOCAB, tree.tokens_BN.shape)
         got = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B))
@@ -61,7 +61,7 @@ def test_each_depth_is_accepted_as_often_as_asked(probs: list[float], chain: boo
 
 
 def test_nothing_and_everything() -> None:
-    """Keeps out: a bound of the noise (0 or 1) that a comparison lets through."""
+    """Keeps out: a comparison that is wrong where the noise is exactly 0 or 1."""
     for chain in (False, True):
         tree = random_trees(200, 6 if chain else 16, 5, VOCAB, random.Random(3), chain)
         target_BN = torch.randint(VOCAB, tree.tokens_BN.shape)
@@ -116,7 +116,7 @@ def test_what_is_accepted_depends_on_seed_and_position_alone() -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("spec", [SpecConfig(4, 1, 5), SpecConfig(3, 3, 9)], ids=str)
 def test_the_engine_accepts_what_is_forced(zoo: Zoo, spec: SpecConfig) -> None:
-    """Keeps out: a hook that the engine passes by, and a baseline that it changes."""
+    """Keeps out: forced acceptance that the engine ignores, or that changes plain decoding too."""
     decoder = zoo.decoder("llama", "eagle3", spec, max_batch_size=2)
     prompts = [[1, 2, 3], [4, 5]]
     sampling = SamplingParams(max_tokens=40, seed=0, ignore_eos=True)

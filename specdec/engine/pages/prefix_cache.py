@@ -1,4 +1,6 @@
-"""Keeps pages for prompts that begin as earlier ones did.  Knows token ids and page numbers: no tensors, no requests.
+"""Keeps pages for prompts that begin as earlier ones did.
+
+This module knows token ids and page numbers; it knows no tensors and no requests.
 
 A page is identified by its tokens, by all tokens before it, and by the token right after it, its successor.  The successor
 matters because the drafter's key and value of a page's last token are computed from the embedding of the next token: two texts

@@ -1,4 +1,4 @@
-"""KV in 8 bits: what comes back is near what went in, and attention over it is attention over exactly what comes back.
+"""KV in 8 bits: read values are near the stored ones, and attention is exact over the values that are read.
 
 test_quant_triton.py beside it holds the kernels against these definitions, tests/lossless/test_quantised_kv.py whole engines.
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from toolkit.attention.caches import Scattered
 from toolkit.oracles.attention import dense_attention
+from toolkit.oracles.reference import ReferenceBackend
 from toolkit.trees import random_masks
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from specdec.attention.caches.quant_cache import (
     to_fp8,
     to_int8,
 )
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -83,7 +83,7 @@ def test_fp8_is_within_a_sixteenth_of_every_value() -> None:
 
 
 def test_nothing_overflows() -> None:
-    """Keeps out: fp8's NaN, which is what lies behind its largest number, and an int8 that wraps around."""
+    """Keeps out: fp8's NaN, which follows its largest number, and an int8 that wraps around."""
     for kind in KINDS:
         view, slots = poisoned(kind, 9).view(0), torch.arange(2)
         view.write(slots, uneven(2))
@@ -106,7 +106,7 @@ def test_heads_of_zeros_stay_zeros() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_stored_of_a_token_does_not_depend_on_its_company(kind: str) -> None:
-    """Keeps out: a scale over a whole pass: drafts, verification and plain decoding store the same token in other company."""
+    """Keeps out: a scale over a whole pass, by which one token is stored differently in drafts and in plain decoding."""
     together, alone = poisoned(kind, 20).view(0), poisoned(kind, 20).view(0)
     kv, slots = uneven(12), torch.randperm(20)[:12]
     if kind == "fp8":
@@ -190,7 +190,7 @@ def test_a_cascade_is_dense_attention_over_the_dequantised_values(kind: str, bac
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_near_that_over_the_values_themselves(kind: str) -> None:
-    """Keeps out: values that come back right by themselves, but in another order or from another place."""
+    """Keeps out: values that are right by themselves, but are read in another order or from another place."""
     lens = [64, 40]
     table = torch.arange(2 * 4).view(2, 4).int()
     segment = causal_segment(table, torch.tensor(lens, dtype=torch.int32), 1, 16)
@@ -227,7 +227,7 @@ def test_moved_tokens_keep_their_scales(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_a_token_are_what_the_cache_takes(kind: str) -> None:
-    """Keeps out: a pool that forgets the scales, and so takes memory that is not there."""
+    """Keeps out: a pool that forgets the scales, and so takes more memory than there is."""
     cache = QuantCache(kind, 4, 10, 8, 128, device="cpu")
     taken = cache.kv.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
     assert taken == 10 * kv_bytes_per_token(kind, torch.bfloat16, 4, 8, 128)

@@ -145,7 +145,7 @@ def test_a_cache_in_the_models_own_dtype_needs_no_rotation_either() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moves_equal_the_definition(kind: str) -> None:
-    """Keeps out: scales left behind, and bytes taken for numbers on the way (a NaN's byte is a byte)."""
+    """Keeps out: scales that are not moved, and bytes converted to numbers on the way (a NaN must stay the same byte)."""
     K, D, layers = 2, 24, 2
     got = poisoned(kind, K, D, layers)
     got.kv.view(torch.uint8).copy_(torch.randint(0, 256, got.kv.shape))

@@ -11,14 +11,15 @@ import pytest
 import torch
 from toolkit.attention import fake_flash
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import ragged_causal_segment
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment
+from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import Segment
 
 H, K, D, P = 4, 2, 16, 256
@@ -71,7 +72,7 @@ def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None
     table, lens, view = world(page_size, LENS, head_dim)
     segment, count = segments(table, lens, page_size)[shape]
     q_THD = queries(count, head_dim)
-    if REAL_FA4:  # what it finds in shared memory, where a tile is not full
+    if REAL_FA4:  # stale shared memory where a tile is not full
         ADAPTERS[name](q_THD, MHAView(torch.full_like(view.kv, torch.nan)), segment, SCORINGS[scoring])
     got = ADAPTERS[name](q_THD, view, segment, SCORINGS[scoring])
     want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment, SCORINGS[scoring])
@@ -138,7 +139,7 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
     ],
 )
 def test_auto_takes_what_measured_faster(asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: seconds of compiling for calls that ours answers sooner, and a choice without a reason."""
+    """Keeps out: seconds of compiling for calls that our own kernel answers sooner, and a choice without a reason."""
     fake_flash.install(monkeypatch)
     needs = AttentionNeeds(
         torch.device("cuda"), torch.bfloat16, (9, 0), head_dims=(128,), rows=8, tokens=8192, kv_heads=8, packed=256
@@ -148,7 +149,7 @@ def test_auto_takes_what_measured_faster(asked: str, change: dict[str, Any], mon
 
 
 class Asked(Exception):
-    """A door was opened."""
+    """Raised by a stand-in library when it is called."""
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def check_move(layers: int, B: int, N: int, E: int, heads: int, dim: int, dtype:
     [(2, 3, 16, 6, 2, 40), (1, 3, 60, 8, 1, 5), (3, 2, 5, 5, 3, 8), (1, 1, 40, 33, 2, 64)],
 )
 def test_moved_tokens_equal_the_definition(layers: int, B: int, N: int, E: int, heads: int, dim: int) -> None:
-    """Keeps out: a path that copies what it has just written, a layer, head or column left behind."""
+    """Keeps out: a path that copies what it has just written; a layer, head or column that is not moved."""
     check_move(layers, B, N, E, heads, dim, torch.float32)
     check_move(layers, B, N, E, heads, dim, torch.float16)
 

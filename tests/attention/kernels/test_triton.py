@@ -11,15 +11,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.kernels import triton_backend
 from specdec.attention.kernels.tiles_triton import padded, paged_tiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend, launch_paged, launch_suffix_merge
-from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment
+from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
 from specdec.attention.state import AttentionState
@@ -73,7 +74,7 @@ def attend(q_THD: Tensor, view: MHAView, *segments: Segment, suffix: Segment | N
 
 
 def suffix_rows(view: MHAView, counts: list[int], seed: int) -> Segment:
-    """Rows of one query each over their own few finite slots; behind a row's count lie slots that hold NaN."""
+    """Rows of one query each over their own few finite slots.  Slots past a row's count hold NaN."""
     finite = view.kv.isfinite().all(-1).all(-1).all(-1)
     good, bad = finite.nonzero().flatten(), finite.logical_not().nonzero().flatten()
     width, generator = max(counts), torch.Generator().manual_seed(seed)
@@ -143,7 +144,7 @@ def test_ragged_tiles() -> None:
     check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
 
 
-def test_a_prompt_behind_a_cached_prefix() -> None:
+def test_a_prompt_after_a_cached_prefix() -> None:
     """Keeps out: a causal corner taken at the top left (queries fewer than keys, of different counts a row)."""
     lens = [30, 45]
     table, view = scattered(lens, seed=15)

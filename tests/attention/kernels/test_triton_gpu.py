@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from toolkit.attention.segments import ragged_causal_segment
 from toolkit.trees import mask_of
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from specdec.attention.plan import (
     causal_segment,
     fill_tree_suffix,
     prefix_segment,
-    ragged_causal_segment,
     slots_at,
 )
 from specdec.attention.segment import AttentionPlan, Segment
@@ -211,7 +211,7 @@ def overwrite_kernel(
     out, qkv, kv, own_slots, prefix_slots, base,
     H: tl.constexpr, X: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What follows attention in a model, but ruder: it overwrites queries, new keys, stored keys and some of the prefix."""
+    """Stands for the kernels after attention; overwrites queries, new keys, stored keys and some of the prefix."""
     token, x, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -221,9 +221,9 @@ def overwrite_kernel(
     seen = tl.load(out + (token * H + x % H) * D + d)
     tl.store(qkv + at, fresh + seen)
     if x >= H:
-        own, behind = tl.load(own_slots + token), tl.load(prefix_slots + token)
+        own, earlier = tl.load(own_slots + token), tl.load(prefix_slots + token)
         tl.store(kv + (own * (X - H) + x - H) * D + d, tl.full([D], float("nan"), kv.dtype.element_ty))
-        tl.store(kv + (behind * (X - H) + x - H) * D + d, fresh - seen)
+        tl.store(kv + (earlier * (X - H) + x - H) * D + d, fresh - seen)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatc
         without = capture()
     for replay in range(12):
         fresh = [torch.randn_like(x) for x in (base, qkv, kv)]
-        if kind == "tree":  # a chain reads its own tokens, which stand where they stand
+        if kind == "tree":  # a chain reads its own tokens, so these slots are fixed
             w.lens_B.fill_(L - 31 * replay)
         results = []
         for graph in (with_pdl, without):

@@ -11,19 +11,20 @@ from dataclasses import replace
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE, HAS_GPU
+from toolkit.oracles.reference import ReferenceBackend
 from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, ragged_causal_segment
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment, first_keys, last_positions, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 
@@ -73,12 +74,12 @@ def decode(w: World) -> AttentionPlan:
 
 
 def chain(w: World) -> AttentionPlan:
-    """Also of sequences of fewer tokens than queries, whose first queries stand nowhere."""
+    """Includes sequences with fewer tokens than queries, whose first queries have no position."""
     return AttentionPlan((causal_segment(w.table, w.lens, N, w.P),))
 
 
 def prompts(w: World) -> AttentionPlan:
-    """The last two thirds of each sequence, packed; what is before is cached."""
+    """The last two thirds of each sequence, packed; the tokens before them are in the cache."""
     counts = [n - n // 3 for n in w.lens_list]
     positions_T = torch.cat([torch.arange(n - count, n) for n, count in zip(w.lens_list, counts, strict=True)])
     return AttentionPlan((ragged_causal_segment(w.table, counts, w.lens_list, w.P),), positions_T)
@@ -98,10 +99,10 @@ def tree(w: World) -> AttentionPlan:
 
 
 def split(w: World, own: Segment) -> tuple[Segment, Segment]:
-    """The shared pages as one row of all queries, and what is behind them."""
+    """The shared pages as one row that holds all queries, and each row's remaining pages."""
     shared = w.shared_B.max()
     members_T = w.shared_B.repeat_interleave(N)
-    starts_T = torch.where(members_T > 0, 0, shared).int()  # the others begin where its keys end
+    starts_T = torch.where(members_T > 0, 0, shared).int()  # rows that share nothing begin after the shared keys
     cu_seqlens_q = uniform_cu_seqlens(1, w.B * N, "cpu")
     once = Segment(w.table[-1:], shared[None], cu_seqlens_q, w.B * N, page_size=w.P, starts_T=starts_T)
     return once, replace(own, starts_T=members_T)
@@ -179,7 +180,8 @@ def test_every_kind_equals_the_definition(
     scored: bool,
 ) -> None:
     """Keeps out: a window's or chunk's first key off by one, in a suffix too; sinks or a scale taken twice or never; pages read
-    before the first key; a query whose window leaves the whole prefix behind."""
+    before the first key; a wrong result of a query whose window holds nothing of the prefix.
+    """
     make, dtype = BACKENDS[name]
     shared = 2 * 16 if plan_of in (shared_tree, shared_chain) else 0
     w = World([0, 3, 41, 36] if plan_of is prompts else [0, 150, 36, 3], heads, P, sum(heads) + P, shared // P * P)
@@ -260,7 +262,7 @@ class Library(TritonBackend):
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("plan_of", [decode, chain, tree, shared_tree, "two"])
 def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan] | str, scored: bool) -> None:
-    """Keeps out: its states lost or merged twice, sinks forgotten or passed on, its layout taken for ours, its junk read."""
+    """Keeps out: states lost or merged twice, sinks forgotten or passed on, the library's layout ignored, its junk read."""
     w = World([0, 150, 36, 3], (4, 2, 8), 4, 9, 32)
     plan = replace(tree(w), segments=tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])

@@ -10,14 +10,15 @@ import weakref
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
+from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE
 from toolkit.oracles.attention import causal_mask, dense_attention
+from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
 from specdec.attention.caches.mla_cache import MLACache, MLAView
-from specdec.attention.eager.reference import ReferenceBackend
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
@@ -25,7 +26,7 @@ from specdec.attention.latent import mla
 from specdec.attention.latent.latent import LatentPrep
 from specdec.attention.latent.mla import store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
-from specdec.attention.plan import causal_segment, prefix_segment, ragged_causal_segment, slots_at
+from specdec.attention.plan import causal_segment, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import Rotation, rotary_table
 
@@ -115,8 +116,8 @@ def test_shared_prefixes_and_windows(backend: Backend) -> None:
     prefix = prefix_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=4), positions + 3)
     starts = Segment(tree.page_table, tree.cache_seqlens, tree.cu_seqlens_q, 1, starts_T=ints(0, 1, 1, 0, 0, 3))
     check(backend, q_THL, latent, prefix, suffix=starts)
-    behind = slots_at(table, torch.arange(29, device=DEVICE).expand(2, 29), 16).flatten()
-    check(backend, q_THL, latent.index_fill(0, behind, NAN), chain)  # pages behind a window may be given away
+    unread = slots_at(table, torch.arange(29, device=DEVICE).expand(2, 29), 16).flatten()
+    check(backend, q_THL, latent.index_fill(0, unread, NAN), chain)  # keys before all windows may be overwritten
 
 
 def test_odd_sizes_are_padded() -> None:

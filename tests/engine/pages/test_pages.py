@@ -1,4 +1,4 @@
-"""The page pool: pages belong to one owner, and nothing is given back twice.  Rings: what nobody can read is written anew.
+"""The page pool: a page has one owner and is given back once.  A ring overwrites only keys that nobody can read.
 
 Keeps out: two sequences on one page, a running sequence that finds the pool empty, leaks that show after a thousand requests,
 a windowed model that keeps every token, and a ring that is a token too short.
@@ -71,7 +71,7 @@ def test_misuse_is_an_error() -> None:
 
 
 def wrong_reads(ring: int, page_size: int, span: int, ahead: int, seed: int) -> int:
-    """Reads that find another token than their own, in rounds and passes of up to `ahead` tokens at random lengths."""
+    """How many reads find a wrong token, in rounds and chunks of up to `ahead` tokens at random lengths."""
     rng, wrong, L = random.Random(seed), 0, 0
     slots = ring * page_size
     holds: dict[int, int] = {}  # slot -> position

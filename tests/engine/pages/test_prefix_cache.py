@@ -1,4 +1,4 @@
-"""Prefix caching: what is found equals what would have been computed, in the target and in the draft; no page is lost.
+"""Prefix caching: keys and values that are found equal those that would be computed, in both models; no page is lost.
 
 Keeps out: a page whose draft row was made for another next token, pages without draft rows under a draft, a cached page that
 is written to or evicted while somebody reads it, garbage of a failed prefill that others find.
@@ -27,7 +27,7 @@ TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
-    """Random requests over few texts in a small pool: what is found is what was written, and nothing is lost."""
+    """Random requests with few texts in a small pool: each page that is found holds the right text, and no page is lost."""
     rng = random.Random(page_size)
     admission = Admission(PagePool(40, page_size), lookahead=5, prefix_caching=True)
     assert admission.cache is not None
@@ -52,7 +52,7 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             running.append(request)
             others = {page for other in running[:-1] for page in admission.places[other].table}
             assert not others & set(table[start:]), "two requests write to one page"
-            for i, page in enumerate(table[start:], start):  # what its prefill writes
+            for i, page in enumerate(table[start:], start):  # the prefill writes these
                 content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, prompt, drafted)
             found_tokens += found.tokens
@@ -92,7 +92,7 @@ def test_least_recently_used_goes_first() -> None:
     assert [node.page for node in cache._idle] == [old[1], other[0], old[0]]
     run([11] * 11)  # needs six pages, has six free
     assert len(cache.find([1, 2, 3, 4, 5], False)) == 2
-    run([12] * 11)  # needs more: what was used longest ago goes, what is behind before what is in front
+    run([12] * 11)  # needs more: the page used longest ago goes first, and a page goes before the one that it follows
     assert not cache.find([6, 7, 8], False)
 
 
@@ -137,7 +137,7 @@ def test_hits_equal_cold_runs(zoo: Zoo, kind: str | None, spec: SpecConfig | Non
     for time in range(3):
         got = warm.generate(prompts, sampling)
         assert_same(got, want)
-        full = (len(SYSTEM) - 1) // page_size * page_size  # the page behind holds what differs, or is followed by it
+        full = (len(SYSTEM) - 1) // page_size * page_size  # the next page holds tokens that differ, or one follows it
         for out in got if time else got[3:]:  # three enter at once the first time
             assert out.stats.cached_tokens >= full
         Driver(warm).assert_nothing_leaked()
@@ -217,7 +217,10 @@ def test_what_is_found_is_what_is_read(zoo: Zoo, decoder: SpecDecoder, which: Mo
 
 @pytest.mark.slow_cases
 def test_pages_without_draft_rows_are_for_plain_decoding_only(zoo: Zoo, decoder: SpecDecoder) -> None:
-    """Keeps out: speculation behind a plain run that reads draft rows nobody wrote.  The other way round, all are found."""
+    """Keeps out: speculation after a plain run that reads drafter rows which nobody wrote.
+
+    A plain run after speculation finds all pages.
+    """
     Driver(decoder).poison_free_slots(1e4, "draft")
     sampling = SamplingParams(max_tokens=16)
     want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(SYSTEM, sampling)
@@ -282,7 +285,7 @@ def test_200_requests_some_cancelled_some_failing(zoo: Zoo, decoder: SpecDecoder
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("phase", ["prefill", "draft prefill", "verify"])
-def test_a_failure_leaves_no_garbage_behind(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
+def test_a_failure_leaves_no_garbage(zoo: Zoo, decoder: SpecDecoder, phase: str) -> None:
     """Keeps out: pages of a prefill that never ran, which the next request finds."""
     sampling = SamplingParams(max_tokens=12)
     with Driver(decoder).fail_in(phase, ValueError("boom")):
@@ -312,7 +315,10 @@ def test_streams_find_what_others_left(zoo: Zoo, decoder: SpecDecoder) -> None:
 
 
 def test_the_second_call_computes_the_tails_alone(decoder: SpecDecoder) -> None:
-    """What makes the second call faster: tokens that no prefill sees.  In the first, those behind wait for one prefill."""
+    """The second call is faster because prefill computes fewer tokens.
+
+    In the first call, the second and third prompt wait for the first one's prefill.
+    """
     sizes = Driver(decoder).watch_prefills()
     prompts = [[*SYSTEM[:33], *tail] for tail in ([1, 2], [3], [4, 5, 6])]
     for expected in ([35, 2 + 4], [3 + 2 + 4]):  # the last page holds one token of the system prompt
@@ -324,7 +330,7 @@ def test_the_second_call_computes_the_tails_alone(decoder: SpecDecoder) -> None:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("size", [3, 8])
 def test_a_hit_in_chunks(zoo: Zoo, decoder: SpecDecoder, size: int) -> None:
-    """A long rest behind a hit takes several passes."""
+    """What is left of a prompt after a hit can take several chunks."""
     prompts, sampling = [[*SYSTEM, *range(30)], [*SYSTEM, *range(9)]], SamplingParams(max_tokens=12)
     want = zoo.decoder("llama", "eagle3", TREE, page_size=4, max_seq_len=96).generate(prompts, sampling)
     decoder.generate(SYSTEM, sampling)

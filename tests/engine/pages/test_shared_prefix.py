@@ -30,7 +30,7 @@ def groups_by_force(rows: list[list[int]]) -> int:
 
 
 def test_the_best_group_is_the_best() -> None:
-    """Keeps out: a group that is led by a row which shares little, while the others share much."""
+    """Keeps out: a choice that follows one row which shares little, while the others share much."""
     assert best_group([[1, 2, 3], [1, 9], [1, 2, 3], [1, 2, 3]]) == ([0, 2, 3], 3)
     assert best_group([]) == best_group([[1]]) == best_group([[1], [2]]) == best_group([[], []]) == NO_GROUP
     rng = random.Random(0)

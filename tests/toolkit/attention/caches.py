@@ -1,4 +1,4 @@
-"""Sequences whose pages lie scattered over one cache: the page table, and numbers where somebody may read.
+"""Sequences whose pages are scattered over one cache: their page table, and numbers in the slots that may be read.
 
 Shapes: B sequences, W pages of each, X slots.
 """
@@ -34,7 +34,7 @@ class Scattered:
         return self.num_pages * self.page_size
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same numbers, but for rounding, in every dtype."""
+        """Random numbers that are the same in every dtype, but for rounding."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.device, dtype)
 
     def slots(self, row: int, start: int, end: int) -> Tensor:

@@ -24,7 +24,7 @@ VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all three importable, and the capability table see them."""
+    """Makes all three packages importable, and the capability table find them."""
     fa2, fa3, cute, interface = (
         ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
     )
@@ -53,7 +53,7 @@ def paged(cache: Tensor, table_W: Tensor, length: int) -> Tensor:
 
 
 def ragged(q_THD: Tensor, cu_seqlens_q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: list[int], *args: Any) -> Any:
-    """Rows one behind the other: out [T, H, D], lse [H, T]."""
+    """Rows packed one after the other: out [T, H, D], lse [H, T]."""
     assert cu_seqlens_q.dtype == table.dtype == torch.int32
     bounds, states = cu_seqlens_q.tolist(), []
     assert bounds[-1] == q_THD.shape[0] and len(bounds) == len(lens) + 1
@@ -110,7 +110,7 @@ def fa3_with_kvcache(
     assert q.dim() == 3 and isinstance(max_seqlen_q, int) and window_size == (-1, -1) and attention_chunk == 0
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and cache_seqlens.dtype == torch.int32
     lens = cache_seqlens.tolist()
-    empty = -torch.inf if any(lens) else torch.inf  # a call that reads nothing at all takes another way
+    empty = -torch.inf if any(lens) else torch.inf  # the library returns +inf if a call reads no key at all
     out, lse_HT = ragged(q, cu_seqlens_q, k_cache, v_cache, page_table, lens, softmax_scale, causal, softcap, empty)
     return (out, lse_HT, None, None) if return_softmax_lse else out
 

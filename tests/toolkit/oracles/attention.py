@@ -1,6 +1,6 @@
 """Attention by its definition: one dense softmax over the keys that each query sees, in float64.
 
-Knows no page, no segment and no state.  Shapes: N queries, X keys, H heads, K kv heads, D head dim, E value dim.
+This module knows no page, no segment and no state.  Shapes: N queries, X keys, H heads, K kv heads, D head dim, E value dim.
 """
 
 import torch

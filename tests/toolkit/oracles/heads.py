@@ -111,7 +111,7 @@ def layer_output(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 class PathDrafter:
-    """A head run alone along any path behind a committed text, with the target's true features up to its end."""
+    """Runs a head alone along any path after a committed text, with the target's true features up to the text's end."""
 
     def __init__(self, head: DenseHead, target: PreTrainedModel, text: list[int]) -> None:
         """text: all committed tokens, then the bonus token, which has no feature yet."""
