@@ -29,7 +29,9 @@ class Engine(Generic[R]):
     def __init__(self, scheduler: Scheduler, runner: R, depth: int) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
+        self._leaving: deque[Request] = deque()  # to be cancelled as soon as no step is under way
         self.lock = threading.RLock()  # requests change under it
+        self._is_busy = False  # whoever holds the lock and finds it True was called from inside a step, by its own thread
         self._process = os.getpid()
 
     @property
@@ -44,11 +46,12 @@ class Engine(Generic[R]):
     def submit(self, requests: Sequence[Request], speculate: bool) -> None:
         """Queues requests: all of them, or none and an error.
 
-        ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process, or if others run with another
-        setting of `speculate`: keys and values of the drafter would be missing.
+        ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process, from inside a step (from a
+        tokenizer, say), or if others run with another setting of `speculate`: keys and values of the drafter would be missing.
         """
         self.check_process()
         with self.lock:
+            self._check_outside()
             speculation = self.scheduler.speculation
             speculate = speculate and speculation.spec is not None
             if speculate != speculation.enabled and not self.is_idle:
@@ -75,10 +78,15 @@ class Engine(Generic[R]):
             )
 
     def cancel(self, request: Request) -> None:
-        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
-        with self.lock, self._all_or_none():
-            self.scheduler.cancel(request)
-            self._settle()
+        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is.
+
+        From inside a step it takes effect at the step's end: the garbage collector may close a forgotten stream at any moment.
+        """
+        self._leaving.append(request)
+        with self.lock:
+            if not self._is_busy:
+                with self._all_or_none():
+                    self._settle()
 
     def step(self) -> None:
         """Launches one chunk of prompts or one round, and hands out the tokens of earlier launches that are due.
@@ -87,6 +95,7 @@ class Engine(Generic[R]):
         requests that hold rows get its error, and it is raised.
         """
         with self.lock, self._all_or_none():
+            self._settle()  # what an interrupt may have kept an earlier call from
             if entering := self.scheduler.admit():
                 self.runner.run(entering)
             launch = self.scheduler.next()
@@ -95,15 +104,27 @@ class Engine(Generic[R]):
                 self._collect()
             self._settle()
 
+    def _check_outside(self) -> None:
+        """RuntimeError if a step of this very thread is under way: whoever calls was called by it."""
+        if self._is_busy:
+            raise RuntimeError(
+                "a decoder can't be called from inside itself, by its tokenizer or by what interrupted it; nearest thing that "
+                "works: call it after the call that runs has returned, or from another thread"
+            )
+
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """Ends all requests that hold rows if anything is raised inside: the batch is half moved on, by an interrupt too."""
+        self._check_outside()
+        self._is_busy = True
         try:
             yield
         except BaseException as error:
             self.scheduler.fail_all(error)
             self._settle()
             raise
+        finally:
+            self._is_busy = False
 
     def _launch(self, launch: Launch) -> bool:
         """Whether it will emit anything."""
@@ -131,9 +152,15 @@ class Engine(Generic[R]):
         self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
-        """Tells the runner of rows that ended.  What is unread when no row is left is nobody's any more."""
+        """Cancels whom callers gave up, and tells the runner of rows that ended.
+
+        What is unread when no row is left is nobody's any more.
+        """
+        while self._leaving:
+            self.scheduler.cancel(self._leaving.popleft())
         if not self.scheduler.seats:
             while self._unread:
                 self._unread.popleft()[0].drop()
-        if departures := self.scheduler.take_departures():
+        if departures := self.scheduler.departures():
             self.runner.run(departures)
+            self.scheduler.departed()

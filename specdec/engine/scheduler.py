@@ -100,18 +100,26 @@ class Scheduler:
                 self._leave(seat)
 
     def fail_all(self, error: BaseException) -> None:
-        """All requests that hold rows end with that error, and all rows become padding, whatever the runner was told so far."""
-        self.fail(list(self.seats), error)
+        """All requests that hold rows end with that error, and all rows become padding, whatever the runner was told so far.
+
+        An interrupt may have come just after a request's last token, while its text was made: it fails too.
+        """
+        for seat in list(self.seats):
+            if not seat.request.cancelled and seat.request.error is None:
+                seat.request.error = error
+            self._leave(seat)
         self._moved, self._cleared = {}, set(range(self.rows))
 
-    def take_departures(self) -> LeaveRows | None:
+    def departures(self) -> LeaveRows | None:
         """What became of the rows of requests that have ended, to be run before anything else is launched."""
         if not self._cleared:
             return None
         moves = tuple((source, target) for target, source in self._moved.items())
-        step = LeaveRows(moves, tuple(sorted(self._cleared)))
+        return LeaveRows(moves, tuple(sorted(self._cleared)))
+
+    def departed(self) -> None:
+        """The runner has been told of all departures."""
         self._moved, self._cleared = {}, set()
-        return step
 
     # ---- what runs next ----
 
