@@ -93,10 +93,10 @@ def _broken_file(folder: Path, error: Exception) -> str:
 
 def is_one_prompt(prompts: Any) -> bool:
     """A string, the ids of one prompt or one chat, as opposed to a list of such."""
+    if isinstance(prompts, str):  # numpy's too, which looks like an array of no dimension
+        return True
     if is_array(prompts):
         return prompts.ndim == 1
-    if isinstance(prompts, str):
-        return True
     return isinstance(prompts, list | tuple) and bool(prompts) and (_is_ids(prompts) or is_chat(prompts))
 
 

@@ -3,16 +3,14 @@
 Python runs signal handlers, finalisers and the tokenizer's code wherever a step happens to be.
 """
 
-from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from toolkit.driver import Driver, new_request
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.steps import LeaveRows, RunChunk, RunRound, Step
+from specdec.steps import LeaveRows, RunChunk, RunRound
 
 PROMPTS = [[3, 4], [5, 6, 7], [8] * 9]
 
@@ -20,18 +18,6 @@ PROMPTS = [[3, 4], [5, 6, 7], [8] * 9]
 @pytest.fixture()
 def decoder(zoo: Zoo) -> SpecDecoder:
     return zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), page_size=4, max_batch_size=3, max_seq_len=96)
-
-
-def before_step(decoder: SpecDecoder, call: int, kind: Any, action: Callable[[], None]) -> Any:
-    """Inside, `action` runs once: before the runner executes its step number `call` of that kind."""
-    run, calls = decoder.engine.runner.run, iter(range(10**6))
-
-    def spy(step: Step) -> Any:
-        if isinstance(step, kind) and next(calls) == call:
-            action()
-        return run(step)
-
-    return patch.object(decoder.engine.runner, "run", spy)
 
 
 @pytest.mark.parametrize("call", range(4))
@@ -43,8 +29,8 @@ def test_a_stream_closed_inside_a_step(zoo: Zoo, decoder: SpecDecoder, depth: in
     driver.set_depth(depth)
     forgotten = decoder.stream(PROMPTS[0], SamplingParams(max_tokens=60))
     next(forgotten)
-    with before_step(decoder, call, RunRound | RunChunk, forgotten.close):
-        outs = decoder.generate(PROMPTS[1:], SamplingParams(max_tokens=20))
+    driver.before_step(RunRound | RunChunk, call, forgotten.close)
+    outs = decoder.generate(PROMPTS[1:], SamplingParams(max_tokens=20))
     assert [out.token_ids for out in outs] == [zoo.greedy("llama", prompt, 24)[:20] for prompt in PROMPTS[1:]]
     driver.assert_nothing_leaked()
 
@@ -77,9 +63,10 @@ def test_a_second_interrupt_while_rows_are_cleared(zoo: Zoo, decoder: SpecDecode
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with before_step(decoder, 3, RunRound, interrupt), before_step(decoder, 0, LeaveRows, interrupt):
-        with pytest.raises(KeyboardInterrupt):
-            decoder.generate(PROMPTS, SamplingParams(max_tokens=30))
+    driver.before_step(RunRound, 3, interrupt)
+    driver.before_step(LeaveRows, 0, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(PROMPTS, SamplingParams(max_tokens=30))
     (out,) = decoder.generate(PROMPTS[1], SamplingParams(max_tokens=20))
     assert out.token_ids == zoo.greedy("llama", PROMPTS[1], 24)[:20]
     driver.assert_nothing_leaked()

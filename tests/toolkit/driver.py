@@ -299,6 +299,16 @@ class Driver:
         with patch.object(victim, name, raising):
             yield
 
+    def before_step(self, kind: Any, call: int, action: Callable[[], None]) -> None:
+        """`action` runs once: before the runner is given its step number `call` (from 0, from now on) of that kind or kinds."""
+        calls = iter(range(10**9))
+
+        def look(step: Step) -> None:
+            if isinstance(step, kind) and next(calls) == call:
+                action()
+
+        self._watch(look)
+
     def before_each_round(self, hook: Callable[[], None]) -> None:
         """From now on `hook` runs before each round is launched; none is launched if it leaves no request running."""
         launch = self._scheduler._next_round
