@@ -125,6 +125,8 @@ class SamplingParams:
                 raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
             if not text:
                 raise ValueError("stop must not hold an empty string: it would end every text at once; leave it out")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError(f"stop holds {text!r}, which no text can hold: half of a surrogate pair is no character")
         store(self, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         if self.stop is not None and not isinstance(self.stop, str):
             store(self, stop=tuple(self.stop))

@@ -104,7 +104,12 @@ class SpecDecoder:
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
         if not is_one_prompt(prompt):
-            raise TypeError("prompt must be one string, one list of token ids or one list of chat messages")
+            got = f"{prompt!r} of type {type(prompt).__name__}"[:400]
+            raise TypeError(
+                f"prompt must be one string, one list of token ids or one list of chat messages, got {got}; "
+                "nearest thing that works for several prompts: generate"
+            )
+        _check_speculate(speculate)
         (params,) = _per_prompt(sampling, 1)
         request = self.new_request(prompt, params, "prompt", streaming=True)
         self.engine.check(request)
@@ -127,8 +132,7 @@ class SpecDecoder:
             self.engine.cancel(request)
 
     def _submit(self, requests: list[Request], speculate: bool) -> None:
-        if not isinstance(speculate, bool):
-            raise TypeError(f"speculate must be a bool, got {speculate!r}")
+        _check_speculate(speculate)
         self.engine.submit(requests, speculate)
 
     def new_request(self, prompt: Any, sampling: SamplingParams, name: str = "prompt", *, streaming: bool = False) -> Request:
@@ -149,6 +153,11 @@ class SpecDecoder:
             raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         return Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming)
+
+
+def _check_speculate(value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"speculate must be a bool, got {value!r} of type {type(value).__name__}; nearest: True")
 
 
 def _per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -101,10 +101,10 @@ def _broken_file(folder: Path, error: Exception) -> str:
 
 def is_one_prompt(prompts: Any) -> bool:
     """Whether it is one prompt (a string, a list of token ids or chat messages) and not a list of prompts."""
+    if isinstance(prompts, str):  # numpy's too, which looks like an array of no dimension
+        return True
     if is_array(prompts):
         return prompts.ndim == 1
-    if isinstance(prompts, str):
-        return True
     return isinstance(prompts, list | tuple) and bool(prompts) and (_is_ids(prompts) or is_chat(prompts))
 
 

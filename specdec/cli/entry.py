@@ -29,6 +29,11 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
+    if sys.stderr is None:  # closed by whoever started this; print would write its messages to stdout instead
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if sys.stdout is None:
+        complain("stdout is closed, so that nobody could read the output; nearest thing that works: >/dev/null")
+        return 2
     args = build_parser().parse_args(argv)
     show, warnings.showwarning = warnings.showwarning, _show_warning
     try:

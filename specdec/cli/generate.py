@@ -69,7 +69,7 @@ def _pair(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _read_prompt(argument: str | None) -> str:
-    if argument is None and sys.stdin.isatty():
+    if argument is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed before the start
         raise ValueError("PROMPT is missing: give it as an argument, or on stdin")
     prompt = sys.stdin.read().rstrip("\n") if argument is None else argument
     if not prompt:

@@ -38,9 +38,9 @@ class Engine(Generic[R]):
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
         self._silent: deque[Pending] = deque()
-        self._is_busy = False
-        self._cancelled: list[Request] = []  # during the step that is under way
+        self._leaving: deque[Request] = deque()  # to be cancelled as soon as no step is under way
         self.lock = threading.RLock()  # requests change only while it is held
+        self._is_busy = False  # whoever holds the lock and finds it True was called from inside a step, by its own thread
         self._process = os.getpid()
 
     @property
@@ -57,11 +57,13 @@ class Engine(Generic[R]):
 
         speculate: whether the requests' rounds use the drafter; without a drafter this makes no difference.
 
-        ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process.  RuntimeError also if other
-        requests run with another setting of `speculate`, because the drafter's keys and values would be missing.
+        ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process, and from inside a step (from
+        a tokenizer, say).  RuntimeError also if other requests run with another setting of `speculate`, because the drafter's
+        keys and values would be missing.
         """
         self.check_process()
         with self.lock:
+            self._check_outside()
             speculation = self.scheduler.speculation
             speculate = speculate and speculation.spec is not None
             if speculate != speculation.enabled and not self.is_idle:
@@ -93,8 +95,8 @@ class Engine(Generic[R]):
         Inside a step of the same thread, where Python's garbage collector may close a forgotten stream, the request ends with
         that step: rows must not move while the step relies on who holds them.
         """
+        self._leaving.append(request)
         with self.lock:
-            self._cancelled.append(request)
             if not self._is_busy:
                 with self._all_or_none():
                     self._settle()
@@ -106,6 +108,7 @@ class Engine(Generic[R]):
         requests that hold rows get its error, and it is raised.
         """
         with self.lock, self._all_or_none():
+            self._settle()  # what an interrupt may have kept an earlier call from
             if entering := self.scheduler.admit():
                 self.runner.run(entering)
             launch = self.scheduler.next()
@@ -114,14 +117,21 @@ class Engine(Generic[R]):
                 self._collect()
             self._settle()
 
+    def _check_outside(self) -> None:
+        """RuntimeError if a step of this very thread is under way: whoever calls was called by it."""
+        if self._is_busy:
+            raise RuntimeError(
+                "a decoder can't be called from inside itself, by its tokenizer or by what interrupted it; nearest thing that "
+                "works: call it after the call that runs has returned, or from another thread"
+            )
+
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """Ends all requests that hold rows if the block raises anything, an interrupt included.
 
         After such an error nobody can say which rows have moved on and which have not.
         """
-        if self._is_busy:
-            raise RuntimeError("this engine was called from inside one of its own steps: a tokenizer may not generate")
+        self._check_outside()
         self._is_busy = True
         try:
             yield
@@ -164,13 +174,17 @@ class Engine(Generic[R]):
         self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
-        """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
-        while self._cancelled:
-            self.scheduler.cancel(self._cancelled.pop())
+        """Cancels what callers gave up, and tells the runner which rows have ended.
+
+        Once no row is left, unread launches belong to nobody and are dropped.
+        """
+        while self._leaving:
+            self.scheduler.cancel(self._leaving.popleft())
         if not self.scheduler.seats:
             for pending in (*(pending for pending, _ in self._unread), *self._silent):
                 pending.drop()
             self._unread.clear()
             self._silent.clear()
-        if departures := self.scheduler.take_departures():
+        if departures := self.scheduler.departures():
             self.runner.run(departures)
+            self.scheduler.departed()

@@ -67,7 +67,8 @@ class Request:
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
         if self.error is not None:
-            raise RuntimeError(f"the request failed while it ran: {self.error}") from self.error
+            reason = str(self.error) or type(self.error).__name__  # a MemoryError or an interrupt says nothing
+            raise RuntimeError(f"the request failed while it ran: {reason}") from self.error
         assert self.output.finish_reason is not None, "the request is not finished"
         self.stats.check_identity(len(self.output.token_ids))
         return Generation(self.prompt_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats)

@@ -128,19 +128,25 @@ class Scheduler:
     def fail_all(self, error: BaseException) -> None:
         """Ends all requests that hold rows with that error, and turns all rows into padding.
 
-        It does not matter which of the earlier changes of rows the runner has been told.
+        It does not matter which of the earlier changes of rows the runner has been told.  An interrupt may have come just after
+        a request's last token, while its text was made: that request fails too.
         """
-        self.fail(list(self.seats), error)
+        for seat in list(self.seats):
+            if not seat.request.cancelled and seat.request.error is None:
+                seat.request.error = error
+            self._leave(seat)
         self._moved, self._cleared = {}, set(range(self.rows))
 
-    def take_departures(self) -> LeaveRows | None:
+    def departures(self) -> LeaveRows | None:
         """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
         if not self._cleared:
             return None
         moves = tuple((source, target) for target, source in self._moved.items())
-        step = LeaveRows(moves, tuple(sorted(self._cleared)))
+        return LeaveRows(moves, tuple(sorted(self._cleared)))
+
+    def departed(self) -> None:
+        """The runner has been told of all departures."""
         self._moved, self._cleared = {}, set()
-        return step
 
     # ---- what runs next ----
 

@@ -190,6 +190,13 @@ def test_generate_streams_the_text_and_nothing_else(capsys):
     assert same == out and ", target by transformers; plain decoding\n" in err
 
 
+def test_a_closed_stdin_is_a_missing_prompt(capsys, monkeypatch):
+    """Keeps out: a traceback from a service or a cron job that closes it."""
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = run(capsys, "generate", "--max-tokens", "3")
+    assert code == 2 and "PROMPT is missing" in err
+
+
 @pytest.mark.slow
 @needs_pair
 def test_generate_reads_stdin_and_stops(capsys, monkeypatch):

@@ -103,3 +103,15 @@ def test_a_request_that_fails_while_it_runs_is_one_line(
     out, err = capsys.readouterr()
     assert out == "Once"
     assert err == "specdec: error: the request failed while it ran: the logits of position 3 are not finite\n"
+
+
+def test_closed_streams(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a traceback after the whole run where stdout is closed, and messages on stdout where stderr is."""
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)
+        assert cli.main(["generate", "hi", "--max-tokens", "3"]) == 2
+    assert "stdout is closed" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", None)
+        assert cli.main(["generate", "hi", "--max-tokens", "0"]) == 2
+    assert capsys.readouterr() == ("", "")

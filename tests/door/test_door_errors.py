@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from toolkit.attention import fake_flash
@@ -51,6 +52,7 @@ SAMPLING_ERRORS = [
     (dict(stop=3), TypeError, "stop must be .* got 3"),
     (dict(stop=["a", 3]), TypeError, "stop must be a string or a list of strings, got 3"),
     (dict(stop=""), ValueError, "stop must not hold an empty string"),
+    (dict(stop=["a", "\ud800"]), ValueError, "stop holds .* half of a surrogate pair"),
     (dict(stop_token_ids=[-1]), ValueError, "stop_token_ids must be in .*, got -1"),
     (dict(stop_token_ids=5), TypeError, "stop_token_ids must be .* got 5"),
     (dict(stop_token_ids=["a"]), TypeError, "stop_token_ids must be an int, got 'a'"),
@@ -129,7 +131,13 @@ GENERATE_ERRORS: list[tuple[Callable[[SpecDecoder], Any], type[Exception], str]]
     (lambda d: d.generate([1], SamplingParams(max_tokens=9), speculate=1), TypeError, "speculate must be a bool, got 1"),
     (lambda d: d.generate([1], SamplingParams(stop_token_ids=[40], max_tokens=9)), ValueError, "stop_token_ids holds 40"),
     (lambda d: d.generate([1], SamplingParams(stop="a", max_tokens=9)), ValueError, "stop needs a tokenizer"),
-    (lambda d: d.stream([[1], [2]]), TypeError, "prompt must be one string"),
+    (
+        lambda d: d.stream([[1], [2]]),
+        TypeError,
+        r"prompt must be one string.* got \[\[1\], \[2\]\] of type list; nearest .* generate",
+    ),
+    (lambda d: d.stream([1], SHORT, speculate=0), TypeError, "speculate must be a bool, got 0"),
+    (lambda d: d.generate(np.str_("text")), ValueError, "a text prompt needs a tokenizer"),  # numpy's text is text
 ]
 
 
@@ -241,7 +249,9 @@ def test_folders(tmp_path: Path) -> None:
     for name, match in [
         (file, "got the file .* nearest: "),
         ("./nowhere", "existing model folder or a hub id"),
-        ("a/b/c", "hub id"),
+        ("a/b/c", "draft: .* hub id"),
+        ("a" * 5000, "draft must be a folder .*: .*name too long"),
+        ("no such/thing here", "draft is no local folder, and no hub id"),
     ]:
         with pytest.raises(ValueError, match=match):
             resolve_folder(name, "draft")

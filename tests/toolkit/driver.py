@@ -252,10 +252,6 @@ class Driver:
         """Sets how many launches may be unread."""
         self._engine.depth = rounds
 
-    @property
-    def depth(self) -> int:
-        return self._engine.depth
-
     def set_chunk(self, tokens: int) -> int:
         """Sets the most prompt tokens of one chunk.  Returns the old limit for whole prompts."""
         before = self._scheduler.budget
@@ -301,6 +297,16 @@ class Driver:
 
         with patch.object(victim, name, raising):
             yield
+
+    def before_step(self, kind: Any, call: int, action: Callable[[], None]) -> None:
+        """`action` runs once: before the runner is given its step number `call` (from 0, from now on) of that kind or kinds."""
+        calls = iter(range(10**9))
+
+        def look(step: Step) -> None:
+            if isinstance(step, kind) and next(calls) == call:
+                action()
+
+        self._watch(look)
 
     def before_each_round(self, hook: Callable[[], None]) -> None:
         """Makes `hook` run before each round is launched.  No round is launched if the hook leaves no request running."""

@@ -23,24 +23,32 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
         raise TypeError(f"{argument} must be a folder or a hub id, a str or a Path; got {name!r} of type {type(name).__name__}")
     if name == "":  # which a Path takes for the current folder
         raise ValueError(f"{argument} must be a folder or a hub id like 'org/name', got ''")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"expected a model folder or a hub id, got the file {str(name)!r}; nearest: {str(path.parent)!r}")
     text = str(name)
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; a user that has no home
+        raise ValueError(f"{argument} must be a folder or a hub id like 'org/name': {error}"[:400]) from error
+    if is_folder:
+        return path
+    if is_there:
+        raise ValueError(
+            f"{argument}: expected a model folder or a hub id, got the file {text!r}; nearest: {str(path.parent)!r}"
+        )
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
-        raise ValueError(f"expected an existing model folder or a hub id like 'org/name', got {text!r}")
+        raise ValueError(f"{argument}: expected an existing model folder or a hub id like 'org/name', got {text!r}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_ELSEWHERE))
         if not any(folder.glob("*.safetensors")):  # heads are often published as pickles only
             folder = Path(snapshot_download(text, allow_patterns=[*_PATTERNS, "*.bin"], ignore_patterns=_ELSEWHERE))
         return folder
+    except HFValidationError as error:
+        raise ValueError(f"{argument} is no local folder, and no hub id either: {error}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{text!r} is no local folder, and the hub did not give it: {error}") from error
+        raise ValueError(f"{argument}: {text!r} is no local folder, and the hub did not give it: {error}") from error
 
 
 class Checkpoint:

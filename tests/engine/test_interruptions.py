@@ -1,0 +1,89 @@
+"""What reaches an engine in the middle of a step: an interrupt, a stream that is closed there, a call from inside.
+
+Python runs signal handlers, finalisers and the tokenizer's code wherever a step happens to be.
+"""
+
+from typing import Any
+
+import pytest
+from toolkit.driver import Driver, new_request
+from toolkit.models import Zoo
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.steps import LeaveRows, RunChunk, RunRound
+
+PROMPTS = [[3, 4], [5, 6, 7], [8] * 9]
+
+
+@pytest.fixture()
+def decoder(zoo: Zoo) -> SpecDecoder:
+    return zoo.decoder("llama", "eagle3", SpecConfig(3, 4, 12), page_size=4, max_batch_size=3, max_seq_len=96)
+
+
+@pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stream_closed_inside_a_step(zoo: Zoo, decoder: SpecDecoder, depth: int, call: int) -> None:
+    """Keeps out: the garbage collector closes a forgotten stream while a round is being launched, its row is given to another
+    request at once, and that one gets tokens of the row before: wrong text, without an error."""
+    driver = Driver(decoder)
+    driver.set_depth(depth)
+    forgotten = decoder.stream(PROMPTS[0], SamplingParams(max_tokens=60))
+    next(forgotten)
+    driver.before_step(RunRound | RunChunk, call, forgotten.close)
+    outs = decoder.generate(PROMPTS[1:], SamplingParams(max_tokens=20))
+    assert [out.token_ids for out in outs] == [zoo.greedy("llama", prompt, 24)[:20] for prompt in PROMPTS[1:]]
+    driver.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_interrupt_while_the_last_text_is_made(zoo: Zoo, decoder: SpecDecoder, others: int) -> None:
+    """Keeps out: Ctrl-C in the tokenizer, after the last token was taken: the request held its row for ever, and a decoder
+    with one row answered nobody any more."""
+    driver = Driver(decoder)
+
+    def interrupted(ids: Any) -> str:
+        raise KeyboardInterrupt
+
+    beside = [driver.submit(prompt, SamplingParams(max_tokens=40)) for prompt in PROMPTS[1 : 1 + others]]
+    request = driver.add(new_request(PROMPTS[0], 5, decode=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        driver.run_until_idle()
+    driver.assert_nothing_leaked()
+    for failed in (request, *beside):
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+            failed.result()
+    (out,) = decoder.generate(PROMPTS[1], SamplingParams(max_tokens=20))
+    assert out.token_ids == zoo.greedy("llama", PROMPTS[1], 24)[:20]
+
+
+def test_a_second_interrupt_while_rows_are_cleared(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Keeps out: Ctrl-C twice: rows of requests that had ended stayed active, and wrote to pages of those that came after."""
+    driver = Driver(decoder)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    driver.before_step(RunRound, 3, interrupt)
+    driver.before_step(LeaveRows, 0, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(PROMPTS, SamplingParams(max_tokens=30))
+    (out,) = decoder.generate(PROMPTS[1], SamplingParams(max_tokens=20))
+    assert out.token_ids == zoo.greedy("llama", PROMPTS[1], 24)[:20]
+    driver.assert_nothing_leaked()
+
+
+def test_a_call_from_inside_is_refused(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Keeps out: a step inside a step, from a tokenizer that asks the decoder whose text it makes."""
+
+    def asks(ids: Any) -> str:
+        decoder.generate(PROMPTS[1], SamplingParams(max_tokens=3))
+        return ""
+
+    driver = Driver(decoder)
+    request = driver.add(new_request(PROMPTS[0], 5, decode=asks))
+    beside = driver.submit(PROMPTS[1], SamplingParams(max_tokens=20))
+    driver.run_until_idle()
+    with pytest.raises(RuntimeError, match="can't be called from inside itself"):
+        request.result()
+    assert beside.result().token_ids == zoo.greedy("llama", PROMPTS[1], 24)[:20]
+    driver.assert_nothing_leaked()
