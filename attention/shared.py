@@ -51,12 +51,15 @@ class SharedPrefix(NamedTuple):
         """Declares that the rows `members` begin with these pages, which hold `tokens` tokens, and that all others share
         nothing.
         """
-        shared_B = torch.zeros(self.shared_B.shape, dtype=torch.int32)
-        shared_B[members] = tokens
+        rows, device = self.shared_B.shape[0], self.table_1W.device
+        numbers = torch.zeros(rows + len(pages), dtype=torch.int32, pin_memory=device.type == "cuda")  # so that nobody waits
+        numbers[members] = tokens
+        numbers[rows:] = torch.tensor(pages, dtype=torch.int32)
+        numbers = numbers.to(device, non_blocking=True)
         self.length_1.fill_(tokens)
-        self.table_1W[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self.table_1W.device)
-        self.shared_B.copy_(shared_B)
-        self.unshared_B.copy_(tokens - shared_B)
+        self.table_1W[0, : len(pages)] = numbers[rows:]
+        self.shared_B.copy_(numbers[:rows])
+        self.unshared_B.copy_(tokens - numbers[:rows])
 
 
 def split_shared(own: Segment, shared: SharedPrefix | None) -> tuple[Segment, ...]:

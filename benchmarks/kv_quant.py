@@ -178,7 +178,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     row = {
         "kv": kind, "spec": shape, "batch": BATCH, "context": CONTEXT, "ms": median(ms[0] + ms[1]),
         "ms_of_each_half": [median(half) for half in ms], "rounds": 2 * rounds,
-        "limit_ms": 1e3 * limit.total / round_8b.READ_BANDWIDTH, "kv_bytes": pool_bytes(decoder),
+        "limit_ms": 1e3 * limit.total / round_8b.this_gpu().read_bandwidth, "kv_bytes": pool_bytes(decoder),
         "counted_kv_bytes": num_pages(decoder) * kv_bytes_per_page(model, head, decoder.settings),
         "gpu_ms": split.span, "phases_ms": split.by_phase, "kinds_ms": split.by_kind, "longest": split.longest,
     }  # fmt: skip
@@ -200,7 +200,7 @@ def rounds(count: int, only: str | None) -> dict[str, Any]:
                 torch.cuda.empty_cache()
     return {
         "device": torch.cuda.get_device_name(), "triton": triton.__version__, "weights": "random", "dtype": "bfloat16",
-        "read_bandwidth": round_8b.READ_BANDWIDTH, "rows": rows,
+        "read_bandwidth": round_8b.this_gpu().read_bandwidth, "rows": rows,
     }  # fmt: skip
 
 

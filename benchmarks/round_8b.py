@@ -41,36 +41,59 @@ TARGET = ModelConfig(
     vocab_size=128256, rms_norm_eps=1e-5, rope=RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), max_position=131072,
 )  # fmt: skip
 DRAFT_VOCAB = 32000
-READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB as the fastest of a few large sums
 TRACED = 10
 
 
 class Case(NamedTuple):
-    """One line of the table.
-
-    spec: S,k,nd; "plain"; or "auto", which with random weights settles at no levels.  bar, stretch: the milliseconds that it
-    must and should stay below; 0 for lines that are only compared with each other.
-    """
+    """One line of the table.  spec: S,k,nd; "plain"; or "auto", which with random weights settles at no levels."""
 
     spec: str
     batch: int
     context: int
-    bar: float
-    stretch: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec}:{self.batch}:{self.context}"
 
 
 CASES = (
-    Case("plain", 1, 1024, 5.9, 5.3),
-    Case("plain", 32, 1024, 8.0, 7.3),
-    Case("5,1,6", 1, 1024, 7.4, 6.9),
-    Case("5,1,6", 8, 1024, 8.2, 7.6),
-    Case("5,1,6", 32, 1024, 10.6, 9.5),
-    Case("5,8,32", 1, 1024, 7.8, 7.1),
-    Case("7,10,60", 1, 1024, 8.8, 7.8),
-    Case("5,1,6", 1, 32768, 9.2, 8.5),
-)
-PREFILLS = ((1, 1024, 28.0, 23.0), (32, 1024, 800.0, 720.0))
+    Case("plain", 1, 1024), Case("plain", 8, 1024), Case("plain", 32, 1024), Case("5,1,6", 1, 1024), Case("5,1,6", 8, 1024),
+    Case("5,1,6", 32, 1024), Case("5,8,32", 1, 1024), Case("7,10,60", 1, 1024), Case("5,1,6", 1, 32768),
+)  # fmt: skip
+PREFILLS = ((1, 1024), (32, 1024))
 PAUSES = (1, 32)  # batch sizes at which "auto" is compared with plain decoding
+
+
+class Gpu(NamedTuple):
+    """What is known of a GPU.  read_bandwidth: bytes per second, measured as the fastest of a few large sums.
+
+    bars: milliseconds that a line, by its case's name or as "prefill:batch:tokens", must stay below.
+    """
+
+    read_bandwidth: float
+    bars: dict[str, float]
+
+
+GPUS = {
+    "H100": Gpu(3.06e12, {
+        "plain:1:1024": 5.9, "plain:32:1024": 8.0, "5,1,6:1:1024": 7.4, "5,1,6:8:1024": 8.2, "5,1,6:32:1024": 10.6,
+        "5,8,32:1:1024": 7.8, "7,10,60:1:1024": 8.8, "5,1,6:1:32768": 9.2, "prefill:1:1024": 28.0, "prefill:32:1024": 800.0,
+    }),
+    "H200": Gpu(4.48e12, {
+        "plain:1:1024": 4.50, "plain:8:1024": 4.85, "plain:32:1024": 5.67, "5,1,6:1:1024": 5.68, "5,1,6:8:1024": 6.12,
+        "5,1,6:32:1024": 9.18, "5,8,32:1:1024": 5.73, "7,10,60:1:1024": 6.44, "5,1,6:1:32768": 7.00, "prefill:1:1024": 26.0,
+        "prefill:32:1024": 770.0,
+    }),
+}  # fmt: skip
+
+
+def this_gpu() -> Gpu:
+    """ValueError on a GPU without bars: give it an entry of its own."""
+    name = torch.cuda.get_device_name()
+    known = next((gpu for short, gpu in GPUS.items() if short in name), None)
+    if known is None:
+        raise ValueError(f"nothing is known of {name}; expected one of {', '.join(GPUS)}, or a new entry in GPUS")
+    return known
 
 
 def random_pair(max_positions: int, device: torch.device) -> tuple[CausalLM, DraftHead]:
@@ -106,27 +129,29 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
     return torch.randint(1000, 100000, (batch, context), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def measure(model: CausalLM, head: DraftHead, case: Case, rounds: int, graphs: GraphMode) -> dict[str, Any]:
-    """One line: wall, host and GPU milliseconds a round."""
+def measure(
+    model: CausalLM, head: DraftHead, case: Case, rounds: int, graphs: GraphMode, *, traced: bool = True
+) -> dict[str, Any]:
+    """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too."""
     spec = spec_of(case.spec)
     decoder = make_decoder(model, head, spec, case.batch, case.context, graphs)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     session = Session(decoder)
     work = Work(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
-    settle = 100 if case.bar == 0 else 8  # compiles, captures; "auto" tries other numbers of levels first
+    settle = 8 if traced else 100  # compiles, captures; "auto" tries other numbers of levels first
     full_rounds(work, session.step, settle)
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
     limit = byte_limit(model, head if spec else None, spec, case.batch, case.context)
     row: dict[str, Any] = {
-        **case._asdict(), "ms": 1e3 * median(wall for wall, _ in found), "rounds": len(found), "graphs": graphs,
-        "host_ms": 1e3 * median(wall - waited for wall, waited in found), "limit_ms": 1e3 * limit.total / READ_BANDWIDTH,
+        **case._asdict(), "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
+        "ms": 1e3 * median(wall for wall, _ in found), "host_ms": 1e3 * median(wall - waited for wall, waited in found),
+        "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth,
     }  # fmt: skip
-    if case.bar == 0:
+    if not traced:
         row["mean_ms"] = 1e3 * sum(wall for wall, _ in found) / len(found)
         return row
-    traced = min(TRACED, rounds_in(900, spec))
     with work.running():
-        split = trace(session.step, traced, decoder.settings.device)
+        split = trace(session.step, min(TRACED, rounds_in(900, spec)), decoder.settings.device)
     row |= {"gpu_ms": split.span, "idle_share": split.idle_share, "kernels": split.kernels, "kinds_ms": split.by_kind,
             "phases_ms": split.by_phase, "longest": split.longest}  # fmt: skip
     return row
@@ -144,11 +169,14 @@ def prefill_ms(model: CausalLM, head: DraftHead, batch: int, tokens: int, repeat
     return 1e3 * median(times[2:])
 
 
+def verdict(ms: float, bar: float | None) -> str:
+    return "no bar" if bar is None else f"bar {bar:5.2f} {'ok  ' if ms <= bar else 'MISS'}"
+
+
 def show(row: dict[str, Any]) -> None:
-    ms, bar = row["ms"], row["bar"]
     print(
-        f"{row['spec']:>8} batch {row['batch']:>2} context {row['context']:>5}: {ms:6.2f} ms  limit {row['limit_ms']:5.2f}"
-        f"  bar {bar:5.1f} {'ok  ' if ms <= bar else 'MISS'} stretch {row['stretch']:5.1f}  host {row['host_ms']:.2f}",
+        f"{row['spec']:>8} batch {row['batch']:>2} context {row['context']:>5}: {row['ms']:6.2f} ms"
+        f"  limit {row['limit_ms']:5.2f}  {verdict(row['ms'], row['bar'])}  host {row['host_ms']:.2f}",
         end="",
     )
     if "kinds_ms" in row:
@@ -173,29 +201,29 @@ def main() -> None:
     model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
     rows = []
     for case in CASES:
-        if args.only and not f"{case.spec}:{case.batch}:{case.context}".startswith(args.only):
+        if args.only and not case.name.startswith(args.only):
             continue
         rows.append(measure(model, head, case, args.rounds, args.graphs))
         show(rows[-1])
         torch.cuda.empty_cache()
     for batch in () if args.no_auto else PAUSES:
         for spec in ("plain", "auto"):  # both over the same 600 rounds, so of the same lengths
-            rows.append(measure(model, head, Case(spec, batch, 1024, 0.0, 0.0), 600, args.graphs))
+            rows.append(measure(model, head, Case(spec, batch, 1024), 600, args.graphs, traced=False))
             print(
                 f"600 rounds of {spec}, batch {batch}: median {rows[-1]['ms']:.2f} ms, mean {rows[-1]['mean_ms']:.2f} ms",
                 flush=True,
             )
             torch.cuda.empty_cache()
     prefills = []
-    for batch, tokens, bar, stretch in () if args.no_prefill else PREFILLS:
-        ms = prefill_ms(model, head, batch, tokens)
-        prefills.append({"batch": batch, "tokens": tokens, "ms": ms, "bar": bar, "stretch": stretch})
-        print(f"prefill {batch} x {tokens}: {ms:.1f} ms  bar {bar:.0f} {'ok' if ms <= bar else 'MISS'}", flush=True)
+    for batch, tokens in () if args.no_prefill else PREFILLS:
+        ms, bar = prefill_ms(model, head, batch, tokens), this_gpu().bars.get(f"prefill:{batch}:{tokens}")
+        prefills.append({"batch": batch, "tokens": tokens, "ms": ms, "bar": bar})
+        print(f"prefill {batch} x {tokens}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)
         torch.cuda.empty_cache()
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
-        "read_bandwidth": READ_BANDWIDTH, "rows": rows, "prefill": prefills,
+        "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills,
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

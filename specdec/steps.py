@@ -160,5 +160,5 @@ class Runner(Protocol):
     """Executes steps on one rank's device, in the order given; decides nothing by itself."""
 
     def run(self, step: Step) -> Pending | None:
-        """Launches the step.  Returns the tokens that it emits, to be read later; None for a step that emits nothing."""
+        """Launches the step.  Returns what a chunk or a round emits, to be read later; None for other steps, which emit nothing."""
         ...

@@ -48,7 +48,7 @@ class SyntheticAcceptance:
         lens_B: each row's committed length.
         A node whose best child is to be accepted gets that child's token.  Any other node keeps its own token, or if some child
         holds that one, the next token that no child holds.  The choice depends on (seed, position) alone, so equal runs accept
-        alike.
+        alike.  A token of -1, which says that the logits were not finite, stays.
         """
         if tree.num_nodes == 1:  # plain decoding has nothing to accept
             return target_tokens_BN
@@ -56,7 +56,8 @@ class SyntheticAcceptance:
         prob_BN = self.probs_S[depths_BN.clamp(max=self.probs_S.shape[0] - 1)]
         accept_BN = has_child_BN & (uniform_noise(seed_B, lens_B[:, None] + depths_BN) < prob_BN)
         refused_BN = unlike_children(tree, target_tokens_BN, self.vocab_size)
-        return torch.where(accept_BN, tree.tokens_BN.gather(1, best_BN), refused_BN)
+        forced_BN = torch.where(accept_BN, tree.tokens_BN.gather(1, best_BN), refused_BN)
+        return torch.where(target_tokens_BN < 0, target_tokens_BN, forced_BN)
 
 
 def best_children(tree: DraftTree) -> tuple[Tensor, Tensor]:

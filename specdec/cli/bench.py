@@ -35,7 +35,7 @@ DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shapes = " and ".join(s.label for s in DEFAULT_SPECS)
-    lines = "text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns)"
+    lines = "text, one a line, or .jsonl (token_ids, prompt, text, question, task, turns, messages)"
     add("--prompts", type=not_empty, metavar="FILE", help=lines)
     add("--num-prompts", type=int, metavar="N", help="the file's first N; default: 8, or as many as the largest batch")
     spec = f"{SPEC_HELP}; may be given several times; default: {shapes}"

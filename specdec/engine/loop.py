@@ -23,6 +23,10 @@ from specdec.steps import Pending, RunChunk, Runner
 
 R = TypeVar("R", bound=Runner)
 
+# A chunk in which no prompt ends is called silent here: it emits no token that the host would wait for.  At most so many silent
+# chunks may be on their way through the device; a short prompt that is submitted now waits for all of them.
+MOST_SILENT = 2
+
 
 class Engine(Generic[R]):
     """Runs a batch of requests; `submit`, `step` and `cancel` are the way in.
@@ -33,6 +37,9 @@ class Engine(Generic[R]):
     def __init__(self, scheduler: Scheduler, runner: R, depth: int) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
+        self._silent: deque[Pending] = deque()
+        self._is_busy = False  # whether a step or a cancellation is under way
+        self._cancelled: list[Request] = []  # requests that are still to be ended
         self.lock = threading.RLock()  # requests change only while it is held
         self._process = os.getpid()
 
@@ -81,10 +88,16 @@ class Engine(Generic[R]):
             )
 
     def cancel(self, request: Request) -> None:
-        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
-        with self.lock, self._all_or_none():
-            self.scheduler.cancel(request)
-            self._settle()
+        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is.
+
+        Python's garbage collector may close a forgotten stream in the middle of a step, in the same thread.  Then the request
+        ends at the end of that step, because rows must not move while the step relies on who holds them.
+        """
+        with self.lock:
+            self._cancelled.append(request)
+            if not self._is_busy:
+                with self._all_or_none():
+                    self._settle()
 
     def step(self) -> None:
         """Launches one chunk of prompts or one round, and hands out the tokens of earlier launches that are due.
@@ -107,28 +120,39 @@ class Engine(Generic[R]):
 
         After such an error nobody can say which rows have moved on and which have not.
         """
+        if self._is_busy:
+            raise RuntimeError("this engine was called from inside one of its own steps: a tokenizer may not generate")
+        self._is_busy = True
         try:
             yield
         except BaseException as error:
             self.scheduler.fail_all(error)
             self._settle()
             raise
+        finally:
+            self._is_busy = False
 
     def _launch(self, launch: Launch) -> bool:
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
         for step in launch.before:
             self.runner.run(step)
+        while len(self._silent) >= MOST_SILENT and not launch.emits:
+            self._silent.popleft().read()
         try:
             pending = self.runner.run(launch.step)
         except Exception as error:  # of any kind, most often a chunk too long for the memory; running requests go on
+            # This decides by an error of one rank.  With several ranks, all of them must report their errors as data.
             if not isinstance(launch.step, RunChunk):
                 raise
             self.scheduler.fail(launch.seats, error)
             return False
         self.scheduler.launched(launch)
-        if pending is not None:
+        assert pending is not None, "chunks and rounds can be waited for"
+        if launch.emits:
             self._unread.append((pending, launch))
-        return pending is not None
+        else:
+            self._silent.append(pending)
+        return launch.emits
 
     def _collect(self) -> None:
         """Waits for the oldest unread launch, and hands its tokens to the requests."""
@@ -140,9 +164,13 @@ class Engine(Generic[R]):
         self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
-        """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
+        """Ends cancelled requests, and tells the runner which rows have ended.  If no row is left, drops all launches."""
+        while self._cancelled:
+            self.scheduler.cancel(self._cancelled.pop())
         if not self.scheduler.seats:
-            while self._unread:
-                self._unread.popleft()[0].drop()
+            for pending in (*(pending for pending, _ in self._unread), *self._silent):
+                pending.drop()
+            self._unread.clear()
+            self._silent.clear()
         if departures := self.scheduler.take_departures():
             self.runner.run(departures)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import count
 
 from specdec.engine.chunks import ChunkBudget, Left
 from specdec.engine.pages.admission import Admission
@@ -28,12 +29,14 @@ class Seat:
     """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
 
     done: how many prompt tokens are in the cache or in chunks that have been planned.
-    runs: whether the whole prompt is in them, so that the row takes part in rounds.
+    arrival: how many requests entered before this one.
+    runs: whether chunks have been planned for the whole prompt, so that the row takes part in rounds.
     unread: launches that emit tokens for the request and have not been read yet.
     """
 
     request: Request
     done: int
+    arrival: int
     runs: bool = False
     unread: int = 0
 
@@ -60,6 +63,11 @@ class Launch:
     before: list[Step]
     step: RunChunk | RunRound
     seats: list[Seat | None]
+
+    @property
+    def emits(self) -> bool:
+        """Whether the launch will emit tokens.  A chunk in which no prompt ends emits none."""
+        return isinstance(self.step, RunRound) or any(part.is_last for part in self.step.parts)
 
 
 class Scheduler:
@@ -88,6 +96,7 @@ class Scheduler:
         self._moved: dict[int, int] = {}
         self._cleared: set[int] = set()
         self._chunk_is_next = True
+        self._arrivals = count()
 
     @property
     def is_idle(self) -> bool:
@@ -136,21 +145,25 @@ class Scheduler:
     # ---- what runs next ----
 
     def admit(self) -> EnterRows | None:
-        """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter."""
+        """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter.
+
+        A request that had better wait for another one's prompt is passed over.
+        """
         entries: list[Entry] = []
-        while self.waiting and len(self.seats) < self.rows:
-            request = self.waiting[0]
-            found = self.admission.find(request, self.speculation.enabled)
-            entering = [seat.request for seat in self.seats if not seat.runs]
-            if found is None or (entering and self.admission.should_wait(request, found, entering)):
+        for request in list(self.waiting):
+            found = self.admission.find(request, self.speculation.enabled) if len(self.seats) < self.rows else None
+            if found is None:
                 break
+            entering = [seat.request for seat in self.seats if not seat.runs]
+            if entering and self.admission.should_wait(request, found, entering):
+                continue  # later requests need not wait with it
             if not self.admission.admit(request, found):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
             entries.append(Entry(len(self.seats), place.table, *options))
-            self.seats.append(Seat(request, place.start))
+            self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
 
@@ -165,11 +178,11 @@ class Scheduler:
         return self._next_round() if can_round else None
 
     def launched(self, launch: Launch) -> None:
-        """Records that the runner has taken the launch: other requests can share the prompts that end in it from now on."""
+        """Records that the runner has taken the launch: from now on other requests can share the pages of its prompts."""
         if isinstance(launch.step, RunChunk):
             for part, seat in zip(launch.step.parts, launch.seats, strict=True):
-                if seat is not None and part.is_last:
-                    self.admission.keep(seat.request, seat.request.prompt_ids, self.speculation.enabled)
+                if seat is not None:
+                    self.admission.keep(seat.request, seat.request.prompt_ids[: part.end + 1], self.speculation.enabled)
 
     def take(self, launch: Launch, emitted: list[list[int]], drafted: int, depths: int, seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
@@ -190,13 +203,14 @@ class Scheduler:
 
     def _next_chunk(self, rows_run: bool) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
+        entering.sort(key=lambda row_seat: row_seat[1].arrival)  # not in the order of rows, because rows move when others leave
         shares = self.budget.share([seat.left for _, seat in entering], rows_run)
         parts: list[PromptPart] = []
         seats: list[Seat | None] = []
-        for (row, seat), count in zip(entering, shares, strict=True):
-            if not count:
+        for (row, seat), tokens in zip(entering, shares, strict=True):
+            if not tokens:
                 continue
-            prompt, end = seat.request.prompt_ids, seat.done + count
+            prompt, end = seat.request.prompt_ids, seat.done + tokens
             follower = prompt[end] if end < len(prompt) else -1
             parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower))
             seats.append(seat)

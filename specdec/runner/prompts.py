@@ -2,7 +2,7 @@
 
 A small chunk's kernels end before the host has launched the next ones.  So chunks that cost at most `most_captured` are padded
 to a bucket and captured: the first chunk of a bucket runs eagerly without padding, the second eagerly with padding, and the
-third is captured.
+third is captured, as long as there are fewer than MOST_GRAPHS.
 
 This module knows both models' workers; it knows no request and decides about no page.
 """
@@ -20,6 +20,7 @@ from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.workers import Workers
 from specdec.steps import RunChunk, SamplingMode
 
+MOST_GRAPHS = 64  # each graph takes memory; chunks of further shapes run eagerly
 LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
 
 
@@ -41,9 +42,8 @@ class PromptRunner:
     def __init__(self, workers: Workers, capture: bool, most_captured: int) -> None:
         self.workers, self.most_captured = workers, most_captured
         self.graphs = GraphSet(capture)
-        self._uses: Counter[Work] = Counter()
+        self._passes: Counter[Work] = Counter()  # eager passes; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
-        self._compiled: set[Work] = set()  # kernels have run at the bucket's size, so that a capture needs no warm-up
 
     def run(self, chunk: RunChunk) -> Tensor:
         """[parts, or more with padding] int64: the first output token of each part whose prompt ends in this chunk.
@@ -57,13 +57,13 @@ class PromptRunner:
         if not self.graphs.enabled or reads_lengths or max(chunk.cost, bucket.tokens) > self.most_captured:
             return self._eager(chunk, exact)
         work = Work(bucket, chunk.mode, chunk.drafted)
-        self._uses[work] += 1
-        if self._uses[work] == 1:  # without padding, too: an fp8 cache takes its scales from what it stores first
-            return self._eager(chunk, exact)
-        if work not in self.graphs and not (chunk.may_capture and work in self._compiled):
-            self._compiled.add(work)
-            return self._eager(chunk, bucket)
-        return self.replay(chunk, work)
+        passes = self._passes[work]
+        if work in self.graphs or (passes >= 2 and chunk.may_capture and len(self.graphs) < MOST_GRAPHS):
+            return self.replay(chunk, work)
+        # The first pass is without padding, too: an fp8 cache takes its scales from what it stores first.
+        first_B = self._eager(chunk, bucket if passes == 1 else exact)
+        self._passes[work] += 1  # counted only now, because a pass that fails may have compiled nothing
+        return first_B
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
         return self._pass(self._to_device(chunk, shape), Work(shape, chunk.mode, chunk.drafted))

@@ -36,6 +36,8 @@ class DeviceRunner:
     def __init__(self, workers: Workers, graphs: GraphMode, most_captured: int = 0, shared: SharedPrefix | None = None) -> None:
         self.workers, self.shared = workers, shared
         self.device = workers.state.lens_B.device
+        # Callers' threads may have other streams current; all steps of a batch must run in order, so they share one.
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.clock = PhaseClock(self.device)
         self.rounds = RoundRunner(workers, graphs, self.clock)
         self.prompts = PromptRunner(workers, bool(graphs), most_captured)
@@ -57,16 +59,14 @@ class DeviceRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
-        with on_device(self.device):
+        with on_device(self.device), torch.cuda.stream(self._stream):
             return self._actions[type(step)](step)
 
     # ---- what emits tokens ----
 
-    def _chunk(self, step: RunChunk) -> Pending | None:
+    def _chunk(self, step: RunChunk) -> Pending:
         with self.clock.phase("prefill"):
             first_B = self.prompts.run(step)
-        if not any(part.is_last for part in step.parts):
-            return None
         return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
 
     def _round(self, step: RunRound) -> Pending:

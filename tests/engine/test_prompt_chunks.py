@@ -7,6 +7,7 @@ that is still entering, a row that starts with what an unfinished prompt left in
 import pytest
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.pages import ring_passes_take
 
 from specdec import Generation, SamplingParams, SpecConfig
 
@@ -48,6 +49,22 @@ def test_chunks_change_nothing(zoo: Zoo, kind: str, spec: SpecConfig, settings: 
             assert [out.token_ids for out in got] == [out.token_ids for out in want], size
             if not spec.is_auto and "kv_cache_dtype" not in settings:
                 assert [out.stats.accepted_per_round for out in got] == [out.stats.accepted_per_round for out in want], size
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("spec", [SpecConfig(3, 4, 12), SpecConfig(3, 1, 4)], ids=str)
+def test_chunks_change_nothing_where_pages_go_in_a_ring(
+    zoo: Zoo, spec: SpecConfig, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer has a window, so a long prompt's pages are written anew while it enters beside rows that run."""
+    ring_passes_take(24, monkeypatch)
+    driver = Driver(zoo.decoder("mistral", "eagle3-window", spec, page_size=4, max_batch_size=4, max_seq_len=96))
+    assert driver.ring is not None
+    want = beside_running_rows(driver, 10_000, sampled=False)
+    assert want[3].token_ids == zoo.greedy("mistral", LONG, 24)[:9]
+    got = beside_running_rows(driver, size, sampled=False)
+    assert [out.token_ids for out in got] == [out.token_ids for out in want]
+    assert [out.stats.accepted_per_round for out in got] == [out.stats.accepted_per_round for out in want]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -6,11 +6,13 @@ Like a rank, this runner knows only what steps say: the owner of each row, how f
 import pickle
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from toolkit.driver import new_request
 
 from specdec import SpecConfig
+from specdec.engine import scheduler as scheduler_module
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
@@ -47,8 +49,8 @@ class Emitted:
 class RowsOnly:
     """A runner that keeps books instead of tensors, and refuses any step that a device could not execute."""
 
-    def __init__(self, rows: int, rng: random.Random) -> None:
-        self.rows, self.rng = rows, rng
+    def __init__(self, rows: int, rng: random.Random, shares_pages: bool = False) -> None:
+        self.rows, self.rng, self.shares_pages = rows, rng, shares_pages
         self.entries: dict[int, Entry] = {}
         self.done: dict[int, int] = {}
         self.running: set[int] = set()
@@ -66,19 +68,18 @@ class RowsOnly:
             assert entry.row in self.clean, "the row is somebody's, or was not cleared"
             self.clean.remove(entry.row)
             owned = [page for row, other in self.entries.items() for page in other.pages]
-            assert not set(entry.pages) & set(owned) and 0 not in entry.pages
-            self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, 0, []
+            assert (self.shares_pages or not set(entry.pages) & set(owned)) and 0 not in entry.pages
+            self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, -1, []
 
-    def RunChunk(self, step: RunChunk) -> Emitted | None:
+    def RunChunk(self, step: RunChunk) -> Emitted:
         for part in step.parts:
             assert part.row in self.entries and part.row not in self.running and part.token_ids
-            assert part.start == self.done[part.row], "a prompt's parts follow each other"
+            begins = self.done[part.row] < 0 and (self.shares_pages or part.start == 0)
+            assert begins or part.start == self.done[part.row], "a prompt's parts follow each other"
             self.done[part.row] = part.end
             self.prompts[part.row] += part.token_ids
             if part.is_last:
                 self.running.add(part.row)
-        if not any(part.is_last for part in step.parts):
-            return None
         return Emitted([[7] if part.is_last else [] for part in step.parts], None)
 
     def RunRound(self, step: RunRound) -> Emitted:
@@ -233,3 +234,99 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
     engine.runner.run = run  # type: ignore[method-assign]
     assert engine.runner.clean == set(range(4)) and not engine.runner.running
     assert all(request.is_done for request in requests)
+
+
+def test_the_host_does_not_run_ahead_of_a_long_prompt() -> None:
+    """Keeps out: all chunks of a long prompt launched at once, behind which a short prompt would wait that comes next."""
+    engine = engine_of(2, ChunkBudget(8, 8, 8))
+    engine.submit([new_request([5] * 200, 2)], speculate=True)
+    launched: list[Emitted] = []
+    run = engine.runner.run
+
+    def spy(step: Step) -> Emitted | None:
+        pending = run(step)
+        launched.extend([pending] if pending is not None else [])
+        return pending
+
+    engine.runner.run = spy  # type: ignore[method-assign]
+    for _ in range(12):
+        engine.step()
+        assert sum(not pending.is_over for pending in launched) <= 2
+    assert len(launched) == 12
+
+
+def test_the_oldest_prompt_keeps_its_share_when_rows_move() -> None:
+    """Keeps out: the share of the prompt that waits longest given to whoever stands in the lowest row."""
+    engine = engine_of(4, ChunkBudget(16, 16, 16), pages=900)
+    engine.submit([new_request([1] * 4, 2)], speculate=True)
+    engine.step()
+    old, young = new_request([5] * 400, 2), new_request([6] * 300, 2)
+    engine.submit([old], speculate=True)
+    engine.submit([young], speculate=True)
+    while engine.scheduler.seats[0].request is not young:  # the first request ends, and the last row takes its place
+        engine.step()
+    engine.step()
+    engine.step()
+    chunk = [step for step in engine.runner.steps if isinstance(step, RunChunk)][-1]
+    counts = {part.token_ids[0]: len(part.token_ids) for part in chunk.parts}
+    assert counts == {5: 4, 6: 12}
+
+
+def test_a_cancel_inside_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a forgotten stream that the garbage collector closes in the middle of a step, which moves rows while the step
+    relies on who holds them: another request gets the wrong tokens without an error."""
+    engine = engine_of(4, ChunkBudget(64, 64, 64), depth=0)
+    requests = [new_request([row] * 5, 30) for row in range(4)]
+    engine.submit(requests, speculate=True)
+    engine.step()
+    plan = scheduler_module.sampling_mode
+
+    def collected(running: list[Request]) -> Any:
+        engine.cancel(requests[0])
+        return plan(running)
+
+    monkeypatch.setattr(scheduler_module, "sampling_mode", collected)
+    engine.step()
+    assert requests[0].cancelled and [seat.request for seat in engine.scheduler.seats] == [requests[3], *requests[1:3]]
+    monkeypatch.setattr(scheduler_module, "sampling_mode", plan)
+    round_seats = [step.rows for step in engine.runner.steps if isinstance(step, RunRound)]
+    assert round_seats == [4], "the round ran for the rows that it was planned for"
+    while not engine.is_idle:
+        engine.step()
+    assert all(len(request.output.token_ids) == 30 for request in requests[1:])
+
+
+def test_a_step_inside_a_step_is_refused() -> None:
+    """Keeps out: a tokenizer that generates by itself, and a batch that is stepped while it is being read."""
+    engine = engine_of(4, ChunkBudget(64, 64, 64))
+
+    def decode(ids: Any) -> str:
+        engine.step()
+        return ""
+
+    request = new_request([1, 2], 5, decode=decode, streaming=True)
+    engine.submit([request], speculate=True)
+    while not engine.is_idle:
+        engine.step()
+    with pytest.raises(RuntimeError, match="called from inside one of its own steps"):
+        request.result()
+
+
+def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:
+    """Keeps out: with prefix caching, a short prompt that waits for all chunks of a long one since a prompt between the two
+    shares pages with the long one; and that prompt waiting for more than the pages that it shares."""
+    admission = Admission(PagePool(3000, 4), CHAIN.lookahead, prefix_caching=True)
+    budget = ChunkBudget(64, 64, 64)
+    engine = Engine(Scheduler(admission, budget, Speculation(CHAIN, 0.0), 4, False), RowsOnly(4, random.Random(0), True), 0)
+    long = [i % 37 for i in range(4000)]
+    requests = [new_request(long, 2), new_request(long[:400] + [38] * 8, 2), new_request([39] * 9, 2)]
+    engine.submit(requests, speculate=True)
+    chunks_until = {}
+    while not engine.is_idle:
+        engine.step()
+        chunks = sum(isinstance(step, RunChunk) for step in engine.runner.steps)
+        for index, request in enumerate(requests):
+            if request.output.token_ids:
+                chunks_until.setdefault(index, chunks)
+    assert chunks_until[2] <= 2 and chunks_until[1] <= 2 + 400 // 48 + 2 and chunks_until[0] > 50
+    assert requests[1].stats.cached_tokens >= 400 - 256

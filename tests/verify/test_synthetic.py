@@ -73,6 +73,16 @@ def test_nothing_and_everything() -> None:
             assert accepted.tolist() == wanted
 
 
+def test_logits_that_are_no_numbers_stay_visible() -> None:
+    """Keeps out: a target that overflows and whose capacity is planned as though it worked."""
+    tree = DraftTree.chain(torch.tensor([[5, 6, 7, 8]]))
+    targets_BN = torch.tensor([[6, -1, 8, 9]])
+    synthetic = SyntheticAcceptance.of([1.0] * 3, 100, "cpu")
+    got = synthetic.force(tree, targets_BN, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+    assert got.tolist()[0][:2] == [6, -1]
+    assert int(accept_path(tree, got).accepted_B) == 1
+
+
 @pytest.mark.parametrize("vocab", [15, 16, VOCAB])
 def test_a_refused_node_holds_none_of_its_childrens_tokens(vocab: int) -> None:
     """Keeps out: a second child that is accepted by chance.  15 tokens: fewer than nodes, shifts run over the end."""
