@@ -282,6 +282,12 @@ def why_not(name: str, needs: AttentionNeeds) -> str:
     return f"attention={name!r} {fault.problem}; nearest setting that works: {_nearest(name, needs, fault)}" if fault else ""
 
 
+def problem_of(name: str, needs: AttentionNeeds) -> str:
+    """Why this backend can't answer these needs, for a text that asks for no other setting; the empty string if it can."""
+    fault = _first_fault(name, needs)
+    return fault.problem if fault else ""
+
+
 def _first_fault(name: str, needs: AttentionNeeds) -> Fault | None:
     return next(faults(TABLE[name], needs), None)
 
@@ -329,10 +335,10 @@ def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
         if reason := why_not(name, needs):
             raise ValueError(reason)
         return BackendChoice(name, "asked for by name")
-    if reason := why_not("triton", needs):
+    if problem := problem_of("triton", needs):
         if not_torch := why_not("torch", needs):
             raise ValueError(not_torch)
-        return BackendChoice("torch", reason)
+        return BackendChoice("torch", f"triton {problem}")
     if not why_not("fa4", needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
         if reason := why_fa4(needs.rows, needs.kv_heads, needs.packed, needs.tokens):
             return BackendChoice("fa4", reason, by_rule=True)

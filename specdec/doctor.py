@@ -25,7 +25,7 @@ from specdec.attention.capabilities import (
     AttentionNeeds,
     architecture_of,
     choose_backend,
-    why_not,
+    problem_of,
 )
 from specdec.attention.capability_table import table_as_markdown
 from specdec.loading.resolve import resolve_device, resolve_dtype
@@ -135,8 +135,8 @@ def _backend_table() -> Table:
     for column in ("name", "runs", "tests passed on", "why not"):
         table.add_column(column, overflow="fold", justify="left")
     for name in BACKENDS:
-        reason = why_not(name, AttentionNeeds(device, dtype, architecture_of(device), page_size=TABLE[name].page_multiple))
-        table.add_row(name, Text("no", "yellow") if reason else Text("yes", "green"), TABLE[name].run_on, reason)
+        problem = problem_of(name, AttentionNeeds(device, dtype, architecture_of(device), page_size=TABLE[name].page_multiple))
+        table.add_row(name, Text("no", "yellow") if problem else Text("yes", "green"), TABLE[name].run_on, problem)
     return table
 
 

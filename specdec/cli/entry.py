@@ -18,7 +18,7 @@ from specdec.cli.output import complain
 
 EPILOG = """exit codes:
   0    done
-  1    bench: outputs of the two sides differ or are empty, or a part of the run failed
+  1    bench: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed
   2    something that was given is wrong, or the run failed; one line on stderr says what
   130  interrupted by Ctrl-C
   141  whoever read the output stopped reading (specdec bench | head)

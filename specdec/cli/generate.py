@@ -28,14 +28,14 @@ HELP = "stream a text"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("prompt", nargs="?", metavar="PROMPT", help="default: read from stdin")
+    add("prompt", nargs="?", metavar="PROMPT", help="the text to go on from; it is not printed again; default: read from stdin")
     add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add("--no-speculate", "--no-draft", action="store_true", help="plain autoregressive decoding")
-    add("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--max-tokens", type=int, default=128, metavar="N", help="the most tokens to generate; default: %(default)s")
     add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
     add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")
-    add("--stats", action="store_true", help="print accept length and tok/s to stderr")
+    add("--stats", action="store_true", help="print accept length, tok/s and the seconds of the start to stderr")
     add_sampling_flags(parser)
     add_engine_flags(parser, "generate")
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TypeVar
 
-from specdec.train.settings import HeadRun, TargetRun
+from specdec.train.settings import HeadRun, TargetRun, meaning_of
 
 Run = TypeVar("Run", HeadRun, TargetRun)
 
 
 THREADS = "threads on a CPU; default: as many as torch takes by itself, since a training step has work for all of them"
+AUX_LAYERS = "target layers, counted from 0, whose outputs are the head's features; default: 1, N//2 - 1, N - 4 of N layers"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,11 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
 def _head_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="DIR", help="the target's folder or hub id")
-    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text, plain, .xz or .gz")
+    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text whose beginnings are prompts; plain, .xz or .gz")
     add("--out", required=True, metavar="DIR", help="the finished head's folder")
-    add("--aux-layers", type=_layers, metavar="I,J,K", help="0-based target layers whose outputs are the features")
+    add("--aux-layers", type=_layers, metavar="I,J,K", help=AUX_LAYERS)
     add("--resume", action="store_true", help="go on from DIR's checkpoint and self-generated text")
-    add("--device", default="auto", help="default: the GPU if there is one")
+    add("--device", default="auto", help="where it trains; default: the GPU if there is one")
     add("--threads", type=int, metavar="N", help=THREADS)
     _setting_flags(parser, HeadRun)
 
@@ -49,21 +50,22 @@ def _head_flags(parser: argparse.ArgumentParser) -> None:
 def _target_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text, plain, .xz or .gz")
-    add("--extra-text", nargs="*", default=[], metavar="FILE", help="read in the early part only")
+    add("--extra-text", nargs="*", default=[], metavar="FILE", help="more text, read in the early part of the run only")
     add("--out", required=True, metavar="DIR", help="the finished model's folder")
-    add("--checkpoint", metavar="FILE", help="default: DIR/checkpoint.pt")
+    add("--checkpoint", metavar="FILE", help="where the run saves itself; default: DIR/checkpoint.pt")
     add("--resume", action="store_true", help="go on from the checkpoint")
-    add("--device", help="default: cuda where there is one, else cpu")
+    add("--device", help="where it trains; default: cuda where there is one, else cpu")
     add("--threads", type=int, metavar="N", help=THREADS)
-    add("--compile", action="store_true", help="torch.compile the layers (worth it on a GPU)")
-    add("--prompts", type=int, default=0, metavar="N", help="write N held-out openings")
+    add("--compile", action="store_true", help="compile the layers with torch.compile, which is worth it on a GPU")
+    add("--prompts", type=int, default=0, metavar="N", help="write N held-out openings, as prompts for specdec bench")
     _setting_flags(parser, TargetRun)
 
 
 def _setting_flags(parser: argparse.ArgumentParser, run: type[HeadRun] | type[TargetRun]) -> None:
     for field in fields(run):
-        kind = float if isinstance(field.default, float) else int
-        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default, help="default: %(default)s")
+        kind, metavar = (float, "X") if isinstance(field.default, float) else (int, "N")
+        flag, about = "--" + field.name.replace("_", "-"), f"{meaning_of(field)}; default: %(default)s"
+        parser.add_argument(flag, type=kind, default=field.default, metavar=metavar, help=about)
 
 
 def _layers(text: str) -> tuple[int, ...]:

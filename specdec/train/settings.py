@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field
+from typing import Any, TypeVar
 
 from specdec.config import SpecConfig
 
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
+
+T = TypeVar("T")
+
+
+def setting(default: T, meaning: str) -> T:
+    """A field of a run.  meaning: what `--help` says of its flag."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
+def meaning_of(field: Field[Any]) -> str:
+    return field.metadata["meaning"]
 
 
 @dataclass(frozen=True)
 class HeadRun:
     """Settings of one training run of an EAGLE-3 head.
 
-    num_steps: steps of the training-time test.
-    draft_vocab_size: tokens that the head can propose; 0 stands for the target's whole vocabulary.
-    intermediate_size: width of the head's MLP; 0 stands for the target's.
-    texts: rows of text that the target writes.  width: tokens of a row, its prompt included.
-    longest_prompt: tokens; prompts have 4 to longest_prompt of them.
-    greedy_share: share of the rows that continue greedily; the others are sampled at temperature 1.
-    steps, batch: optimizer steps, and rows of each.
-    lr: peak learning rate.  warmup: steps until the rate reaches its peak.  weight_decay: AdamW's.
-    decay: step j of the training-time test counts decay**j in the loss.
-    held_out: share of the documents that are kept out of training.
-    eval_every: steps between two evaluations.  eval_prompts: held-out prompts that the finished head is measured on.
-
     ValueError names a setting that can't work, and the values that can.
     """
 
-    num_steps: int = 5
-    draft_vocab_size: int = 0
-    intermediate_size: int = 0
-    texts: int = 8192
-    width: int = 256
-    longest_prompt: int = 48
-    greedy_share: float = 0.5
-    steps: int = 4000
-    batch: int = 32
-    lr: float = 1e-3
-    warmup: int = 200
-    weight_decay: float = 0.01
-    decay: float = 0.9
-    held_out: float = 0.05
-    eval_every: int = 500
-    eval_prompts: int = 64
-    seed: int = 0
+    num_steps: int = setting(5, "steps of the training-time test")
+    draft_vocab_size: int = setting(0, "tokens that the head can propose; 0: the target's whole vocabulary")
+    intermediate_size: int = setting(0, "width of the head's MLP; 0: the target's")
+    texts: int = setting(8192, "rows of text that the target writes")
+    width: int = setting(256, "tokens of a row, its prompt included")
+    longest_prompt: int = setting(48, "the most tokens of a row's prompt, which has at least 4")
+    greedy_share: float = setting(0.5, "share of the rows that go on greedily; the others are sampled at temperature 1")
+    steps: int = setting(4000, "optimizer steps")
+    batch: int = setting(32, "rows of a step")
+    lr: float = setting(1e-3, "peak learning rate")
+    warmup: int = setting(200, "steps until the learning rate reaches its peak")
+    weight_decay: float = setting(0.01, "AdamW's weight decay")
+    decay: float = setting(0.9, "step j of the training-time test counts decay**j in the loss")
+    held_out: float = setting(0.05, "share of the documents that are kept out of training")
+    eval_every: int = setting(500, "steps between two evaluations")
+    eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on")
+    seed: int = setting(0, "seed of everything random")
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "texts", "steps", "batch", "eval_every", "eval_prompts"):
@@ -64,35 +64,29 @@ class HeadRun:
 class TargetRun:
     """Settings of one training run of a small Llama target.  The defaults make the target that ships with specdec.
 
-    hidden_size to head_dim: the model's shape, by the names of transformers' LlamaConfig.
-    vocab_size: tokens of the byte-level BPE tokenizer that the run trains.  context: tokens of a row.
-    steps, batch: optimizer steps, and rows of each.
-    lr: peak learning rate.  warmup: steps until the rate reaches its peak.  weight_decay: AdamW's.
-    dropout: probability of dropping a value that attention or MLP adds to the residual stream.
-    extra_share: share of a batch's rows that come from the extra text at the start of the run.
-    held_out: share of each file's documents that are kept out of training.  eval_every: steps between two evaluations.
+    The fields from hidden_size to head_dim are the model's shape, by the names of transformers' LlamaConfig.
 
     ValueError names a setting that can't work, and the values that can.
     """
 
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_hidden_layers: int = 28
-    num_attention_heads: int = 3
-    num_key_value_heads: int = 1
-    head_dim: int = 32
-    vocab_size: int = 2048
-    context: int = 512
-    steps: int = 3400
-    batch: int = 64
-    lr: float = 4e-3
-    warmup: int = 300
-    weight_decay: float = 0.3
-    dropout: float = 0.2
-    extra_share: float = 0.5
-    held_out: float = 0.05
-    eval_every: int = 200
-    seed: int = 0
+    hidden_size: int = setting(96, "width of the model")
+    intermediate_size: int = setting(256, "width of its MLP")
+    num_hidden_layers: int = setting(28, "layers")
+    num_attention_heads: int = setting(3, "query heads")
+    num_key_value_heads: int = setting(1, "key and value heads")
+    head_dim: int = setting(32, "width of a head")
+    vocab_size: int = setting(2048, "tokens of the tokenizer that the run trains")
+    context: int = setting(512, "tokens of a row")
+    steps: int = setting(3400, "optimizer steps")
+    batch: int = setting(64, "rows of a step")
+    lr: float = setting(4e-3, "peak learning rate")
+    warmup: int = setting(300, "steps until the learning rate reaches its peak")
+    weight_decay: float = setting(0.3, "AdamW's weight decay")
+    dropout: float = setting(0.2, "probability of dropping a value that attention or MLP adds to the residual stream")
+    extra_share: float = setting(0.5, "share of the extra text in a step's rows at the start of the run")
+    held_out: float = setting(0.05, "share of the documents that are kept out of training")
+    eval_every: int = setting(200, "steps between two evaluations")
+    seed: int = setting(0, "seed of everything random")
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_hidden_layers", "context", "steps", "batch", "eval_every"):

@@ -157,6 +157,7 @@ def test_doctor_says_what_runs_here(capsys, monkeypatch, tmp_path, has_pair):
         assert word in out
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
     assert has_pair or "incomplete" in out
+    assert "nearest setting" not in " ".join(out.split()), "nobody asked for a setting that could be replaced"
 
 
 @pytest.mark.slow

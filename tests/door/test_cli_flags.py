@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import fields
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 from specdec import EngineOptions, SpecConfig, cli, shipped
+from specdec.bench.prompt_file import KEYS
 from specdec.cli.flags import engine_of, flag_of, tree_shape
 from specdec.options import setting_of
 from specdec.threads import usable_cpus
+from specdec.train.__main__ import build_parser as train_parser
 
 OPTIONS = fields(EngineOptions)
 COMMANDS = ("bench", "generate")
@@ -59,6 +62,19 @@ def test_every_option_is_in_the_help(capsys: pytest.CaptureFixture[str], command
         instead = setting_of(item).decided_by.get(command)
         assert (instead or setting_of(item).meaning) in said
         assert instead is not None or flag_of(item.name) in said, item.name
+
+
+@pytest.mark.parametrize("parser", [cli.build_parser(), train_parser()], ids=["specdec", "train"])
+def test_every_flag_says_what_it_means(parser: argparse.ArgumentParser) -> None:
+    """Keeps out: a flag of which --help knows the default alone."""
+    for command in next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices.values():
+        for action in command._actions:
+            assert action.help and not action.help.startswith("default"), f"{command.prog}: {action.dest}"
+
+
+def test_the_help_names_every_key_of_a_prompt_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a key that the reader takes and --help does not name."""
+    assert ", ".join(KEYS) in help_of(capsys, "bench")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
