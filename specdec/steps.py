@@ -160,5 +160,5 @@ class Runner(Protocol):
     """Executes steps on one rank's device, in the order given; decides nothing by itself."""
 
     def run(self, step: Step) -> Pending | None:
-        """Launches the step.  What a chunk or a round emits can be read later; None of other steps, which emit nothing."""
+        """Launches the step.  Returns what a chunk or a round emits, to be read later; None for other steps."""
         ...

@@ -149,7 +149,7 @@ class BatchState:
 
         rows_R: int64.  pages_Rw: integers of any type, each row's first w pages.  sampling: tensors [R] of any types.
         """
-        self.prompt_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)  # after its pages, a row must not name an earlier request's
+        self.prompt_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)  # after its own pages, a row must not name an earlier request's
         self.prompt_table_BW[:, : pages_Rw.shape[1]].index_copy_(0, rows_R, pages_Rw.int())
         for tensor, values_R in zip(self.sampling, sampling, strict=True):
             tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))

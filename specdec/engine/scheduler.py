@@ -29,8 +29,8 @@ class Seat:
     """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
 
     done: how many prompt tokens are in the cache or in chunks that have been planned.
-    arrival: counts the requests that entered before this one.
-    runs: whether the whole prompt is in them, so that the row takes part in rounds.
+    arrival: how many requests entered before this one.
+    runs: whether chunks have been planned for the whole prompt, so that the row takes part in rounds.
     unread: launches that emit tokens for the request and have not been read yet.
     """
 
@@ -66,7 +66,7 @@ class Launch:
 
     @property
     def emits(self) -> bool:
-        """Whether any row will get tokens: not from a chunk in which no prompt ends."""
+        """Whether the launch will emit tokens.  A chunk in which no prompt ends emits none."""
         return isinstance(self.step, RunRound) or any(part.is_last for part in self.step.parts)
 
 
@@ -151,7 +151,10 @@ class Scheduler:
     # ---- what runs next ----
 
     def admit(self) -> EnterRows | None:
-        """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter."""
+        """Gives free rows and pages to waiting requests, in the order of arrival.  None: no request could enter.
+
+        A request that had better wait for another one's prompt is passed over.
+        """
         entries: list[Entry] = []
         for request in list(self.waiting):
             found = self.admission.find(request, self.speculation.enabled) if len(self.seats) < self.rows else None
@@ -159,7 +162,7 @@ class Scheduler:
                 break
             entering = [seat.request for seat in self.seats if not seat.runs]
             if entering and self.admission.should_wait(request, found, entering):
-                continue  # whoever comes after it need not wait for another prompt's pages too
+                continue  # later requests need not wait with it
             if not self.admission.admit(request, found):
                 break
             self.waiting.remove(request)
@@ -181,7 +184,7 @@ class Scheduler:
         return self._next_round() if can_round else None
 
     def launched(self, launch: Launch) -> None:
-        """Records that the runner has taken the launch: other requests can share the prompts that end in it from now on."""
+        """Records that the runner has taken the launch: from now on other requests can share the pages of its prompts."""
         if isinstance(launch.step, RunChunk):
             for part, seat in zip(launch.step.parts, launch.seats, strict=True):
                 if seat is not None:
@@ -206,7 +209,7 @@ class Scheduler:
 
     def _next_chunk(self, rows_run: bool) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
-        entering.sort(key=lambda row_seat: row_seat[1].arrival)  # rows move when others leave
+        entering.sort(key=lambda row_seat: row_seat[1].arrival)  # not in the order of rows, because rows move when others leave
         shares = self.budget.share([seat.left for _, seat in entering], rows_run)
         parts: list[PromptPart] = []
         seats: list[Seat | None] = []

@@ -20,7 +20,7 @@ from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.workers import Workers
 from specdec.steps import RunChunk, SamplingMode
 
-MOST_GRAPHS = 64  # each keeps its own launches in memory; chunks of further shapes run eagerly
+MOST_GRAPHS = 64  # each graph takes memory; chunks of further shapes run eagerly
 LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
 
 
@@ -42,7 +42,7 @@ class PromptRunner:
     def __init__(self, workers: Workers, capture: bool, most_captured: int) -> None:
         self.workers, self.most_captured = workers, most_captured
         self.graphs = GraphSet(capture)
-        self._passes: Counter[Work] = Counter()  # eager ones; the second compiles what a capture needs
+        self._passes: Counter[Work] = Counter()  # eager passes; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
 
     def run(self, chunk: RunChunk) -> Tensor:
@@ -62,7 +62,7 @@ class PromptRunner:
             return self.replay(chunk, work)
         # The first pass is without padding, too: an fp8 cache takes its scales from what it stores first.
         first_B = self._eager(chunk, bucket if passes == 1 else exact)
-        self._passes[work] += 1  # only now: a pass that failed has compiled nothing
+        self._passes[work] += 1  # counted only now, because a pass that fails may have compiled nothing
         return first_B
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:

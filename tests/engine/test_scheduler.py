@@ -237,7 +237,7 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
 
 
 def test_the_host_does_not_run_ahead_of_a_long_prompt() -> None:
-    """Keeps out: all chunks of a long prompt launched at once, so that a short prompt that comes next waits for all."""
+    """Keeps out: all chunks of a long prompt launched at once, so that a short prompt that comes next waits for all of them."""
     engine = engine_of(2, ChunkBudget(8, 8, 8))
     engine.submit([new_request([5] * 200, 2)], speculate=True)
     launched: list[Emitted] = []

@@ -1,7 +1,7 @@
 """The test driver: the only place in tests/ that knows what a decoder and its engine are made of.
 
-A test says what it wants ("fail in verify", "poison the caches", "nothing leaked"), and the driver does it.  When the engine
-changes inside, this file changes and the tests stay.  A `Driver` holds no state, so several of them may drive one decoder.
+A test says what it wants ("fail in verify", "poison the caches"), and this file changes when the engine changes inside.
+A `Driver` holds no state, so several of them may drive one decoder.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from toolkit.pages import check_books
 Model = Literal["target", "draft"]
 Decode = Callable[[Sequence[int]], str]
 
-# What can be made to fail: the object of the engine that does it, and the name of its method.
-PHASES = {
+PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
     "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
     "verify": ("verifier", "verify"), "extend": ("drafter", "extend"), "read": ("", "read"),
 }  # fmt: skip
@@ -252,6 +251,10 @@ class Driver:
         """Sets how many launches may be unread."""
         self._engine.depth = rounds
 
+    @property
+    def depth(self) -> int:
+        return self._engine.depth
+
     def set_chunk(self, tokens: int) -> int:
         """Sets the most prompt tokens of one chunk.  Returns the old limit for whole prompts."""
         before = self._scheduler.budget
@@ -380,9 +383,8 @@ class Driver:
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
         """How many CUDA graphs there are of whole rounds, of single phases, or of chunks of prompts."""
-        rounds = self._runner.rounds
-        graphs = {"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": self._runner.prompts.graphs}
-        return len(graphs[kind])
+        rounds, prompts = self._runner.rounds, self._runner.prompts
+        return len({"round": rounds.round_graphs, "phase": rounds.phase_graphs, "prefill": prompts.graphs}[kind])
 
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseClock]:
