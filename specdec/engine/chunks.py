@@ -30,8 +30,8 @@ class ChunkBudget:
 
     beside_rounds: the most that a chunk may cost between two rounds of running rows.
     alone: the most that a chunk may cost while no row runs.
-    whole_prompts: the most that whole prompts may cost together while no row runs.  Parts of longer prompts fill a chunk no
-        further than `alone`, so that a short prompt that arrives next does not wait for long.
+    whole_prompts: the most that whole prompts may cost together while no row runs, or in a burst (see `is_burst`).  Parts of
+        longer prompts fill a chunk no further than `alone`, so that a short prompt that arrives next does not wait for long.
     doubling: the context length at which attention doubles a token's cost.
     most: the most tokens of one prompt in one chunk; None: no bound.
     """
@@ -54,23 +54,33 @@ class ChunkBudget:
             low, high = (middle, high) if self.cost(left.start, middle) <= budget else (low, middle - 1)
         return low
 
-    def share(self, prompts: Sequence[Left], rows_run: bool) -> list[int]:
+    def is_burst(self, prompts: Sequence[Left], running: int) -> bool:
+        """Whether so many short prompts wait that the rows that run had better wait for them: half as many as rows run.
+
+        A round between two chunks then serves few rows in almost the time of a full batch.  A prompt is short if one chunk
+        between two rounds holds it whole.
+        """
+        return 2 * sum(self.cost(*left) <= self.beside_rounds for left in prompts) >= running
+
+    def share(self, prompts: Sequence[Left], running: int) -> list[int]:
         """How many tokens of each prompt the next chunk holds.  A prompt that waits gets 0; all together get at least one.
 
-        prompts: what is left of each, in order of arrival.  rows_run: whether rounds of running rows wait for the chunk.
+        prompts: what is left of each, in order of arrival.  running: how many running rows wait for the chunk.
 
         The prompt that arrived first gets its fair share.  Then the prompts with the least left are served first, so that the
         first token of a short prompt does not wait for a long prompt.
         """
         shares, spent = [0] * len(prompts), 0.0
-        for_parts = self.beside_rounds if rows_run else self.alone
-        for_whole = self.beside_rounds if rows_run else self.whole_prompts
+        for_parts = self.beside_rounds if running else self.alone
+        for_short = self.whole_prompts if self.is_burst(prompts, running) else for_parts
+        for_long = for_parts if running else self.whole_prompts
         by_cost = sorted(range(len(prompts)), key=lambda i: self.cost(*prompts[i]))
         if by_cost[0] != 0:
             shares[0] = self.affordable(prompts[0], for_parts / FAIR_SHARE)
             spent = self.cost(prompts[0].start, shares[0])
         for index in by_cost:
             start, count = prompts[index].start + shares[index], prompts[index].tokens - shares[index]
+            for_whole = for_short if self.cost(*prompts[index]) <= self.beside_rounds else for_long
             if spent + self.cost(start, count) <= for_whole and (self.most is None or prompts[index].tokens <= self.most):
                 shares[index] = prompts[index].tokens
                 spent += self.cost(start, count)

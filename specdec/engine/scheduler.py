@@ -176,12 +176,12 @@ class Scheduler:
     def next(self) -> Launch | None:
         """The next chunk or round; the two take turns while both are possible.  None: there is nothing to launch."""
         entering = any(not seat.runs for seat in self.seats)
-        can_round = any(seat.runs and seat.tokens_left > 0 for seat in self.seats)
-        if entering and (self._chunk_is_next or not can_round):
+        running = sum(seat.runs and seat.tokens_left > 0 for seat in self.seats)
+        if entering and (self._chunk_is_next or not running):
             self._chunk_is_next = False
-            return self._next_chunk(can_round)
+            return self._next_chunk(running)
         self._chunk_is_next = True
-        return self._next_round() if can_round else None
+        return self._next_round() if running else None
 
     def launched(self, launch: Launch) -> None:
         """Records that the runner has taken the launch: from now on other requests can share the pages of its prompts."""
@@ -207,10 +207,10 @@ class Scheduler:
             if not seat.request.is_done:
                 self._hand_out(seat, tokens, None if isinstance(step, RunChunk) else (drafted, depths))
 
-    def _next_chunk(self, rows_run: bool) -> Launch:
+    def _next_chunk(self, running: int) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
         entering.sort(key=lambda row_seat: row_seat[1].arrival)  # not in the order of rows, because rows move when others leave
-        shares = self.budget.share([seat.left for _, seat in entering], rows_run)
+        shares = self.budget.share([seat.left for _, seat in entering], running)
         parts: list[PromptPart] = []
         seats: list[Seat | None] = []
         for (row, seat), tokens in zip(entering, shares, strict=True):
@@ -226,7 +226,7 @@ class Scheduler:
                 self._rows_changed()
         ending = [seat.request for seat in seats if seat is not None and seat.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
-        may_capture = not rows_run or cost <= self.budget.beside_rounds / CAPTURE_SHARE
+        may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         mode, drafted = sampling_mode(ending), self.speculation.enabled
         return Launch([], RunChunk(tuple(parts), mode, drafted, cost, may_capture), seats)
 

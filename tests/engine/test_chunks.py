@@ -13,19 +13,19 @@ def random_prompts(rng: random.Random) -> list[Left]:
 
 
 @pytest.mark.parametrize("doubling", [math.inf, 1000.0])
-@pytest.mark.parametrize("rows_run", [False, True])
-def test_a_chunk_keeps_to_its_budget(rows_run: bool, doubling: float) -> None:
+@pytest.mark.parametrize("running", [0, 100])
+def test_a_chunk_keeps_to_its_budget(running: int, doubling: float) -> None:
     """Keeps out: a chunk beyond its budget, an empty one, tokens that a prompt does not have."""
     rng = random.Random(1)
     budget = ChunkBudget(600, 1500, 4000, doubling)
     for _ in range(400):
         prompts = random_prompts(rng)
-        shares = budget.share(prompts, rows_run)
+        shares = budget.share(prompts, running)
         assert all(0 <= share <= left.tokens for share, left in zip(shares, prompts, strict=True)) and sum(shares) > 0
         cost = sum(budget.cost(left.start, share) for share, left in zip(shares, prompts, strict=True))
         parts = [share for share, left in zip(shares, prompts, strict=True) if 0 < share < left.tokens]
-        assert cost <= (600 if rows_run else 4000) or sum(shares) == 1
-        if not rows_run and len(parts) == sum(share > 0 for share in shares):
+        assert cost <= (600 if running else 4000) or sum(shares) == 1
+        if not running and len(parts) == sum(share > 0 for share in shares):
             assert cost <= 1500 or sum(shares) == 1, "parts alone take no more than `alone`"
 
 
@@ -35,7 +35,7 @@ def test_short_prompts_come_first_and_the_oldest_gets_its_share() -> None:
     budget = ChunkBudget(600, 600, 600)
     for _ in range(400):
         prompts = random_prompts(rng)
-        shares = budget.share(prompts, rows_run=True)
+        shares = budget.share(prompts, running=100)
         waiting = [left.tokens for left, share in zip(prompts, shares, strict=True) if not share]
         running = [left.tokens for left, share in zip(prompts[1:], shares[1:], strict=True) if share]
         assert not waiting or not running or max(running) <= min(waiting), (prompts, shares)
@@ -46,18 +46,31 @@ def test_a_token_costs_twice_as_much_where_attention_doubles_it() -> None:
     """Keeps out: the end of a long prompt whose chunks take three times as long as those of its beginning."""
     budget = ChunkBudget(2048, 2048, 2048, doubling=16000.0)
     assert budget.cost(16000, 1) == pytest.approx(2.0, rel=1e-4)
-    near, far = (budget.share([Left(start, 9000)], rows_run=True)[0] for start in (0, 32000))
+    near, far = (budget.share([Left(start, 9000)], running=100)[0] for start in (0, 32000))
     assert near % max(GRANULES) == far % max(GRANULES) == 0 and 1.9 < near / far < 4.1
     assert budget.cost(32000, far) <= 2048 and budget.cost(0, near) <= 2048
 
 
 def test_a_chunk_of_one_token_goes_on() -> None:
     """Keeps out: a budget that does not pay for a single token of a long context, and an engine that waits for ever."""
-    assert ChunkBudget(1, 1, 1, doubling=10.0).share([Left(5000, 3)], rows_run=True) == [1]
+    assert ChunkBudget(1, 1, 1, doubling=10.0).share([Left(5000, 3)], running=100) == [1]
 
 
 def test_a_ring_bounds_each_prompt_by_itself() -> None:
     """Keeps out: a pass that brings more of one prompt than the ring of pages has room for."""
     budget = ChunkBudget(9000, 9000, 9000, most=2048)
-    assert budget.share([Left(0, 5000), Left(0, 100), Left(0, 2048)], rows_run=False)[1:] == [100, 2048]
-    assert budget.share([Left(0, 5000)], rows_run=False) == [2048]
+    assert budget.share([Left(0, 5000), Left(0, 100), Left(0, 2048)], running=0)[1:] == [100, 2048]
+    assert budget.share([Left(0, 5000)], running=0) == [2048]
+
+
+def test_a_burst_of_short_prompts_enters_together() -> None:
+    """Keeps out: 32 prompts at once, between whose chunks rounds of a few rows take the time of a full batch; and rows that
+    wait for a long prompt, or for one short one, longer than for a chunk."""
+    budget = ChunkBudget(600, 900, 2400)
+    eight = [Left(0, 300)] * 8
+    assert sum(budget.share(eight, running=7)) == sum(budget.share(eight, running=16)) == 2400
+    assert sum(budget.share(eight, running=17)) == 600 and sum(budget.share([Left(0, 300)], running=17)) == 300
+    for running in (1, 4):
+        assert sum(budget.share([Left(0, 2000)], running)) <= 600
+        shares = budget.share([Left(0, 2000), *eight[:4]], running)
+        assert shares[1:] == [300] * 4 and shares[0] <= 600 // FAIR_SHARE
