@@ -237,7 +237,7 @@ def test_half_precision(kv_cache_dtype: str) -> None:
     backend = TritonBackend(40)
     plan = moved_plan(plan)
     out_THD = backend.attend(q_THD.to(DEVICE), moved(view), backend.prepare(plan)).double().cpu()
-    assert float((out_THD - want).norm() / want.norm()) < 3e-3
+    assert float((out_THD - want).norm() / want.norm()) < (2.5e-3 if kv_cache_dtype == "fp8" else 2e-3)  # fp8: 2.06e-3 here
 
 
 class Library(TritonBackend):
