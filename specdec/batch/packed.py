@@ -48,7 +48,7 @@ class ChunkShape(NamedTuple):
     @property
     def size(self) -> int:
         """The length of the flat tensor."""
-        return 4 * self.tokens + 4 * self.parts + self.parts + 1
+        return 4 * self.tokens + 5 * self.parts + 1
 
 
 def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *, pinned: bool = False) -> Tensor:

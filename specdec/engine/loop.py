@@ -135,7 +135,7 @@ class Engine(Generic[R]):
         self._is_busy = True
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: it is raised again once the rows are clear
             self.scheduler.fail_all(error)
             self._settle()
             raise
