@@ -315,7 +315,7 @@ class Driver:
             if isinstance(step, kind) and next(calls) == call:
                 action()
 
-        self._watch(look)
+        self.watch(look)
 
     def before_each_round(self, hook: Callable[[], None]) -> None:
         """Makes `hook` run before each round is launched.  No round is launched if the hook leaves no request running."""
@@ -327,7 +327,7 @@ class Driver:
 
         self._scheduler._next_round = hooked
 
-    def _watch(self, watcher: Callable[[Step], None]) -> None:
+    def watch(self, watcher: Callable[[Step], None]) -> None:
         """Makes `watcher` see every step before the runner gets it."""
         run = self._runner.run
 
@@ -346,7 +346,7 @@ class Driver:
             if isinstance(step, RunRound) and step.shared:
                 seen.append((int((shared.shared_B > 0).sum()), int(shared.length_1)))
 
-        self._watch(watcher)
+        self.watch(watcher)
         return seen
 
     def watch_prefills(self) -> list[int]:
@@ -357,7 +357,7 @@ class Driver:
             if isinstance(step, RunChunk):
                 sizes.append(sum(len(part.token_ids) for part in step.parts))
 
-        self._watch(watcher)
+        self.watch(watcher)
         return sizes
 
     def pad_prefills(self) -> list[ChunkShape]:
