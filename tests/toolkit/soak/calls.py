@@ -60,13 +60,17 @@ class Mix:
         """Calls number first, first + 1 ...: always the same for the same seed."""
         chance = random.Random(seed)
         questions = [self._question(chance) for _ in range(self.questions)]
-        return [self._call(number, random.Random(seed * 1_000_003 + number), questions) for number in range(first, first + count)]
+        return [
+            self._call(number, random.Random(seed * 1_000_003 + number), questions) for number in range(first, first + count)
+        ]
 
     def _question(self, chance: random.Random) -> tuple[bool, dict[str, Any]]:
         """(whether it is a chat, the fields that decide the text)."""
         is_chat = chance.random() < 0.3
         body: dict[str, Any] = {"model": self.model, "temperature": chance.choice([0, 0, 0.7, 1.0])}
-        body["max_completion_tokens" if is_chat and chance.random() < 0.5 else "max_tokens"] = chance.randint(1, self.max_tokens)
+        body["max_completion_tokens" if is_chat and chance.random() < 0.5 else "max_tokens"] = chance.randint(
+            1, self.max_tokens
+        )
         if is_chat:
             body["messages"] = [{"role": "user", "content": self._text(chance)}]
         else:

@@ -16,8 +16,8 @@ from toolkit.soak.calls import Call
 TIMEOUT = 60.0  # seconds within which every call must end
 EXTENSIONS = ("top_k", "speculate", "no_such_field")  # what the package's own signatures do not know
 
-# answered: whole.  refused: status 4xx.  busy: status 429.  failed: status 5xx, or an error in the stream.  left: by the client.
-# hung: no end within TIMEOUT.  broken: anything else, such as a connection that was cut or an answer that makes no sense.
+# answered: whole.  refused: status 4xx.  busy: status 429.  failed: status 5xx, or an error in the stream.  left: the client
+# left.  hung: no end within TIMEOUT.  broken: anything else, such as a connection that was cut or an answer without sense.
 End = Literal["answered", "refused", "busy", "failed", "left", "hung", "broken"]
 
 

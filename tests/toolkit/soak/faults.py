@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.driver import Driver
-
 from specdec.steps import RunChunk, RunRound
+from toolkit.driver import Driver
 
 WINDOW = 0.5  # seconds for which a fault waits to happen
 

@@ -13,6 +13,7 @@ import torch
 
 WATCHED = ("specdec.", "asyncio", "_asyncio", "starlette.", "fastapi.", "uvicorn.", "anyio.", "concurrent.")
 ALSO = ("coroutine", "async_generator", "generator", "Task", "Future", "socket")
+MOST_BYTES = 32 << 20
 
 
 @dataclass
@@ -60,16 +61,16 @@ def gpu_bytes() -> int:
 def more_of(before: Held, after: Held, requests: int) -> list[str]:
     """What grew between two moments in which nothing ran, with so many requests between them.
 
-    Memory may grow by 16 KiB a hundred requests, and by 32 MiB: allocators keep what they were given, in pieces.  Objects of the server's types may become more by one in a
-    hundred requests, and containers longer by one in ten, which leaves room for caches that fill up.
+    Memory may grow by 32 MiB in all: allocators keep what they were given, and rare sizes of batches need buffers of their own.
+    Objects of the server's types may become more by one in a hundred requests, and containers longer by one in ten, which
+    leaves room for caches that fill up.
     """
     found = [f"threads: {after.threads - before.threads}"] if after.threads - before.threads else []
     if after.files > before.files:
         found.append(f"open files: {before.files}, then {after.files}")
-    if after.gpu > before.gpu:
-        found.append(f"GPU memory: {before.gpu} bytes, then {after.gpu}")
-    if after.rss - before.rss > (32 << 20) + requests * 164:
-        found.append(f"memory: {before.rss >> 20} MiB, then {after.rss >> 20}")
+    for name, was, became in (("memory", before.rss, after.rss), ("GPU memory", before.gpu, after.gpu)):
+        if became - was > MOST_BYTES:
+            found.append(f"{name}: {was >> 20} MiB, then {became >> 20}")
     grown = {kind: count - before.objects[kind] for kind, count in after.objects.items()}
     found += [f"{more} more objects of {kind}" for kind, more in grown.items() if more > requests // 100]
     return found + [f"a container grew: {line}" for line in grown_containers(before, after, max(20, requests // 10))]
@@ -81,7 +82,10 @@ def grown_containers(before: Held, after: Held, most: int) -> list[str]:
     return [
         f"{type(thing).__name__} from {before.sizes[id(thing)]} to {len(thing)}: {summary(thing)}"
         for thing in gc.get_objects()
-        if id(thing) in longer and type(thing) in (list, dict, set, deque) and thing is not before.sizes and thing is not after.sizes
+        if id(thing) in longer
+        and type(thing) in (list, dict, set, deque)
+        and thing is not before.sizes
+        and thing is not after.sizes
     ]
 
 

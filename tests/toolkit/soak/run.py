@@ -10,18 +10,17 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from specdec import SpecConfig, SpecDecoder, shipped
+from specdec.serve.options import ServeOptions
 from toolkit.driver import Driver
 from toolkit.soak.calls import Call, Mix
 from toolkit.soak.clients import Outcome, run_calls
 from toolkit.soak.door import open_door
 from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
-
-from specdec import SpecConfig, SpecDecoder, shipped
-from specdec.serve.options import ServeOptions
 
 KEY, MODEL, SETTLED = "soak", "soaked", 20.0  # seconds within which connections must be closed and pages free
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
@@ -56,8 +55,7 @@ class Report:
     repeated: int
     differing: int
     problems: list[str]
-    memory: list[int] = field(default_factory=list)
-    growth: list[str] = field(default_factory=list)
+    memory: list[int]
 
 
 def pair_with_chat(folder: Path, **settings: object) -> SpecDecoder:
@@ -90,7 +88,7 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
         growth = more_of(before, after, plan.calls)
         driver.assert_nothing_leaked()
     repeated, differing = compared(calls, outcomes)
-    problems = [*wrong_ends(calls, outcomes), *growth]
+    problems = [*growth, *wrong_ends(calls, outcomes)]
     failed = sum(outcome.end == "failed" for outcome in outcomes)
     if not 0 < failed <= faults.happened.total() * batch:
         problems.append(f"{failed} calls failed after {faults.happened.total()} faults in batches of {batch}")
