@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The HTTP door under load: what it costs against `generate`, and how long its clients wait.
 
-    python benchmarks/serve_load.py --out benchmarks/results/serve_load.json
+    python benchmarks/serve_load.py --out benchmarks/results/serve_load.json 2>log      (the server logs a line a request)
     python benchmarks/serve_load.py --tiny            (the shipped pair on a CPU: whether this script works, no numbers)
 
 The Llama-3.1-8B shape with an EAGLE-3 head of the real shape, random bf16 weights, the chain (5,1,6), at most 32 rows.  Every
@@ -213,7 +213,7 @@ def main() -> int:
         save_tokenizer(Path(folder), vocab_size)
         decoder.tokenizer = Tokenizer(Path(folder))
     Session(decoder).force_acceptance([ACCEPTANCE] * CHAIN.max_steps)
-    options = ServeOptions(model_name=work.model, api_key=KEY)
+    options = ServeOptions(port=0, model_name=work.model, api_key=KEY)
     rows = []
     with http_door(decoder, options) as url, ClientProcesses(url, KEY, 2 if args.tiny else 8) as clients:
         bench = Bench(decoder, clients, work)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from toolkit.soak.calls import Call
 
 TIMEOUT = 60.0  # seconds within which every call must end
+REST = 0.3  # seconds; the server asks for longer
 EXTENSIONS = ("top_k", "speculate", "no_such_field")  # what the package's own signatures do not know
 
 # answered: whole.  refused: status 4xx.  busy: status 429.  failed: status 5xx, or an error in the stream.  left: the client
@@ -49,8 +50,13 @@ async def _run_calls(url: str, key: str, calls: Sequence[Call], workers: int) ->
 
 
 async def _work(client: Any, calls: Iterator[Call]) -> list[Outcome]:
-    """Takes one call after the other."""
-    return [await run_call(client, call) for call in calls]
+    """Takes one call after the other, after a short rest where the server was busy."""
+    outcomes = []
+    for call in calls:
+        outcomes.append(await run_call(client, call))
+        if outcomes[-1].end == "busy":
+            await asyncio.sleep(REST)
+    return outcomes
 
 
 async def run_call(client: Any, call: Call) -> Outcome:

@@ -71,7 +71,7 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
     texts = [json.loads(line)["prompt"] for line in shipped.prompts_file().read_text().splitlines()]
     mix = Mix(MODEL, texts, decoder.model.config.vocab_size, plan.max_tokens)
     batch = decoder.settings.options.max_batch_size
-    driver, options = Driver(decoder), ServeOptions(model_name=MODEL, api_key=KEY, max_queue=2 * batch)
+    driver, options = Driver(decoder), ServeOptions(port=0, model_name=MODEL, api_key=KEY, max_queue=2 * batch)
     faults = Faults(driver, plan.seed)
     spawn = multiprocessing.get_context("spawn")
     with open_door(decoder, options) as port, ProcessPoolExecutor(plan.processes, spawn) as pool:
