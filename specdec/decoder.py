@@ -72,17 +72,17 @@ class SpecDecoder:
 
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
-        speculate: False runs the same engine without the drafter.
+        speculate: whether draft tokens may be accepted; False decodes plainly, in one batch with requests that speculate.
 
         ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
         it runs, the other requests finish, and then RuntimeError is raised from its error.
         """
         listed = as_prompt_list(prompts)
         requests = [
-            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
+            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
             for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
         ]
-        self._submit(requests, speculate)
+        self._submit(requests)
         try:
             while not all(request.is_done for request in requests):
                 self.engine.step()
@@ -109,15 +109,14 @@ class SpecDecoder:
                 f"prompt must be one string, one list of token ids or one list of chat messages, got {got}; "
                 "nearest thing that works for several prompts: generate"
             )
-        _check_speculate(speculate)
         (params,) = _per_prompt(sampling, 1)
-        request = self.new_request(prompt, params, "prompt", streaming=True)
+        request = self.new_request(prompt, params, "prompt", streaming=True, speculate=speculate)
         self.engine.check(request)
-        return self._chunks(request, speculate)
+        return self._chunks(request)
 
-    def _chunks(self, request: Request, speculate: bool) -> Generator[Chunk, None, Generation]:
+    def _chunks(self, request: Request) -> Generator[Chunk, None, Generation]:
         """The chunks of one request.  It is submitted with the first `next`, so an unused iterator has nothing to free."""
-        self._submit([request], speculate)
+        self._submit([request])
         try:
             while True:
                 with self.engine.lock:  # the steps of other callers run this request too
@@ -131,18 +130,20 @@ class SpecDecoder:
         finally:
             self.engine.cancel(request)
 
-    def _submit(self, requests: list[Request], speculate: bool) -> None:
-        _check_speculate(speculate)
-        self.engine.submit(requests, speculate)
+    def _submit(self, requests: list[Request]) -> None:
+        self.engine.submit(requests)
 
-    def new_request(self, prompt: Any, sampling: SamplingParams, name: str = "prompt", *, streaming: bool = False) -> Request:
+    def new_request(
+        self, prompt: Any, sampling: SamplingParams, name: str = "prompt", *, streaming: bool = False, speculate: bool = True
+    ) -> Request:
         """A checked request, for callers that run `engine` themselves, as the benchmark does.
 
-        name: what errors call the prompt.  streaming: make the text token by token.
+        name: what errors call the prompt.  streaming: make the text token by token.  speculate: see `generate`.
 
         ValueError and TypeError say what is wrong with the prompt or its sampling.
         """
         self.engine.check_process()
+        _check_speculate(speculate)
         vocab_size = self.model.config.vocab_size
         ids = encode_prompt(prompt, name, self.tokenizer, vocab_size)
         check_length(ids, sampling, name, self.settings.max_seq_len)
@@ -152,7 +153,7 @@ class SpecDecoder:
         if sampling.stop_strings and not self.tokenizer.is_present:
             raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        return Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming)
+        return Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculate)
 
 
 def _check_speculate(value: object) -> None:

@@ -141,8 +141,11 @@ class Session:
 
     def submit(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool) -> list[Submitted]:
         """Queues prompts; the next steps prefill them."""
-        requests = [self.decoder.new_request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
-        self.decoder.engine.submit(requests, speculate)
+        requests = [
+            self.decoder.new_request(prompt, params, speculate=speculate)
+            for prompt, params in zip(prompts, sampling, strict=True)
+        ]
+        self.decoder.engine.submit(requests)
         self._submitted += requests
         return [Submitted(request) for request in requests]
 

@@ -52,28 +52,17 @@ class Engine(Generic[R]):
         """The requests whose prompts have run, in the order of their rows."""
         return [seat.request for seat in self.scheduler.seats if seat.runs]
 
-    def submit(self, requests: Sequence[Request], speculate: bool) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests: all of them, or none and an error.
 
-        speculate: whether the requests' rounds use the drafter; without a drafter this makes no difference.
-
         ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process, and from inside a step (from
-        a tokenizer, say).  RuntimeError also if other requests run with another setting of `speculate`, because the drafter's
-        keys and values would be missing.
+        a tokenizer, say).
         """
         self.check_process()
         with self.lock:
             self._check_outside()
-            speculation = self.scheduler.speculation
-            speculate = speculate and speculation.spec is not None
-            if speculate != speculation.enabled and not self.is_idle:
-                raise RuntimeError(
-                    f"speculate={speculate} can't start while requests run with speculate={speculation.enabled}; "
-                    "finish or close the open stream first"
-                )
             for request in requests:
                 self.scheduler.admission.check(request)
-            speculation.enabled = speculate
             for request in requests:
                 self.scheduler.add(request)
 
