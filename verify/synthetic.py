@@ -41,9 +41,7 @@ class SyntheticAcceptance:
         assert probs and all(0 <= p <= 1 for p in probs), probs
         return cls(torch.tensor(probs, dtype=torch.float64, device=device), vocab_size)
 
-    def force(
-        self, tree: DraftTree, target_tokens_BN: Tensor, seed_B: Tensor, lens_B: Tensor, speculates_B: Tensor
-    ) -> Tensor:
+    def force(self, tree: DraftTree, target_tokens_BN: Tensor, seed_B: Tensor, lens_B: Tensor, speculates_B: Tensor) -> Tensor:
         """[B, N] int64: the tokens by which to accept, in place of the target's own.
 
         seed_B: each row's seed.

@@ -44,13 +44,14 @@ def new_request(
     eos: Iterable[int] = (),
     decode: Decode = lambda ids: "",
     streaming: bool = False,
+    speculate: bool = True,
 ) -> Request:
     """A request made without a decoder's checks, whose end tokens and decoding the test chooses.
 
     sampling: an int stands for greedy sampling of at most so many tokens.
     """
     params = SamplingParams(max_tokens=sampling) if isinstance(sampling, int) else sampling
-    return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming)
+    return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming, speculate)
 
 
 class Driver:
@@ -67,13 +68,11 @@ class Driver:
 
     def submit(self, prompt: Any, sampling: SamplingParams, speculate: bool = True, streaming: bool = False) -> Request:
         """Checks a prompt as `SpecDecoder.generate` does, and queues its request."""
-        request = self.decoder.new_request(prompt, sampling, streaming=streaming)
-        self.decoder._submit([request], speculate)
-        return request
+        return self.add(self.decoder.new_request(prompt, sampling, streaming=streaming, speculate=speculate))
 
-    def add(self, request: Request, speculate: bool = True) -> Request:
+    def add(self, request: Request) -> Request:
         """Queues a request of `new_request`."""
-        self.decoder._submit([request], speculate)
+        self.decoder._submit([request])
         return request
 
     def step(self) -> None:
