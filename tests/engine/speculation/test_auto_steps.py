@@ -75,6 +75,17 @@ def test_batch_sizes_are_judged_apart() -> None:
     assert chooser.choose(1, 1.0) >= 3
 
 
+def test_few_rows_that_speculate_do_not_slow_many_that_do_not() -> None:
+    """Keeps out: levels chosen as though every row gained from them, while most rows only wait for the draft."""
+    chooser = StepChooser(MAX)
+    run(chooser, 16, 400, 0.8, 1.0, 0.1)
+    assert chooser.accept_length(4) > 2.5
+    alike = [chooser.choose(16, 1.0) for _ in range(50)]
+    few = [chooser.choose(16, 1 / 16) for _ in range(50)]
+    assert sum(steps >= 3 for steps in alike) >= 48 and few.count(0) >= 48
+    assert 1 < chooser.accept_length(4) < 1.2
+
+
 def test_a_disturbed_measurement_is_outlived() -> None:
     """Keeps out: one round that a busy machine held up, which rules speculation out for good."""
     chooser = StepChooser(MAX)
