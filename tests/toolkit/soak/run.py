@@ -22,7 +22,8 @@ from toolkit.soak.door import open_door
 from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
 
-KEY, MODEL, SETTLED = "soak", "soaked", 20.0  # seconds within which connections must be closed and pages free
+KEY, MODEL = "soak", "soaked"
+KEEP_ALIVE, SETTLED = 3, 30.0  # seconds: of idle connections; within which everything must be free after the last call
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
@@ -74,18 +75,17 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
     driver, options = Driver(decoder), ServeOptions(port=0, model_name=MODEL, api_key=KEY, max_queue=2 * batch)
     faults = Faults(driver, plan.seed)
     spawn = multiprocessing.get_context("spawn")
-    with open_door(decoder, options) as port, ProcessPoolExecutor(plan.processes, spawn) as pool:
+    with open_door(decoder, options, keep_alive=KEEP_ALIVE) as port, ProcessPoolExecutor(plan.processes, spawn) as pool:
         first = Run(driver, faults, pool, f"http://127.0.0.1:{port}/v1", plan)
         first.run(mix.calls(0, plan.warm_up, plan.seed))
-        before = settled(driver, None)
+        before = settled(driver, None, 0)
         faults.happened.clear()
         second = Run(driver, faults, pool, first.url, plan)
         calls = mix.calls(plan.warm_up, plan.calls, plan.seed)
         start = time.monotonic()
         outcomes = second.run(calls)
         seconds = time.monotonic() - start
-        after = settled(driver, before)
-        growth = more_of(before, after, plan.calls)
+        growth = more_of(before, settled(driver, before, plan.calls), plan.calls)
         driver.assert_nothing_leaked()
     repeated, differing = compared(calls, outcomes)
     problems = [*growth, *wrong_ends(calls, outcomes)]
@@ -125,22 +125,21 @@ class Run:
         return [outcome for future in futures for outcome in future.result()]
 
 
-def settled(driver: Driver, before: Held | None) -> Held:
-    """What the process holds as soon as the decoder is idle and no more files and threads are there than before.
+def settled(driver: Driver, before: Held | None, requests: int) -> Held:
+    """What the process holds once its clients have gone: as soon as it is no more than before, or else after a while.
 
-    The server notices a moment later that its clients have closed their connections.
+    The server closes connections a moment after its clients do, and remembers broken ones for as long as idle ones.
     """
-    end = time.monotonic() + SETTLED
+    deadline = time.monotonic() + SETTLED
+    time.sleep(0 if before else 2 * KEEP_ALIVE)
     while True:
         driver.settle()
         now = held()
-        calm = driver.is_idle and (before is None or (now.files <= before.files and not now.threads - before.threads))
-        if calm and before is None:
-            time.sleep(1.0)  # nothing says how many files there should be
-            return held()
-        if calm or time.monotonic() > end:
+        if driver.is_idle and (before is None or not more_of(before, now, requests)):
             return now
-        time.sleep(0.1)
+        if time.monotonic() > deadline:
+            return now
+        time.sleep(0.5)
 
 
 def wrong_ends(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> list[str]:
