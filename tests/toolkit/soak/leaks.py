@@ -31,6 +31,7 @@ class Held:
 def held() -> Held:
     """What this process holds now, after collecting garbage."""
     gc.collect()
+    memory = rss()  # before the counting, which needs memory too
     everything = gc.get_objects()
     objects: Counter[str] = Counter()
     sizes = {}
@@ -40,7 +41,7 @@ def held() -> Held:
             sizes[id(thing)] = len(thing)
         elif str(kind.__module__).startswith(WATCHED) or kind.__name__ in ALSO:
             objects[f"{kind.__module__}.{kind.__qualname__}"] += 1
-    return Held(threads(), len(os.listdir("/proc/self/fd")), objects, sizes, rss(), gpu_bytes())
+    return Held(threads(), len(os.listdir("/proc/self/fd")), objects, sizes, memory, gpu_bytes())
 
 
 def threads() -> Counter[str]:
