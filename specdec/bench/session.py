@@ -72,7 +72,10 @@ class PhaseTimes:
 
 
 class Session:
-    """Drives one decoder.  Whoever submits prompts must `cancel` them in the end; finished ones don't mind."""
+    """Drives one decoder on the thread of the caller, who must be the only one to use it then.
+
+    Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
+    """
 
     def __init__(self, decoder: SpecDecoder) -> None:
         self.decoder = decoder

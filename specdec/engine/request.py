@@ -15,7 +15,7 @@ class Request:
     """A request; two requests are equal only if they are the same object.
 
     seed: the seed that sampling uses, which was drawn at random if the caller gave none.
-    speculate: whether draft tokens may be accepted; without a drafter this makes no difference.
+    speculate: whether the drafter proposes tokens for this request.
     error: what made this request fail, or None.  Other requests go on.
     """
 
