@@ -70,4 +70,5 @@ def test_the_script_runs(tmp_path: Path) -> None:
         assert all(waves["door"][name] == waves["generate"][name] > 0 for name in ("tokens", "accepted"))
         for part_of_row in (row["closed"], row["poisson"]):
             assert part_of_row["failures"] == 0 and part_of_row["streams"] == part_of_row["requests"]
-            assert 0.9 < part_of_row["counted_share"] <= 1.0 and part_of_row["first_token_ms"]["p50"] > 0
+            assert part_of_row["first_token_ms"]["p50"] > 0
+            assert 0.5 < part_of_row["counted_share"] <= 1.0  # of these 2,048 ids many are single letters and single bytes
