@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The soak of the HTTP door on a GPU: the shipped pair in bf16, 32 rows, 20,000 calls of every kind, faults in the meantime.
 
-    python benchmarks/serve_soak.py --out benchmarks/results/serve_soak.json
+    python benchmarks/serve_soak.py --out benchmarks/results/serve_soak.json 2>log      (the server logs a line a request)
 
 What is sent, what may happen to it and what must be as before afterwards is written in tests/toolkit/soak/; the test suite runs
 the same on a CPU with fewer calls.  Exit code 1: something was not as it must be.
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    plan = Plan(args.calls, max(200, args.calls // 20), 60, args.processes, pause=0.5, max_tokens=32, exact=False)
+    plan = Plan(args.calls, max(200, args.calls // 20), 60, args.processes, pause=4.0, max_tokens=32, exact=False)
     with tempfile.TemporaryDirectory() as folder:
         decoder = pair_with_chat(Path(folder), device=args.device, dtype="bfloat16", max_batch_size=32)
         report = soak(decoder, plan)

@@ -23,7 +23,7 @@ from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
 
 KEY, MODEL = "soak", "soaked"
-KEEP_ALIVE, SETTLED = 3, 30.0  # seconds: of idle connections; within which everything must be free after the last call
+KEEP_ALIVE, SETTLED = 7, 30.0  # seconds: of idle connections, which clients close after 5; until everything must be free
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
@@ -132,7 +132,7 @@ def settled(driver: Driver, before: Held | None, requests: int) -> Held:
     """
     deadline = time.monotonic() + SETTLED
     if before is None:
-        time.sleep(2 * KEEP_ALIVE)
+        time.sleep(KEEP_ALIVE + 1)
         _first = held()  # stays in memory while the next one is counted, as the one before does later
     while True:
         driver.settle()
