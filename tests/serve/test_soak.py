@@ -43,9 +43,9 @@ def test_wrong_ends_are_found() -> None:
     """Keeps out: a soak that passes over calls without an end, and over equal calls with different texts."""
     body = {"prompt": "a", "temperature": 0, "max_tokens": 3}
     calls = [Call(number, False, dict(body), False, "read", 0.0) for number in range(3)]
-    fine = [Outcome(number, "answered", ["x"]) for number in range(3)]
+    fine = [Outcome(number, "answered", "x") for number in range(3)]
     assert wrong_ends(calls, fine) == [] and compared(calls, fine) == (1, 0)
-    assert compared(calls, [*fine[:2], Outcome(2, "answered", ["y"])]) == (1, 1)
+    assert compared(calls, [*fine[:2], Outcome(2, "answered", "y")]) == (1, 1)
     for end in ("hung", "broken", "left", "refused"):
         assert len(wrong_ends(calls, [*fine[:2], Outcome(2, end)])) == 1  # type: ignore[arg-type]
     refused = Call(2, False, {**body, "n": 0}, True, "read", 0.0)

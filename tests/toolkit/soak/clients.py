@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 from toolkit.soak.calls import Call
@@ -22,13 +23,13 @@ EXTENSIONS = ("top_k", "speculate", "no_such_field")  # what the package's own s
 End = Literal["answered", "refused", "busy", "failed", "left", "hung", "broken"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
-    """How a call ended.  texts: one for each choice, in order.  said: what an error said."""
+    """How a call ended.  digest: of the texts of all choices, which are many.  said: what an error said."""
 
     number: int
     end: End
-    texts: list[str] = field(default_factory=list)
+    digest: str = ""
     said: str = ""
 
 
@@ -65,7 +66,8 @@ async def run_call(client: Any, call: Call) -> Outcome:
 
     try:
         async with asyncio.timeout(call.after if call.fate == "before" else TIMEOUT):
-            return Outcome(call.number, "answered", await _texts(client, call))
+            texts = await _texts(client, call)
+            return Outcome(call.number, "answered", sha256(repr(texts).encode()).hexdigest()[:20])
     except Leave:
         return Outcome(call.number, "left")
     except TimeoutError:

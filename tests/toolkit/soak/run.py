@@ -76,12 +76,12 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
     faults = Faults(driver, plan.seed)
     spawn = multiprocessing.get_context("spawn")
     with open_door(decoder, options, keep_alive=KEEP_ALIVE) as port, ProcessPoolExecutor(plan.processes, spawn) as pool:
+        calls = mix.calls(plan.warm_up, plan.calls, plan.seed)  # before memory is looked at
         first = Run(driver, faults, pool, f"http://127.0.0.1:{port}/v1", plan)
         first.run(mix.calls(0, plan.warm_up, plan.seed))
         before = settled(driver, None, 0)
         faults.happened.clear()
         second = Run(driver, faults, pool, first.url, plan)
-        calls = mix.calls(plan.warm_up, plan.calls, plan.seed)
         start = time.monotonic()
         outcomes = second.run(calls)
         seconds = time.monotonic() - start
@@ -160,9 +160,9 @@ def wrong_ends(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> list[str]:
 def compared(calls: Sequence[Call], outcomes: Sequence[Outcome]) -> tuple[int, int]:
     """(different calls that were answered more than once, how many of them got more than one text)."""
     keys = {call.number: call.same_text for call in calls}
-    texts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    digests: dict[str, list[str]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.end == "answered" and (key := keys[outcome.number]):
-            texts[key].append(tuple(outcome.texts))
-    several = [found for found in texts.values() if len(found) > 1]
+            digests[key].append(outcome.digest)
+    several = [found for found in digests.values() if len(found) > 1]
     return len(several), sum(len(set(found)) > 1 for found in several)
