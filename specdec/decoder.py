@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 import secrets
+import threading
+import weakref
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
+from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft.eagle import DraftHead
 from specdec.engine.loop import Engine
+from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
-from specdec.loading.build import build_engine
+from specdec.loading.build import build_engine, free_memory
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
+from specdec.progress import SECONDS, Show, show_tokens
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
+
+
+class Parts(NamedTuple):
+    """What takes memory, and is let go by `close`."""
+
+    model: Target
+    head: DraftHead | None
+    engine: Engine[DeviceRunner]
 
 
 class SpecDecoder:
     """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own.
 
     model, head, settings: both models on their device, and what the options were resolved to.  tokenizer: the target's.
+
+    Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
+    decoder:` closes it at the end of the block.
     """
 
     def __init__(self, model: Target, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer) -> None:
-        self.model, self.head, self.settings, self.tokenizer = model, head, settings, tokenizer
-        self.engine: Engine[DeviceRunner] = build_engine(model, head, settings)
+        self.settings, self.tokenizer = settings, tokenizer
+        self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
+        self.owner = EngineOwner(self._parts.engine)
         self._eos_ids = frozenset(model.config.eos_ids)
+        # Ends the thread when the decoder is forgotten, or when the program ends.
+        self._finalizer = weakref.finalize(self, self.owner.close)
 
     @classmethod
     @shows_options
@@ -61,40 +81,86 @@ class SpecDecoder:
         STARTUP.lap("tokenizer")
         return cls(model, head, resolved, tokenizer)
 
+    # ---- what it is made of ----
+
+    @property
+    def model(self) -> Target:
+        return self._open().model
+
+    @property
+    def head(self) -> DraftHead | None:
+        return self._open().head
+
+    @property
+    def engine(self) -> Engine[DeviceRunner]:
+        return self._open().engine
+
+    def _open(self) -> Parts:
+        if self._parts is None:
+            raise RuntimeError("this decoder is closed; nearest thing that works: load another one")
+        return self._parts
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Ends all requests with an error, and frees the memory of models, caches and graphs, and the engine's thread.
+
+        Any other call of a closed decoder raises RuntimeError, but for `close`, which does nothing then.
+        """
+        if self._parts is not None:
+            self.owner.close()
+            self._finalizer.detach()
+            self._parts = None
+            self.owner.release()
+            free_memory(self.settings.device)
+
+    def __enter__(self) -> SpecDecoder:
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- requests ----
+
     def generate(
         self,
         prompts: Any,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculate: bool = True,
+        progress: bool = False,
     ) -> list[Generation]:
         """Generates for one prompt or many; results are in the order of the prompts.
 
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
-        speculate: False runs the same engine without the drafter.
+        speculate: False: the drafter proposes nothing for these prompts.  The texts are the same.
+        progress: show a bar on stderr.
 
         ValueError and TypeError name a prompt or a setting that can't be used; then nothing has run.  If a request fails while
-        it runs, the other requests finish, and then RuntimeError is raised from its error.
+        it runs, the other requests finish, and then RuntimeError is raised from its error.  Ctrl-C ends this call's requests.
         """
+        require_bool("progress", progress, False)
         listed = as_prompt_list(prompts)
         requests = [
-            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", streaming=False)
+            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
             for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
         ]
-        self._submit(requests, speculate)
+        ended = threading.Semaphore(0)
         try:
-            while not all(request.is_done for request in requests):
-                self.engine.step()
+            with show_tokens(len(requests), progress) as show:
+                self.owner.submit([(request, False) for request in requests], ended.release)
+                _wait(requests, ended, show)
         finally:
             for request in requests:
-                self.engine.cancel(request)
+                self.owner.cancel(request)
         return [request.result() for request in requests]
 
     def stream(
         self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True
     ) -> Generator[Chunk, None, Generation]:
-        """Generates for one prompt, and yields a chunk for each round.
+        """Generates for one prompt, and yields what each round adds; a reader that is slower gets several rounds in one chunk.
 
         prompt: a string, a list of token ids, or chat messages.  sampling, speculate: see `generate`.
 
@@ -103,46 +169,44 @@ class SpecDecoder:
 
         ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
         """
-        if not is_one_prompt(prompt):
-            got = f"{prompt!r} of type {type(prompt).__name__}"[:400]
-            raise TypeError(
-                f"prompt must be one string, one list of token ids or one list of chat messages, got {got}; "
-                "nearest thing that works for several prompts: generate"
-            )
-        _check_speculate(speculate)
+        check_one_prompt(prompt)
         (params,) = _per_prompt(sampling, 1)
-        request = self.new_request(prompt, params, "prompt", streaming=True)
-        self.engine.check(request)
-        return self._chunks(request, speculate)
+        return self._chunks(self.new_request(prompt, params, "prompt", streaming=True, speculate=speculate))
 
-    def _chunks(self, request: Request, speculate: bool) -> Generator[Chunk, None, Generation]:
+    def _chunks(self, request: Request) -> Generator[Chunk, None, Generation]:
         """The chunks of one request.  It is submitted with the first `next`, so an unused iterator has nothing to free."""
-        self._submit([request], speculate)
+        news = threading.Event()
         try:
+            (mailbox,) = self.owner.submit([(request, True)], news.set)
             while True:
-                with self.engine.lock:  # the steps of other callers run this request too
-                    chunk, is_done = request.next_chunk(), request.is_done
-                if chunk.token_ids or chunk.text:
+                news.clear()
+                is_done = mailbox.is_done  # asked before taking: whatever came before the end is taken now
+                if chunk := mailbox.take():
                     yield chunk
                 elif is_done:
                     return request.result()
                 else:
-                    self.engine.step()
+                    news.wait()
         finally:
-            self.engine.cancel(request)
+            self.owner.cancel(request)
 
-    def _submit(self, requests: list[Request], speculate: bool) -> None:
-        _check_speculate(speculate)
-        self.engine.submit(requests, speculate)
-
-    def new_request(self, prompt: Any, sampling: SamplingParams, name: str = "prompt", *, streaming: bool = False) -> Request:
-        """A checked request, for callers that run `engine` themselves, as the benchmark does.
+    def new_request(
+        self,
+        prompt: Any,
+        sampling: SamplingParams,
+        name: str = "prompt",
+        *,
+        streaming: bool = False,
+        speculate: bool = True,
+    ) -> Request:
+        """A checked request, for callers that submit it themselves, as AsyncSpecDecoder and the benchmark do.
 
         name: what errors call the prompt.  streaming: make the text token by token.
 
         ValueError and TypeError say what is wrong with the prompt or its sampling.
         """
-        self.engine.check_process()
+        self.owner.check_open()
+        require_bool("speculate", speculate, True)
         vocab_size = self.model.config.vocab_size
         ids = encode_prompt(prompt, name, self.tokenizer, vocab_size)
         check_length(ids, sampling, name, self.settings.max_seq_len)
@@ -152,12 +216,30 @@ class SpecDecoder:
         if sampling.stop_strings and not self.tokenizer.is_present:
             raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        return Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming)
+        speculates = speculate and self.head is not None
+        request = Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates)
+        self.engine.check(request)
+        return request
 
 
-def _check_speculate(value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"speculate must be a bool, got {value!r} of type {type(value).__name__}; nearest: True")
+def check_one_prompt(prompt: Any) -> None:
+    """TypeError for a list of prompts."""
+    if not is_one_prompt(prompt):
+        got = f"{prompt!r} of type {type(prompt).__name__}"[:400]
+        raise TypeError(
+            f"prompt must be one string, one list of token ids or one list of chat messages, got {got}; "
+            "nearest thing that works for several prompts: generate"
+        )
+
+
+def _wait(requests: list[Request], ended: threading.Semaphore, show: Show | None) -> None:
+    """Waits until all requests have ended.  ended: is released by each that has.  show: gets the numbers now and then."""
+    for count in range(len(requests)):
+        while not ended.acquire(timeout=None if show is None else SECONDS):
+            assert show is not None
+            show(count, sum(len(request.output.token_ids) for request in requests))
+    if show is not None:
+        show(len(requests), sum(len(request.output.token_ids) for request in requests))
 
 
 def _per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "matplotlib", "scipy", "fastapi", "uvicorn", "prometheus_client")
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER = 400, 60, 150, 12
 DRIVER = "tests/toolkit/driver.py"
-INTERNALS = {"engine", "_request", "_start"}  # of a decoder
+INTERNALS = {"engine", "owner", "_request", "_start"}  # of a decoder
 
 
 def package_files(root: Path) -> list[Path]:

@@ -72,7 +72,10 @@ class PhaseTimes:
 
 
 class Session:
-    """Drives one decoder.  Whoever submits prompts must `cancel` them in the end; finished ones don't mind."""
+    """Drives one decoder on the thread of the caller, who must be the only one to use it then.
+
+    Whoever submits prompts must `cancel` them in the end; finished ones don't mind.
+    """
 
     def __init__(self, decoder: SpecDecoder) -> None:
         self.decoder = decoder
@@ -141,8 +144,11 @@ class Session:
 
     def submit(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], *, speculate: bool) -> list[Submitted]:
         """Queues prompts; the next steps prefill them."""
-        requests = [self.decoder.new_request(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
-        self.decoder.engine.submit(requests, speculate)
+        requests = [
+            self.decoder.new_request(prompt, params, speculate=speculate)
+            for prompt, params in zip(prompts, sampling, strict=True)
+        ]
+        self.decoder.engine.submit(requests)
         self._submitted += requests
         return [Submitted(request) for request in requests]
 

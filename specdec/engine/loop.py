@@ -1,16 +1,13 @@
 """The engine: gives the scheduler's steps to a runner, and hands the tokens that come back to the scheduler.
 
 Launches go to the device back to back, and the engine reads a launch's tokens after it has made `depth` more launches, so that
-the device never waits for the host.  Several threads may call the engine: a lock serves them one at a time, and all requests
-share one batch.
+the device never waits for the host.  One thread at a time may use an engine; `owner.py` has the thread that serves all callers.
 
 The engine knows steps and requests.  The scheduler decides what runs next, and the runner knows how a step is run.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ from typing import Generic, TypeVar
 
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Launch, Scheduler
+from specdec.engine.totals import Totals
 from specdec.startup import STARTUP
 from specdec.steps import Pending, RunChunk, Runner
 
@@ -38,10 +36,6 @@ class Engine(Generic[R]):
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
         self._silent: deque[Pending] = deque()
-        self._leaving: deque[Request] = deque()  # to be cancelled as soon as no step is under way
-        self.lock = threading.RLock()  # requests change only while it is held
-        self._is_busy = False  # whoever holds the lock and finds it True was called from inside a step, by its own thread
-        self._process = os.getpid()
 
     @property
     def is_idle(self) -> bool:
@@ -52,54 +46,36 @@ class Engine(Generic[R]):
         """The requests whose prompts have run, in the order of their rows."""
         return [seat.request for seat in self.scheduler.seats if seat.runs]
 
-    def submit(self, requests: Sequence[Request], speculate: bool) -> None:
-        """Queues requests: all of them, or none and an error.
+    @property
+    def is_clean(self) -> bool:
+        """Whether the runner has been told of all rows that have ended; False only after an error in telling it."""
+        return self.scheduler.departures() is None
 
-        speculate: whether the requests' rounds use the drafter; without a drafter this makes no difference.
+    def totals(self) -> Totals:
+        """What the engine has done since its start and what it holds now.  Any thread may ask."""
+        return self.scheduler.totals_now()
 
-        ValueError if the KV pool could never hold one of them.  RuntimeError in a forked process, and from inside a step (from
-        a tokenizer, say).  RuntimeError also if other requests run with another setting of `speculate`, because the drafter's
-        keys and values would be missing.
-        """
-        self.check_process()
-        with self.lock:
-            self._check_outside()
-            speculation = self.scheduler.speculation
-            speculate = speculate and speculation.spec is not None
-            if speculate != speculation.enabled and not self.is_idle:
-                raise RuntimeError(
-                    f"speculate={speculate} can't start while requests run with speculate={speculation.enabled}; "
-                    "finish or close the open stream first"
-                )
-            for request in requests:
-                self.scheduler.admission.check(request)
-            speculation.enabled = speculate
-            for request in requests:
-                self.scheduler.add(request)
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests: all of them, or none and an error.  ValueError if the KV pool could never hold one of them."""
+        for request in requests:
+            self.check(request)
+        for request in requests:
+            self.scheduler.add(request)
 
     def check(self, request: Request) -> None:
-        """ValueError if the KV pool could never hold the request."""
+        """ValueError if the KV pool could never hold the request.  Any thread may ask."""
         self.scheduler.admission.check(request)
 
-    def check_process(self) -> None:
-        """RuntimeError in a forked child: the GPU's context and torch's threads stay with the process that made them."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"this decoder was made by process {self._process} and can't be used in its fork {os.getpid()}: load the model "
-                "in the child, or start children with multiprocessing.get_context('spawn')"
-            )
-
     def cancel(self, request: Request) -> None:
-        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is.
+        """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
+        with self._all_or_none():
+            self.scheduler.cancel(request)
+            self._settle()
 
-        Inside a step of the same thread, where Python's garbage collector may close a forgotten stream, the request ends with
-        that step: rows must not move while the step relies on who holds them.
-        """
-        self._leaving.append(request)
-        with self.lock:
-            if not self._is_busy:
-                with self._all_or_none():
-                    self._settle()
+    def fail_everything(self, error: BaseException) -> None:
+        """Ends all requests with that error, those that wait too, for an engine that is not to run again."""
+        self.scheduler.fail_all(error)
+        self.scheduler.fail_waiting(error)
 
     def step(self) -> None:
         """Launches one chunk of prompts or one round, and hands out the tokens of earlier launches that are due.
@@ -107,7 +83,7 @@ class Engine(Generic[R]):
         If a chunk fails, the requests whose prompts it holds get its error, and the others go on.  If a round fails, all
         requests that hold rows get its error, and it is raised.
         """
-        with self.lock, self._all_or_none():
+        with self._all_or_none():
             self._settle()  # what an interrupt may have kept an earlier call from
             if entering := self.scheduler.admit():
                 self.runner.run(entering)
@@ -117,30 +93,18 @@ class Engine(Generic[R]):
                 self._collect()
             self._settle()
 
-    def _check_outside(self) -> None:
-        """RuntimeError if a step of this very thread is under way: whoever calls was called by it."""
-        if self._is_busy:
-            raise RuntimeError(
-                "a decoder can't be called from inside itself, by its tokenizer or by what interrupted it; nearest thing that "
-                "works: call it after the call that runs has returned, or from another thread"
-            )
-
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """Ends all requests that hold rows if the block raises anything, an interrupt included.
 
         After such an error nobody can say which rows have moved on and which have not.
         """
-        self._check_outside()
-        self._is_busy = True
         try:
             yield
         except BaseException as error:  # an interrupt too: it is raised again once the rows are clear
             self.scheduler.fail_all(error)
             self._settle()
             raise
-        finally:
-            self._is_busy = False
 
     def _launch(self, launch: Launch) -> bool:
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
@@ -174,12 +138,7 @@ class Engine(Generic[R]):
         self.scheduler.take(launch, emitted, pending.drafted, pending.depths, pending.seconds() if timed else None)
 
     def _settle(self) -> None:
-        """Cancels what callers gave up, and tells the runner which rows have ended.
-
-        Once no row is left, unread launches belong to nobody and are dropped.
-        """
-        while self._leaving:
-            self.scheduler.cancel(self._leaving.popleft())
+        """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
         if not self.scheduler.seats:
             for pending in (*(pending for pending, _ in self._unread), *self._silent):
                 pending.drop()

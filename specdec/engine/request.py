@@ -15,6 +15,7 @@ class Request:
     """A request; two requests are equal only if they are the same object.
 
     seed: the seed that sampling uses, which was drawn at random if the caller gave none.
+    speculate: whether the drafter proposes tokens for this request.
     error: what made this request fail, or None.  Other requests go on.
     """
 
@@ -22,6 +23,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     output: Trimmer
+    speculate: bool = True
     stats: Stats = field(default_factory=Stats)
     error: BaseException | None = None
     cancelled: bool = False
@@ -36,9 +38,10 @@ class Request:
         eos_ids: frozenset[int],
         decode: Callable[[Sequence[int]], str],
         streaming: bool,
+        speculate: bool = True,
     ) -> Request:
         """A request that has no output yet.  eos_ids, decode, streaming: see Trimmer."""
-        return cls(prompt_ids, sampling, seed, Trimmer(sampling, eos_ids, decode, prompt_ids, streaming))
+        return cls(prompt_ids, sampling, seed, Trimmer(sampling, eos_ids, decode, prompt_ids, streaming), speculate)
 
     @property
     def is_done(self) -> bool:

@@ -8,7 +8,8 @@ pages and counts: no tensor, no device, no clock.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import count
 
 from specdec.engine.chunks import ChunkBudget, Left
@@ -16,6 +17,7 @@ from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
+from specdec.engine.totals import Totals
 from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Step
 
 # Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
@@ -91,6 +93,8 @@ class Scheduler:
         self.rows, self.pads_rows = rows, pads_rows
         self.waiting: deque[Request] = deque()
         self.seats: list[Seat] = []
+        self.totals = Totals()
+        self.on_end: Callable[[Request], None] = lambda request: None  # told of every request that has ended, within a step
         # What the runner has not been told yet about rows that ended.  _moved: target row -> the row where the runner still has
         # what now belongs in the target.  _cleared: rows that have become free.
         self._moved: dict[int, int] = {}
@@ -101,6 +105,12 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.seats)
+
+    def totals_now(self) -> Totals:
+        """The totals, with what the scheduler holds now."""
+        pool, free = self.admission.pool.capacity, self.admission.free_pages
+        held = {"running": len(self.seats), "waiting": len(self.waiting), "pages_used": pool - free, "pages_total": pool}
+        return replace(self.totals, **held)
 
     # ---- requests come and go ----
 
@@ -117,6 +127,7 @@ class Scheduler:
             self._leave(seat)
         else:
             self.waiting.remove(request)
+            self._ended(request)
 
     def fail(self, seats: list[Seat | None], error: BaseException) -> None:
         """Ends the requests of these seats with that error, except those that have ended already."""
@@ -136,6 +147,13 @@ class Scheduler:
                 seat.request.error = error
             self._leave(seat)
         self._moved, self._cleared = {}, set(range(self.rows))
+
+    def fail_waiting(self, error: BaseException) -> None:
+        """Ends all requests that wait with that error."""
+        while self.waiting:
+            request = self.waiting.popleft()
+            request.error = error
+            self._ended(request)
 
     def departures(self) -> LeaveRows | None:
         """The step that tells the runner which rows have ended; it must run before any other.  None: no row has."""
@@ -166,6 +184,7 @@ class Scheduler:
             if not self.admission.admit(request, found):
                 break
             self.waiting.remove(request)
+            self.totals.entered(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
             entries.append(Entry(len(self.seats), place.table, *options))
@@ -197,6 +216,8 @@ class Scheduler:
         seconds: what a timed round took; None if the launch was not timed.
         """
         step = launch.step
+        self.totals.rounds += isinstance(step, RunRound)
+        self.totals.chunks += isinstance(step, RunChunk)
         if isinstance(step, RunRound) and seconds is not None:
             ran = [tokens for tokens, seat in zip(emitted, launch.seats, strict=False) if seat is not None]
             self.speculation.observe(step, depths, seconds, [len(tokens) - 1 for tokens in ran])
@@ -256,7 +277,7 @@ class Scheduler:
 
         tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
         """
-        request = seat.request
+        request, before = seat.request, len(seat.request.output.token_ids)
         try:
             if tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
                 position = len(request.prompt_ids) + len(request.output.token_ids) + len(tokens) - 1
@@ -268,8 +289,12 @@ class Scheduler:
                 request.take_first(tokens[0])
             else:
                 request.take_round(tokens, *tree)
+                self.totals.drafted += tree[0]
+                if tree[1]:
+                    self.totals.paths[tree[1], len(tokens) - 1] += 1
         except Exception as error:  # of any kind: whoever asks for the result gets it
             request.error = error
+        self.totals.output_tokens += len(request.output.token_ids) - before
         if request.is_done:
             self._leave(seat)
 
@@ -286,9 +311,14 @@ class Scheduler:
             written = request.prompt_ids + request.output.token_ids if seat.runs else request.prompt_ids[: seat.done + 1]
             self.admission.keep(request, written[: max(0, len(written) - self.speculation.lag)], self.speculation.enabled)
         self.admission.leave(request)
+        self._ended(request)
         self._rows_changed()
         if not self.seats:
             self.speculation.pause, self._chunk_is_next = 0, True
+
+    def _ended(self, request: Request) -> None:
+        self.totals.ended(request)
+        self.on_end(request)
 
     def _rows_changed(self) -> None:
         if self.sharing is not None:

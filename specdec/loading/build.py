@@ -5,6 +5,7 @@ The numbers that depend on the kind of device are here, so that neither the sche
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 
@@ -29,6 +30,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
 from specdec.models.target import Target
+from specdec.ops.cuda_graph import on_device
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Drafter, Workers
 from specdec.startup import STARTUP
@@ -131,6 +133,16 @@ def doubling_context(config: ModelConfig) -> float:
     products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
     full = sum(kind.span is None for kind in config.layer_kinds)
     return math.inf if not full else ATTENTION_EFFICIENCY * products / (4.0 * heads_D * full)
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back the memory of models, caches and graphs that nobody holds any more, so that another program can have it."""
+    gc.collect()
+    if device.type == "cuda":
+        with on_device(device):
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()  # otherwise they stay for the life of the process
+            torch.cuda.empty_cache()
 
 
 def most_captured_cost(model: Target, head: DraftHead | None) -> int:

@@ -67,25 +67,30 @@ class Driver:
 
     def submit(self, prompt: Any, sampling: SamplingParams, speculate: bool = True, streaming: bool = False) -> Request:
         """Checks a prompt as `SpecDecoder.generate` does, and queues its request."""
-        request = self.decoder.new_request(prompt, sampling, streaming=streaming)
-        self.decoder._submit([request], speculate)
-        return request
+        return self.add(self.decoder.new_request(prompt, sampling, streaming=streaming, speculate=speculate))
 
-    def add(self, request: Request, speculate: bool = True) -> Request:
+    def add(self, request: Request) -> Request:
         """Queues a request of `new_request`."""
-        self.decoder._submit([request], speculate)
+        with self.decoder.owner.turn:
+            self._engine.submit([request])
         return request
 
     def step(self) -> None:
-        """Runs one chunk of the prompts that have entered, or one round."""
-        self._engine.step()
+        """Runs one chunk of the prompts that have entered, or one round, on the thread of the test."""
+        with self.decoder.owner.turn:
+            self._engine.step()
+
+    def settle(self) -> None:
+        """Waits until the decoder's thread has carried out what callers asked of it, cancellations for example."""
+        self.decoder.owner.settle()
 
     def run_until_idle(self) -> None:
         while not self.is_idle:
             self.step()
 
     def cancel(self, request: Request) -> None:
-        self._engine.cancel(request)
+        with self.decoder.owner.turn:
+            self._engine.cancel(request)
 
     def cancel_all(self) -> None:
         for request in [*(seat.request for seat in self._scheduler.seats), *self.waiting]:
@@ -169,6 +174,7 @@ class Driver:
 
     def assert_nothing_leaked(self) -> None:
         """Asserts that the engine is idle: no request, no round in flight, every page free, every row padding."""
+        self.settle()
         state = self._workers.state
         assert self.is_idle and not self.waiting and not self.running and not self.rounds_in_flight
         assert not self._scheduler.admission.places and self.pages_free == self.pages_total

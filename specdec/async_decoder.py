@@ -1,0 +1,222 @@
+"""AsyncSpecDecoder: a SpecDecoder for coroutines.  Any number of tasks may call one, and their requests share the batch.
+
+The engine runs on its own thread, and prompts are turned into ids on others, so the event loop never waits for either.  This
+module knows requests and event loops; it knows no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from specdec.config import SamplingParams, SpecConfig
+from specdec.decoder import SpecDecoder, check_one_prompt
+from specdec.engine.mailbox import Mailbox
+from specdec.engine.owner import EngineOwner
+from specdec.engine.request import Request
+from specdec.engine.totals import Totals
+from specdec.generation import Chunk, Generation
+from specdec.options import EngineOptions, shows_options
+
+ENCODERS = 4  # threads that turn prompts into ids
+
+
+class AsyncSpecDecoder:
+    """The coroutines of a decoder.  `async with` closes the decoder at the end of the block.
+
+    decoder: the SpecDecoder behind it, which other threads may call at the same time.
+    """
+
+    def __init__(self, decoder: SpecDecoder) -> None:
+        self.decoder = decoder
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
+        self._bell: Bell | None = None
+
+    @classmethod
+    @shows_options
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        spec: SpecConfig | None = None,
+        *,
+        options: EngineOptions | None = None,
+        **settings: Any,
+    ) -> AsyncSpecDecoder:
+        """Loads a pair as `SpecDecoder.from_pretrained` does, with the same options and errors.
+
+        The models are loaded when it returns.  In a program whose event loop must not wait for that, call it through
+        `asyncio.to_thread`.
+        """
+        return cls(SpecDecoder.from_pretrained(target, draft, spec, options=options, **settings))
+
+    async def __aenter__(self) -> AsyncSpecDecoder:
+        self.decoder.owner.check_open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the decoder: see `SpecDecoder.close`."""
+        self._encoders.shutdown(wait=False)
+        await asyncio.to_thread(self.decoder.close)
+
+    @property
+    def totals(self) -> Totals:
+        """What the engine has done since its start and what it holds now."""
+        return self.decoder.engine.totals()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the engine for good; None while it works."""
+        return self.decoder.owner.failure
+
+    async def generate(self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True) -> Generation:
+        """Generates for one prompt; for several, gather several calls.  A task that is cancelled ends its request.
+
+        prompt: a string, a list of token ids, or chat messages.  sampling: None: SamplingParams().  speculate: see
+        `SpecDecoder.generate`.
+
+        ValueError and TypeError name what can't be used, and RuntimeError is raised if the request fails while it runs.
+        """
+        return await self.run(await self.new_request(prompt, sampling, speculate=speculate))
+
+    def stream(self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True) -> AsyncStream:
+        """Generates for one prompt, and gives its chunks to an `async for`; leaving the loop ends the request.
+
+        prompt, sampling, speculate, errors: see `generate`; errors are raised by the first step of the loop.
+        """
+        return AsyncStream(self, lambda: self.new_request(prompt, sampling, speculate=speculate, streaming=True))
+
+    # ---- the two halves, for callers that check several prompts before the first runs ----
+
+    async def new_request(
+        self,
+        prompt: Any,
+        sampling: SamplingParams | None = None,
+        *,
+        name: str = "prompt",
+        speculate: bool = True,
+        streaming: bool = False,
+    ) -> Request:
+        """A checked request for `run`, or with `streaming` for `chunks`.  name: what errors call the prompt."""
+        check_one_prompt(prompt)
+        params = SamplingParams() if sampling is None else sampling
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling must be a SamplingParams, got {sampling!r} of type {type(sampling).__name__}")
+        self.decoder.owner.check_open()  # before the threads are asked, which end with the decoder
+
+        def encode() -> Request:
+            return self.decoder.new_request(prompt, params, name, streaming=streaming, speculate=speculate)
+
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+
+    async def run(self, request: Request) -> Generation:
+        """Runs a request to its end."""
+        ended = asyncio.Event()
+        try:
+            self.submit(request, ended, streaming=False)
+            await ended.wait()
+        finally:
+            self.decoder.owner.cancel(request)
+        return request.result()
+
+    def chunks(self, request: Request) -> AsyncStream:
+        """The chunks of a request that was made with `streaming`.  It is submitted by the first step of the loop."""
+
+        async def made() -> Request:
+            return request
+
+        return AsyncStream(self, made)
+
+    def submit(self, request: Request, news: asyncio.Event, *, streaming: bool) -> Mailbox:
+        """Hands a request to the engine.  news: is set in the running event loop when the mailbox has something."""
+        loop = asyncio.get_running_loop()
+        if self._bell is None or self._bell.loop is not loop:
+            self._bell = Bell(loop)
+        bell = self._bell
+        (mailbox,) = self.decoder.owner.submit([(request, streaming)], lambda: bell.ring(news))
+        return mailbox
+
+
+class AsyncStream:
+    """The chunks of one request.  A reader that is slow gets several rounds in one chunk.
+
+    Whoever drops the stream or calls `aclose` before its end ends the request and frees its row and pages.
+    """
+
+    def __init__(self, decoder: AsyncSpecDecoder, make: Any) -> None:
+        self._decoder, self._make = decoder, make
+        self._owner: EngineOwner = decoder.decoder.owner
+        self._news = asyncio.Event()
+        self._mailbox: Mailbox | None = None
+        self._is_closed = False
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk; waits for it.  RuntimeError if the request has failed."""
+        if self._is_closed:
+            raise StopAsyncIteration
+        if self._mailbox is None:
+            self._mailbox = self._decoder.submit(await self._make(), self._news, streaming=True)
+        while True:
+            self._news.clear()
+            is_done = self._mailbox.is_done  # asked before taking: whatever came before the end is taken now
+            if chunk := self._mailbox.take():
+                return chunk
+            if is_done:
+                self._mailbox.request.result()
+                raise StopAsyncIteration
+            await self._news.wait()
+
+    async def aclose(self) -> None:
+        """Ends the request."""
+        self._close()
+
+    def result(self) -> Generation:
+        """The finished generation, after the last chunk.  RuntimeError if the request failed or has not ended."""
+        if self._mailbox is None or not self._mailbox.is_done or self._mailbox.request.cancelled:
+            raise RuntimeError("the stream has not come to its end; nearest thing that works: read it to the end first")
+        return self._mailbox.request.result()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        if self._mailbox is not None:
+            self._owner.cancel(self._mailbox.request)
+
+
+class Bell:
+    """Sets events of an event loop from another thread, as many as come up in one go with a single call into the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._events: deque[asyncio.Event] = deque()
+        self._is_ringing = False
+
+    def ring(self, event: asyncio.Event) -> None:
+        """For the engine's thread.  RuntimeError if the event loop is closed."""
+        self._events.append(event)
+        if not self._is_ringing:
+            self._is_ringing = True  # before the call, since the loop may answer at once
+            try:
+                self.loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:
+                self._is_ringing = False
+                raise
+
+    def _answer(self) -> None:
+        self._is_ringing = False  # before the events are taken: one that comes now rings again
+        while self._events:
+            self._events.popleft().set()

@@ -1,0 +1,104 @@
+"""What an engine has done since its start, as plain counters: what monitoring reads.
+
+The thread that runs the engine writes them; other threads may read at any time and see numbers of about the same moment.  This
+module knows no clock: whoever measures time hands it in.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from specdec.engine.request import Request
+
+# Upper bounds in seconds.  The first are about one round, the last are those of a long queue.
+FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BETWEEN_TOKENS_BOUNDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+@dataclass
+class Histogram:
+    """counts[i]: values above bounds[i - 1] and at most bounds[i]; the last one counts those above every bound.
+
+    total: the sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Counts the value `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+@dataclass
+class Totals:
+    """Sums over all requests since the start, and what the engine holds now.
+
+    running, waiting: requests that hold a row, and requests that wait for one.
+    pages_used, pages_total: pages that requests own or read, and all pages of the KV pool.
+    requests: how many have ended, by how: "eos", "stop", "length", "error" or "cancelled".
+    rounds, chunks: passes over the batch, and passes over prompts, whose tokens have been read.
+    prompt_tokens, cached_tokens: of requests that have entered; and those of them that the prefix cache held.
+    output_tokens: tokens that requests have kept.
+    drafted: draft tokens that were proposed, summed over rows.
+    paths: (levels of the tree, draft tokens accepted) -> how many rows of speculative rounds that was so for.
+    first_token: seconds from a request's arrival to its first token.
+    between_tokens: seconds a token after the first; m tokens that a round gives a request after t seconds count t / m, m times.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    paths: Counter[tuple[int, int]] = field(default_factory=Counter)
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_BOUNDS))
+
+    def entered(self, request: Request) -> None:
+        """A request has got a row and pages."""
+        self.prompt_tokens += len(request.prompt_ids)
+        self.cached_tokens += request.stats.cached_tokens
+
+    def ended(self, request: Request) -> None:
+        """A request has finished, failed or been cancelled."""
+        if request.error is not None:
+            how = "error"
+        else:
+            how = "cancelled" if request.cancelled else str(request.output.finish_reason)
+        self.requests[how] += 1
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were accepted, summed over rows."""
+        return sum(accepted * rows for (_, accepted), rows in self._paths())
+
+    @property
+    def reached_by_depth(self) -> list[int]:
+        """Entry i: how often all of the first i levels of a tree with more than i levels were accepted."""
+        paths = self._paths()
+        most = max((depths for (depths, _), _ in paths), default=0)
+        return [sum(rows for (depths, accepted), rows in paths if accepted >= i < depths) for i in range(most)]
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        """Entry i: how often level i + 1 was accepted too."""
+        paths = self._paths()
+        most = max((depths for (depths, _), _ in paths), default=0)
+        return [sum(rows for (depths, accepted), rows in paths if i < min(accepted, depths)) for i in range(most)]
+
+    def _paths(self) -> list[tuple[tuple[int, int], int]]:
+        return list(self.paths.copy().items())  # the copy is made in one go, also while another thread counts
