@@ -58,6 +58,7 @@ NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {  # what an answer of this
     "name": (), "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "tool_calls": ([],), "tool_call_id": (),
 }  # fmt: skip
 STREAM_OPTIONS = ("include_usage",)
+UNKNOWN_FIELD, UNSUPPORTED = "unknown_parameter", "unsupported_parameter"  # codes of errors
 NEUTRAL_STREAM_VALUES: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 
 
@@ -69,14 +70,15 @@ def used_fields(body: dict[str, Any], path: str) -> dict[str, Any]:
     other = CHAT if path == COMPLETIONS else COMPLETIONS
     for name in body:
         if name in {*USED_FIELDS[other], *NEUTRAL_VALUES[other]} - {*USED_FIELDS[path], *neutral}:
-            raise wrong(name, f"{name} is a field of {other}, not of {path}; nearest: {_counterpart(name, path)}")
+            raise wrong(name, f"{name} is a field of {other}, not of {path}; nearest: {_counterpart(name, path)}", UNSUPPORTED)
     return only_used(body, USED_FIELDS[path], neutral, "")
 
 
-def only_used(
-    values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str
-) -> dict[str, Any]:
-    """The values that are used and not null.  ApiError 400 for any other, unless it is neutral.  where: what names begin with."""
+def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str) -> dict[str, Any]:
+    """The values that are used and not null.  ApiError 400 for any other, unless it is neutral.
+
+    where: what errors put before a name.
+    """
     kept = {}
     for name, value in values.items():
         full = f"{where}{name[:100]}"
@@ -84,10 +86,13 @@ def only_used(
             kept[name] = value
         elif name not in neutral:
             alike = nearest_name(name[:100], [*used, *neutral])
-            raise wrong(full, f"{full} is not supported: there is no such field" + (f"; nearest: {alike}" if alike else ""))
+            hint = f"; nearest: {alike}" if alike else ""
+            raise wrong(full, f"{full} is not supported: there is no such field{hint}", UNKNOWN_FIELD)
         elif value is not None and not any(_is_same(value, allowed) for allowed in neutral[name]):
             accepted = "".join(f" or send {json.dumps(allowed)}" for allowed in neutral[name][:1])
-            raise wrong(full, f"{full} is not supported by this server; nearest thing that works: leave it out{accepted}")
+            raise wrong(
+                full, f"{full} is not supported by this server; nearest thing that works: leave it out{accepted}", UNSUPPORTED
+            )
     return {name: value for name, value in kept.items() if value is not None}
 
 
