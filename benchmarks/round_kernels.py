@@ -43,6 +43,7 @@ def random_state(B: int, K: int, lookahead: int) -> BatchState:
     pages = (CONTEXT + lookahead) // PAGE + 1
     state = BatchState.empty(B, pages, K, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
     state.lens_B.fill_(CONTEXT - 3)
+    state.speculates_B.fill_(1)
     state.page_table_BW.copy_(torch.randperm(B * pages, device=DEVICE).add_(1).view(B, pages))
     state.level1_logp_BK.copy_(-torch.rand(B, K, device=DEVICE).sort(dim=1).values)
     state.level1_tokens_BK.random_(DRAFT_VOCAB)

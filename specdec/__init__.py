@@ -8,15 +8,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from specdec.async_decoder import AsyncSpecDecoder
     from specdec.config import SamplingParams, SpecConfig
     from specdec.decoder import SpecDecoder
     from specdec.generation import Chunk, Generation, Stats
     from specdec.options import EngineOptions
 
 __version__ = "0.1.0"
-__all__ = ["Chunk", "EngineOptions", "Generation", "SamplingParams", "SpecConfig", "SpecDecoder", "Stats"]
+__all__ = [
+    "AsyncSpecDecoder",
+    "Chunk",
+    "EngineOptions",
+    "Generation",
+    "SamplingParams",
+    "SpecConfig",
+    "SpecDecoder",
+    "Stats",
+]
 
 _HOMES = {
+    "AsyncSpecDecoder": "specdec.async_decoder",
     "SpecDecoder": "specdec.decoder",
     "SpecConfig": "specdec.config",
     "SamplingParams": "specdec.config",

@@ -22,6 +22,7 @@ class Entry:
     """A request that takes a row of the batch.
 
     pages: numbers of pages in the KV pool, by position.  Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
+    speculates: whether draft tokens may be accepted in the row.
     """
 
     row: int
@@ -30,6 +31,7 @@ class Entry:
     top_k: int
     top_p: float
     seed: int
+    speculates: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class RunChunk:
     """One pass over parts of prompts.  A row whose prompt ends in it gets its first token, and runs from now on.
 
     mode: how the rows whose prompts end here choose their first token.
-    drafted: whether the drafter reads the prompts too.
+    drafted: whether the drafter reads the prompts too; so it must if the row of any part speculates.
     cost: what the pass costs; the unit is the cost of a token at position 0, and a token that reads many others costs more.
     may_capture: whether there is time to capture a CUDA graph for the pass; a graph that exists is replayed anyway.
     """
@@ -85,7 +87,7 @@ class RunRound:
     """One round over the first `rows` rows.
 
     kind: "plain" decodes one token for each row; "paused" does the same and keeps what the drafter will need to catch up;
-        "speculative" drafts a tree of shape `spec`.
+        "speculative" drafts a tree of shape `spec`, of which rows that do not speculate accept nothing.
     mode: how the rows choose their tokens.
     shared: read the pages of the last ShareRows once for all its rows.
     timed: measure how long the device takes.

@@ -44,17 +44,18 @@ class Accepted(NamedTuple):
         return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), torch.cat((accepted_B[:, None], tokens_BE), dim=1))
 
 
-def accept_path(tree: DraftTree, target_tokens_BN: Tensor) -> Accepted:
+def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor) -> Accepted:
     """Finds the path of every tree at once: a node is taken if it and all its ancestors hold the token chosen at their parents.
 
     Siblings hold distinct tokens, so the taken nodes form one path, and their node numbers ascend along it.
+    speculates_B: int32; where it is 0, the root alone is taken, so that the row emits the target's token after the root.
     """
     N = tree.num_nodes
     E = tree.max_depth + 1
     if N == 1:  # plain decoding: the root's token is the bonus
         nothing_B = target_tokens_BN.new_zeros(target_tokens_BN.shape[0])
         return Accepted.of(nothing_B[:, None], nothing_B, target_tokens_BN)
-    hit_BN = tree.tokens_BN == target_tokens_BN.gather(1, tree.parents_BN)
+    hit_BN = (tree.tokens_BN == target_tokens_BN.gather(1, tree.parents_BN)) & (speculates_B[:, None] > 0)
     hit_BN[:, 0] = True
     taken_BN = hit_BN
     for _ in range(tree.max_depth - 1):  # each turn includes one more ancestor of every node
@@ -77,7 +78,7 @@ def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tupl
         *accepted, base_lens_B = launch_accept(tree, target_tokens_BN, state)
         return Accepted(*accepted), base_lens_B
     base_lens_B = state.lens_B.clone()
-    done = accept_path(tree, target_tokens_BN)
+    done = accept_path(tree, target_tokens_BN, state.speculates_B)
     state.lens_B.add_((done.accepted_B + 1) * state.active_B)
     state.bonus_B.copy_(done.tokens_BE.gather(1, done.accepted_B[:, None])[:, 0])
     return done, base_lens_B

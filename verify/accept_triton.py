@@ -17,7 +17,7 @@ from specdec.ops.launch import chained
 
 @triton.jit(
     do_not_specialize=["num_nodes", "places", "stride_tokens_b", "stride_tokens_n", "stride_parents", "stride_targets"],
-    do_not_specialize_on_alignment=["lens", "bonus", "active", "tokens"],
+    do_not_specialize_on_alignment=["lens", "bonus", "active", "speculates", "tokens"],
 )
 def accept_kernel(
     tokens,  # [B, N] int64
@@ -26,6 +26,7 @@ def accept_kernel(
     lens,  # [B] int32, updated
     bonus,  # [B] int64, written
     active,  # [B] int32
+    speculates,  # [B] int32: 0 where the root alone is taken
     path,  # [B, E] int64
     accepted,  # [B] int64
     valid,  # [B, E] int64: the tokens, 0 for -1
@@ -52,7 +53,7 @@ def accept_kernel(
     length = tl.load(lens + b)
     target_N = tl.load(targets + n, mask=ok_N, other=0)
     depth_N = tl.zeros([BLOCK], tl.int32)
-    taken_N = ok_N
+    taken_N = ok_N & ((n == 0) | (tl.load(speculates + b) > 0))
     at_N = tl.where(ok_N, n, 0)
     for _ in range(places - 1):
         parent_N = tl.load(parents + at_N).to(tl.int32)
@@ -92,7 +93,7 @@ def launch_accept(
     accepted, base_lens = torch.empty(B, dtype=torch.int64, device=device), torch.empty_like(state.lens_B)
     block = max(32, triton.next_power_of_2(N))
     accept_kernel[(B,)](
-        tree.tokens_BN, tree.parents_BN, target_tokens_BN, state.lens_B, state.bonus_B, state.active_B,
+        tree.tokens_BN, tree.parents_BN, target_tokens_BN, state.lens_B, state.bonus_B, state.active_B, state.speculates_B,
         path, accepted, valid, emitted, base_lens, N, E,
         *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0),
         BLOCK=block, num_warps=max(1, min(8, block // 64)), **chained(device),

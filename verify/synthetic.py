@@ -41,11 +41,12 @@ class SyntheticAcceptance:
         assert probs and all(0 <= p <= 1 for p in probs), probs
         return cls(torch.tensor(probs, dtype=torch.float64, device=device), vocab_size)
 
-    def force(self, tree: DraftTree, target_tokens_BN: Tensor, seed_B: Tensor, lens_B: Tensor) -> Tensor:
+    def force(self, tree: DraftTree, target_tokens_BN: Tensor, seed_B: Tensor, lens_B: Tensor, speculates_B: Tensor) -> Tensor:
         """[B, N] int64: the tokens by which to accept, in place of the target's own.
 
         seed_B: each row's seed.
         lens_B: each row's committed length.
+        speculates_B: 0 where a row does not speculate: it keeps the target's own tokens.
         A node whose best child is to be accepted gets that child's token.  Any other node keeps its own token, or if some child
         holds that one, the next token that no child holds.  The choice depends on (seed, position) alone, so equal runs accept
         alike.  A token of -1, which says that the logits were not finite, stays.
@@ -57,7 +58,8 @@ class SyntheticAcceptance:
         accept_BN = has_child_BN & (uniform_noise(seed_B, lens_B[:, None] + depths_BN) < prob_BN)
         refused_BN = unlike_children(tree, target_tokens_BN, self.vocab_size)
         forced_BN = torch.where(accept_BN, tree.tokens_BN.gather(1, best_BN), refused_BN)
-        return torch.where(target_tokens_BN < 0, target_tokens_BN, forced_BN)
+        keeps_BN = (target_tokens_BN < 0) | (speculates_B[:, None] == 0)
+        return torch.where(keeps_BN, target_tokens_BN, forced_BN)
 
 
 def best_children(tree: DraftTree) -> tuple[Tensor, Tensor]:

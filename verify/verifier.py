@@ -91,7 +91,7 @@ class TargetVerifier:
         tokens_T = choose_tokens(logits_TV, state.sampling, tables.positions_T, mode)
         tokens_BN = tokens_T.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
-            tokens_BN = self.synthetic.force(tree, tokens_BN, state.seed_B, state.lens_B)
+            tokens_BN = self.synthetic.force(tree, tokens_BN, state.seed_B, state.lens_B, state.speculates_B)
         accepted, base_lens_B = accept(tree, tokens_BN, state)
         if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
             self.cache.move(tables.slots_BN, accepted.path_BE)

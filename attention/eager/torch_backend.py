@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVView
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.segment import AttentionPlan, Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState, with_sinks
 
 
@@ -56,7 +56,8 @@ class TorchBackend(Backend):
         if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
             return [block for block in blocks if block.queries]  # SDPA refuses a block without queries
-        return [_joined_block(plan.parts)]
+        sequences = plan.segments[-1].rows  # a shared prefix stands in front of the sequences' own segment
+        return [_joined_block(tuple(_spread(part, sequences) for part in plan.parts))]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> Tensor:
         if scoring.softcap is not None or scoring.sinks_H is not None:
@@ -108,6 +109,25 @@ def _only_seen(slots_BN: Tensor, mask_BQN: Tensor) -> Tensor:
     seen_BN = mask_BQN.any(1)
     anchor_B1 = slots_BN.gather(1, seen_BN.byte().argmax(1, keepdim=True))
     return torch.where(seen_BN, slots_BN, anchor_B1)
+
+
+def _spread(segment: Segment, sequences: int) -> Segment:
+    """A shared prefix, whose one row holds the queries of all sequences, as a row for each sequence; others as they are.
+
+    Each sequence then multiplies by its own keys and the shared ones alone.  In one product over the keys of all sequences, a
+    NaN among the keys of one would reach the others, although the mask hides it: 0 * NaN is NaN.
+    """
+    if segment.rows >= sequences:
+        return segment
+    assert segment.rows == 1 and not segment.causal and segment.max_seqlen_q % sequences == 0
+    queries = segment.max_seqlen_q // sequences
+    return replace(
+        segment,
+        page_table=segment.page_table.expand(sequences, -1),
+        cache_seqlens=segment.cache_seqlens.expand(sequences),
+        cu_seqlens_q=uniform_cu_seqlens(sequences, queries, segment.page_table.device),
+        max_seqlen_q=queries,
+    )
 
 
 def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:

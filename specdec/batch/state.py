@@ -33,11 +33,14 @@ class BatchState:
     active_B: int32, 1 for a running row, else 0; the lengths of inactive rows don't grow.
     page_table_BW: int32, the pages that rounds read and write: a running row's own, else the dummy page.
     prompt_table_BW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
+    speculates_B: int32, 1 where draft tokens may be accepted, else 0.  The drafter computes the other rows too, where it may
+        read keys and values that nobody wrote; so their first levels are any token ids, with any scores.
     temperature_B, top_k_B, top_p_B, seed_B: see RowSampling.
     level1_tokens_BK: int64 ids of the target's vocabulary, the first level of the next tree, left by the last extend.
     level1_logp_BK: float32, the log-probabilities of these tokens.
     level1_hidden_BH: the drafter's hidden state from which they were computed.
-    pending_B: int64, how many tokens the drafter has not seen yet, because their rounds did not speculate.
+    pending_B: int64, how many tokens the drafter has not seen yet, because their rounds were paused; always 0 in a row that
+        does not speculate.
     pending_tokens_BP: int64, these tokens.
     pending_features_BPF: for each of these tokens, the target's features of the token before it.
     shared: the pages that rows read together; None: each row reads all its own pages.
@@ -48,6 +51,7 @@ class BatchState:
     active_B: Tensor
     page_table_BW: Tensor
     prompt_table_BW: Tensor
+    speculates_B: Tensor
     temperature_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
@@ -91,6 +95,7 @@ class BatchState:
             active_B=zeros(rows, dtype=torch.int32),
             page_table_BW=tables(),
             prompt_table_BW=tables(),
+            speculates_B=zeros(rows, dtype=torch.int32),
             temperature_B=zeros(rows, dtype=torch.float32),
             top_k_B=zeros(rows, dtype=torch.int64),
             top_p_B=torch.ones(rows, device=device),
@@ -135,23 +140,24 @@ class BatchState:
         return replace(self, shared=shared.narrow(self.rows))
 
     def keep_pending(self, tokens_B: Tensor, features_BF: Tensor) -> None:
-        """Records the one token of a paused round for the drafter; only running rows count it.
+        """Records the one token of a paused round for the drafter; only running rows that speculate count it.
 
         tokens_B: int64.  features_BF: the target's features of the token before it.
         """
         rows_B = torch.arange(self.rows, device=tokens_B.device)
         self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
         self.pending_features_BPF[rows_B, self.pending_B] = features_BF
-        self.pending_B.add_(self.active_B)
+        self.pending_B.add_(self.active_B * self.speculates_B)
 
-    def enter_rows(self, rows_R: Tensor, pages_Rw: Tensor, sampling: RowSampling) -> None:
-        """Gives rows their pages and their sampling.
+    def enter_rows(self, rows_R: Tensor, pages_Rw: Tensor, sampling: RowSampling, speculates_R: Tensor) -> None:
+        """Gives rows their pages and their options.
 
-        rows_R: int64.  pages_Rw: integers of any type, each row's first w pages.  sampling: tensors [R] of any types.
+        rows_R: int64.  pages_Rw: integers of any type, each row's first w pages.  sampling, speculates_R: tensors [R] of any
+        types.
         """
         self.prompt_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)  # after its own pages, a row must not name an earlier request's
         self.prompt_table_BW[:, : pages_Rw.shape[1]].index_copy_(0, rows_R, pages_Rw.int())
-        for tensor, values_R in zip(self.sampling, sampling, strict=True):
+        for tensor, values_R in zip((*self.sampling, self.speculates_B), (*sampling, speculates_R), strict=True):
             tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))
 
     def start_rows(self, rows_R: Tensor, lens_R: Tensor, last_R: Tensor, bonus_R: Tensor) -> None:
@@ -177,6 +183,6 @@ class BatchState:
 
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
-        for tensor in (self.active_B, self.lens_B, self.pending_B, self.temperature_B):
+        for tensor in (self.active_B, self.lens_B, self.pending_B, self.speculates_B, self.temperature_B):
             tensor.index_fill_(0, rows_R, 0)
         self.page_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)

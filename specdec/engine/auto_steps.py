@@ -35,9 +35,11 @@ class StepChooser:
         # By depth, fading with time: rows whose draft reached the depth, and rows whose draft token there was accepted.
         self._reached = [0.0] * max_steps
         self._accepted = [0.0] * max_steps
+        self._share = 1.0  # of the rows, those that speculate; the others gain nothing from a draft and wait for it
 
-    def choose(self, rows: int) -> int:
-        """The number of levels of the next round of `rows` rows."""
+    def choose(self, rows: int, share: float) -> int:
+        """The number of levels of the next round of `rows` rows.  share: the share of the running rows that speculate."""
+        self._share = share
         for steps in (self.max_steps, 0):
             if self._seen.get((rows, steps), 0) < FIRST_PROBES:
                 return steps
@@ -70,15 +72,15 @@ class StepChooser:
             costs[steps] = known + SMOOTHING * (min(seconds, 2 * known) - known)
 
     def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
-        """Records how many draft tokens of each row were accepted in a round of `steps` levels."""
+        """Records how many draft tokens each row that speculates accepted in a round of `steps` levels."""
         fade = math.exp(-len(accepted) / MEMORY)
         for depth in range(steps):
             self._reached[depth] = self._reached[depth] * fade + sum(a >= depth for a in accepted)
             self._accepted[depth] = self._accepted[depth] * fade + sum(a > depth for a in accepted)
 
     def accept_length(self, steps: int) -> float:
-        """The tokens that a round of `steps` levels is expected to emit for each row, the bonus token included."""
-        total, reach = 1.0, 1.0
+        """The tokens that a round of `steps` levels is expected to emit for each row on average, the bonus token included."""
+        total, reach = 1.0, self._share
         for reached, accepted in zip(self._reached[:steps], self._accepted[:steps], strict=True):
             reach *= (accepted + PRIOR_ACCEPTED) / (reached + PRIOR_REACHED)
             total += reach

@@ -175,10 +175,13 @@ class Scheduler:
         """
         entries: list[Entry] = []
         for request in list(self.waiting):
-            found = self.admission.find(request, self.speculation.enabled) if len(self.seats) < self.rows else None
+            speculates = self._speculates(request)
+            found = self.admission.find(request, speculates) if len(self.seats) < self.rows else None
             if found is None:
                 break
             entering = [seat.request for seat in self.seats if not seat.runs]
+            if speculates:  # the pages of the others will lack the drafter's keys and values
+                entering = [other for other in entering if self._speculates(other)]
             if entering and self.admission.should_wait(request, found, entering):
                 continue  # later requests need not wait with it
             if not self.admission.admit(request, found):
@@ -187,7 +190,7 @@ class Scheduler:
             self.totals.entered(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
-            entries.append(Entry(len(self.seats), place.table, *options))
+            entries.append(Entry(len(self.seats), place.table, *options, speculates))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -207,7 +210,8 @@ class Scheduler:
         if isinstance(launch.step, RunChunk):
             for part, seat in zip(launch.step.parts, launch.seats, strict=True):
                 if seat is not None:
-                    self.admission.keep(seat.request, seat.request.prompt_ids[: part.end + 1], self.speculation.enabled)
+                    request = seat.request
+                    self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request))
 
     def take(self, launch: Launch, emitted: list[list[int]], drafted: int, depths: int, seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
@@ -219,14 +223,16 @@ class Scheduler:
         self.totals.rounds += isinstance(step, RunRound)
         self.totals.chunks += isinstance(step, RunChunk)
         if isinstance(step, RunRound) and seconds is not None:
-            ran = [tokens for tokens, seat in zip(emitted, launch.seats, strict=False) if seat is not None]
-            self.speculation.observe(step, depths, seconds, [len(tokens) - 1 for tokens in ran])
+            ran = [(tokens, seat.request) for tokens, seat in zip(emitted, launch.seats, strict=False) if seat is not None]
+            accepted = [len(tokens) - 1 for tokens, request in ran if self._speculates(request)]
+            self.speculation.observe(step, depths, seconds, accepted)
         for seat, tokens in zip(launch.seats, emitted, strict=False):
             if seat is None or not tokens:
                 continue
             seat.unread -= 1
             if not seat.request.is_done:
-                self._hand_out(seat, tokens, None if isinstance(step, RunChunk) else (drafted, depths))
+                tree = (drafted, depths) if self._speculates(seat.request) else (0, 0)
+                self._hand_out(seat, tokens, None if isinstance(step, RunChunk) else tree)
 
     def _next_chunk(self, running: int) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
@@ -248,7 +254,7 @@ class Scheduler:
         ending = [seat.request for seat in seats if seat is not None and seat.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
-        mode, drafted = sampling_mode(ending), self.speculation.enabled
+        mode, drafted = sampling_mode(ending), any(self._speculates(seat.request) for seat in seats if seat is not None)
         return Launch([], RunChunk(tuple(parts), mode, drafted, cost, may_capture), seats)
 
     def _next_round(self) -> Launch:
@@ -257,18 +263,26 @@ class Scheduler:
             seats.pop()
         rows = min(self.rows, 1 << (len(seats) - 1).bit_length()) if self.pads_rows else len(seats)
         before: list[Step] = []
-        if self.sharing is not None:
-            pages = [self.admission.fixed_pages(seat.request) if seat else [] for seat in seats]
+        running = [seat.request for seat in seats if seat is not None]
+        speculating = sum(map(self._speculates, running))
+        if self.sharing is not None and self.sharing.group is None:
+            # A page that is read for many rows at once reaches all of them if it holds NaN.  So while the drafter runs, rows
+            # share no page that it has not written, although only rows that do not speculate would read that page.
+            pages = [self.admission.fixed_pages(seat.request, speculating > 0) if seat else [] for seat in seats]
             if share := self.sharing.choose(pages):
                 before.append(share)
-        mode = sampling_mode([seat.request for seat in seats if seat is not None])
-        catch_up, step = self.speculation.next_round(rows, mode, bool(self.sharing and self.sharing.shares))
+        shared = bool(self.sharing and self.sharing.shares)
+        catch_up, step = self.speculation.next_round(rows, sampling_mode(running), shared, speculating / len(running))
         if catch_up is not None:
             before.append(catch_up)
         for seat in seats:
             if seat is not None:
                 seat.unread += 1
         return Launch(before, step, seats)
+
+    def _speculates(self, request: Request) -> bool:
+        """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""
+        return request.speculate and self.speculation.spec is not None
 
     # ---- endings ----
 
@@ -309,12 +323,16 @@ class Scheduler:
         self._cleared.add(last)
         if request.error is None:  # after an error nobody knows which keys and values were written
             written = request.prompt_ids + request.output.token_ids if seat.runs else request.prompt_ids[: seat.done + 1]
-            self.admission.keep(request, written[: max(0, len(written) - self.speculation.lag)], self.speculation.enabled)
+            speculates = self._speculates(request)
+            unseen = self.speculation.pause if speculates else 0  # tokens at the end that the drafter may not have seen
+            self.admission.keep(request, written[: max(0, len(written) - unseen)], speculates)
         self.admission.leave(request)
         self._ended(request)
         self._rows_changed()
+        if not any(seat.runs and self._speculates(seat.request) for seat in self.seats):
+            self.speculation.pause = 0
         if not self.seats:
-            self.speculation.pause, self._chunk_is_next = 0, True
+            self._chunk_is_next = True
 
     def _ended(self, request: Request) -> None:
         self.totals.ended(request)

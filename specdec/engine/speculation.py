@@ -1,7 +1,8 @@
 """Decides which kind of round comes next: plain, paused, or speculative with a number of levels.
 
-With num_steps="auto", a round of no levels is a paused round.  It keeps the tokens that the drafter has not seen, at most
-MAX_PAUSE for each row, until the drafter catches up.  This module knows numbers and the shapes of trees.
+A round in which no row speculates is plain.  With num_steps="auto", another round of no levels is a paused round.  It keeps
+the tokens that the drafter has not seen, at most MAX_PAUSE for each row that speculates, until the drafter catches up.  This
+module knows numbers and the shapes of trees.
 """
 
 from __future__ import annotations
@@ -17,49 +18,44 @@ class Speculation:
 
     spec: the tree's shape; None: there is no drafter.
     new_shape_seconds: see StepChooser.
-    enabled: whether rounds may speculate at all.
-    pause: paused rounds since the drafter last caught up; no row has more tokens than this that the drafter has not seen.
+    pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
+        has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
 
     def __init__(self, spec: SpecConfig | None, new_shape_seconds: float) -> None:
-        self.spec, self.enabled = spec, spec is not None
+        self.spec = spec
         self.chooser = StepChooser(spec.max_steps, new_shape_seconds) if spec and spec.is_auto else None
         self.pause = 0
 
-    @property
-    def lag(self) -> int:
-        """How many tokens at the end of a row may lack the drafter's keys and values."""
-        return self.pause if self.enabled else 0
-
-    def next_round(self, rows: int, mode: SamplingMode, shared: bool) -> tuple[CatchUp | None, RunRound]:
+    def next_round(self, rows: int, mode: SamplingMode, shared: bool, share: float) -> tuple[CatchUp | None, RunRound]:
         """The next round, and the drafter's catching up if that must come before it.
 
-        rows: of the batch, padding included.  shared: whether rows read common pages together.
+        rows: of the batch, padding included.  shared: whether rows read common pages together.  share: the share of the running
+        rows that speculate, from 0 to 1.
         """
-        spec = self._shape(rows)
+        if not share:
+            assert not self.pause, "tokens that the drafter has not seen belong to a row that speculates"
+            return None, RunRound(rows, "plain", None, mode, shared)
+        spec = self._shape(rows, share)
         catch_up = None
         if self.pause and (spec is not None or self.pause == MAX_PAUSE):
             catch_up, self.pause = CatchUp(rows, shared), 0
-        timed = self.chooser is not None and self.enabled
+        timed = self.chooser is not None
         if spec is not None:
             return catch_up, RunRound(rows, "speculative", spec, mode, shared, timed)
-        if not self.enabled:
-            return catch_up, RunRound(rows, "plain", None, mode, shared)
         self.pause += 1
         return catch_up, RunRound(rows, "paused", None, mode, shared, timed)
 
     def observe(self, step: RunRound, depths: int, seconds: float, accepted: list[int]) -> None:
-        """Records the seconds of a timed round, and how many draft tokens were accepted in each row that ran."""
+        """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted."""
         if self.chooser is not None:
             self.chooser.observe_cost(step.rows, depths, seconds)
             self.chooser.observe_acceptance(depths, accepted)
 
-    def _shape(self, rows: int) -> SpecConfig | None:
-        """The shape of the next round's tree; None: the round does not speculate."""
-        if not self.enabled:
-            return None
-        assert self.spec is not None
+    def _shape(self, rows: int, share: float) -> SpecConfig | None:
+        """The shape of the next round's tree; None: the round is paused."""
+        assert self.spec is not None, "without a drafter no row speculates"
         if self.chooser is None:
             return self.spec
-        steps = self.chooser.choose(rows)
+        steps = self.chooser.choose(rows, share)
         return self.spec.at(steps) if steps else None

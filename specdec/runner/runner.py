@@ -86,16 +86,16 @@ class DeviceRunner:
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
         most = max(len(entry.pages) for entry in step.entries)
-        numbers_RX = torch.zeros(len(step.entries), 5 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        numbers_RX = torch.zeros(len(step.entries), 6 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
-            ints[row, :3] = entry.row, entry.top_k, entry.seed
-            floats[row, 3:5] = entry.temperature, entry.top_p
-            ints[row, 5 : 5 + len(entry.pages)] = entry.pages
+            ints[row, :4] = entry.row, entry.top_k, entry.seed, entry.speculates
+            floats[row, 4:6] = entry.temperature, entry.top_p
+            ints[row, 6 : 6 + len(entry.pages)] = entry.pages
         numbers_RX = numbers_RX.to(self.device, non_blocking=True)
         floats_RX = numbers_RX.view(torch.float64)
-        sampling = RowSampling(floats_RX[:, 3], numbers_RX[:, 1], floats_RX[:, 4], numbers_RX[:, 2])
-        self.workers.state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 5:], sampling)
+        sampling = RowSampling(floats_RX[:, 4], numbers_RX[:, 1], floats_RX[:, 5], numbers_RX[:, 2])
+        self.workers.state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 6:], sampling, numbers_RX[:, 3])
 
     def _catch_up(self, step: CatchUp) -> None:
         self.rounds.catch_up(self._rows(step.rows, step.shared))

@@ -14,7 +14,7 @@ from toolkit.attention.caches import Scattered
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
+from specdec.attention.attend import PagedAttention, make_backend
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.eager.torch_backend import TorchBackend
@@ -103,6 +103,27 @@ def test_kernels_share(n: int, tree: bool, page_size: int, shared: int) -> None:
     backend = TritonBackend(programs=32)
     for got, right in zip(world.attend(backend, split, q), want, strict=True):
         torch.testing.assert_close(got[: 3 * n], right[: 3 * n], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_row_of_nan_spoils_no_other(name: str, tree: bool) -> None:
+    """Keeps out: all sequences' keys in one product, where a hidden NaN of one of them reaches the others as 0 * NaN.  A row
+    that does not speculate has such keys in the drafter's cache."""
+    if name == "triton":
+        pytest.importorskip("triton")
+    device, kinds = ("cuda" if name == "triton" and torch.cuda.is_available() else "cpu"), KINDS[:2]
+    torch.manual_seed(1)
+    world = World(4, 16, 4, torch.float32, device, kinds)
+    q = torch.randn(16, 4, 16, device=device)
+    plain, split = world.plans(4, tree)
+    want = world.attend(ReferenceBackend(), plain, q)
+    own = world.table[2, : -(-world.lens[2] // 4)].long()  # the stranger's pages
+    world.cache.kv[:, (own[:, None] * 4 + torch.arange(4, device=device)).flatten()] = torch.nan
+    q[8:12] = torch.nan
+    for got, right in zip(world.attend(make_backend(name), split, q), want, strict=True):
+        torch.testing.assert_close(got[:8], right[:8], atol=2e-5, rtol=2e-5)
 
 
 def test_many_queries_read_as_ever() -> None:

@@ -3,7 +3,11 @@
 Python runs signal handlers, finalisers and the tokenizer's code wherever a step happens to be.
 """
 
+import signal
+import threading
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from toolkit.driver import Driver, new_request
@@ -57,7 +61,8 @@ def test_an_interrupt_while_the_last_text_is_made(zoo: Zoo, decoder: SpecDecoder
 
 
 def test_a_second_interrupt_while_rows_are_cleared(zoo: Zoo, decoder: SpecDecoder) -> None:
-    """Keeps out: Ctrl-C twice: rows of requests that had ended stayed active, and wrote to pages of those that came after."""
+    """Keeps out: Ctrl-C twice in a benchmark, which steps the engine itself: rows of requests that had ended stayed active, and
+    wrote to pages of those that came after."""
     driver = Driver(decoder)
 
     def interrupt() -> None:
@@ -65,25 +70,56 @@ def test_a_second_interrupt_while_rows_are_cleared(zoo: Zoo, decoder: SpecDecode
 
     driver.before_step(RunRound, 3, interrupt)
     driver.before_step(LeaveRows, 0, interrupt)
+    for prompt in PROMPTS:
+        driver.submit(prompt, SamplingParams(max_tokens=30))
     with pytest.raises(KeyboardInterrupt):
-        decoder.generate(PROMPTS, SamplingParams(max_tokens=30))
+        driver.run_until_idle()
     (out,) = decoder.generate(PROMPTS[1], SamplingParams(max_tokens=20))
     assert out.token_ids == zoo.greedy("llama", PROMPTS[1], 24)[:20]
     driver.assert_nothing_leaked()
 
 
+@pytest.mark.parametrize("round", [0, 3])
+def test_ctrl_c_ends_only_what_the_interrupted_call_asked_for(zoo: Zoo, decoder: SpecDecoder, round: int) -> None:
+    """Keeps out: Ctrl-C that ends the requests of other threads, or leaves rows and pages behind, or a decoder that is dead."""
+    driver = Driver(decoder)
+    beside: list[list[int]] = []
+
+    def other_thread() -> None:
+        beside.append(decoder.generate(PROMPTS[1], SamplingParams(max_tokens=60))[0].token_ids)
+
+    def press_ctrl_c() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    driver.before_step(RunRound, round, press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate([PROMPTS[0]] * 4, SamplingParams(max_tokens=80))
+        time.sleep(1)  # where the signal arrives late
+    thread.join()
+    assert beside == [zoo.greedy("llama", PROMPTS[1], 80)[:60]]
+    (after,) = decoder.generate(PROMPTS[0], SamplingParams(max_tokens=20))
+    assert after.token_ids == zoo.greedy("llama", PROMPTS[0], 24)[:20]
+    driver.assert_nothing_leaked()
+
+
 def test_a_call_from_inside_is_refused(zoo: Zoo, decoder: SpecDecoder) -> None:
-    """Keeps out: a step inside a step, from a tokenizer that asks the decoder whose text it makes."""
+    """Keeps out: a decoder that waits for itself for ever, asked by the tokenizer whose text it makes."""
+    driver, decode = Driver(decoder), decoder.tokenizer.decode
 
     def asks(ids: Any) -> str:
         decoder.generate(PROMPTS[1], SamplingParams(max_tokens=3))
         return ""
 
-    driver = Driver(decoder)
-    request = driver.add(new_request(PROMPTS[0], 5, decode=asks))
-    beside = driver.submit(PROMPTS[1], SamplingParams(max_tokens=20))
-    driver.run_until_idle()
-    with pytest.raises(RuntimeError, match="can't be called from inside itself"):
-        request.result()
-    assert beside.result().token_ids == zoo.greedy("llama", PROMPTS[1], 24)[:20]
+    with patch.object(decoder.tokenizer, "decode", asks):
+        asking = decoder.stream(PROMPTS[0], SamplingParams(max_tokens=5))
+        with patch.object(decoder.tokenizer, "decode", decode):
+            beside = decoder.stream(PROMPTS[1], SamplingParams(max_tokens=20))
+        with pytest.raises(RuntimeError, match="can't be called from inside itself"):
+            list(asking)
+    got = [token for chunk in beside for token in chunk.token_ids]
+    assert got == zoo.greedy("llama", PROMPTS[1], 24)[:20]
     driver.assert_nothing_leaked()

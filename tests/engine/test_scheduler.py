@@ -129,7 +129,7 @@ def test_random_traffic_is_served_whole(beside: int, pads_rows: bool, depth: int
             more = more and request is not None
             if request is not None:
                 requests.append(request)
-                engine.submit([request], speculate=True)
+                engine.submit([request])
         if rng.random() < 0.1 and (going := [request for request in requests if not request.is_done]):
             engine.cancel(rng.choice(going))
         engine.step()
@@ -149,10 +149,10 @@ def test_random_traffic_is_served_whole(beside: int, pads_rows: bool, depth: int
 def test_chunks_and_rounds_take_turns() -> None:
     """Keeps out: a long prompt whose chunks all run before the next round of rows that run already."""
     engine = engine_of(3, ChunkBudget(10, 30, 60))
-    engine.submit([new_request([1, 2, 3], 50)], speculate=True)
+    engine.submit([new_request([1, 2, 3], 50)])
     for _ in range(3):
         engine.step()
-    engine.submit([new_request([5] * 95, 3)], speculate=True)
+    engine.submit([new_request([5] * 95, 3)])
     first = len(engine.runner.steps)
     while not engine.scheduler.seats[-1].runs or len(engine.scheduler.seats) < 2:
         engine.step()
@@ -167,10 +167,10 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     starving under a stream of short ones."""
     engine = engine_of(8, ChunkBudget(16, 32, 64), pages=400)
     long = new_request([5] * 300, 2)
-    engine.submit([long], speculate=True)
+    engine.submit([long])
     engine.step()
     short = new_request([1] * 10, 2)
-    engine.submit([short], speculate=True)
+    engine.submit([short])
     engine.step()
     chunk = engine.runner.steps[-1]
     assert isinstance(chunk, RunChunk) and PromptPart(1, [1] * 10, 0, -1) in chunk.parts
@@ -178,7 +178,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     chunks = 0
     while not long.output.token_ids and chunks < 200:
         if len(engine.scheduler.seats) < 7:
-            engine.submit([new_request([1] * 14, 1)], speculate=True)
+            engine.submit([new_request([1] * 14, 1)])
         engine.step()
         chunks += 1
     assert long.output.token_ids and chunks <= 2 + 2 * (300 - before) // (16 // 4)
@@ -189,12 +189,12 @@ def test_whole_prompts_fill_a_chunk_and_parts_do_not() -> None:
     that whoever comes next waits for it."""
     budget = ChunkBudget(beside_rounds=64, alone=256, whole_prompts=1024)
     engine = engine_of(8, budget, pages=4000)
-    engine.submit([new_request([1] * 100, 1) for _ in range(8)], speculate=True)
+    engine.submit([new_request([1] * 100, 1) for _ in range(8)])
     engine.step()
     assert len(engine.runner.steps[-1].parts) == 8  # type: ignore[union-attr]
     while not engine.is_idle:
         engine.step()
-    engine.submit([new_request([1] * 2000, 1)], speculate=True)
+    engine.submit([new_request([1] * 2000, 1)])
     engine.step()
     assert sum(len(part.token_ids) for part in engine.runner.steps[-1].parts) == 256  # type: ignore[union-attr]
 
@@ -202,12 +202,12 @@ def test_whole_prompts_fill_a_chunk_and_parts_do_not() -> None:
 def test_graphs_are_captured_when_there_is_time() -> None:
     """Keeps out: rows that run and wait for a large chunk's graph to be captured."""
     engine = engine_of(4, ChunkBudget(64, 64, 64))
-    engine.submit([new_request([1] * 60, 40)], speculate=True)
+    engine.submit([new_request([1] * 60, 40)])
     engine.step()
-    engine.submit([new_request([1] * 60, 40)], speculate=True)
+    engine.submit([new_request([1] * 60, 40)])
     for _ in range(6):
         engine.step()
-    engine.submit([new_request([1] * 12, 40)], speculate=True)
+    engine.submit([new_request([1] * 12, 40)])
     for _ in range(6):
         engine.step()
     chunks = [step for step in engine.runner.steps if isinstance(step, RunChunk)]
@@ -218,7 +218,7 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
     """Keeps out: Ctrl-C while rows are moved and cleared, after which a row that nobody holds goes on running."""
     engine = engine_of(4, ChunkBudget(64, 64, 64))
     requests = [new_request([1] * 5, 40) for _ in range(3)]
-    engine.submit(requests, speculate=True)
+    engine.submit(requests)
     for _ in range(4):
         engine.step()
     run, calls = engine.runner.run, iter(range(100))
@@ -239,7 +239,7 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
 def test_the_host_does_not_run_ahead_of_a_long_prompt() -> None:
     """Keeps out: all chunks of a long prompt launched at once, so that a short prompt that comes next waits for all of them."""
     engine = engine_of(2, ChunkBudget(8, 8, 8))
-    engine.submit([new_request([5] * 200, 2)], speculate=True)
+    engine.submit([new_request([5] * 200, 2)])
     launched: list[Emitted] = []
     run = engine.runner.run
 
@@ -258,11 +258,11 @@ def test_the_host_does_not_run_ahead_of_a_long_prompt() -> None:
 def test_the_oldest_prompt_keeps_its_share_when_rows_move() -> None:
     """Keeps out: the share of the prompt that waits longest given to whoever stands in the lowest row."""
     engine = engine_of(4, ChunkBudget(16, 16, 16), pages=900)
-    engine.submit([new_request([1] * 4, 2)], speculate=True)
+    engine.submit([new_request([1] * 4, 2)])
     engine.step()
     old, young = new_request([5] * 400, 2), new_request([6] * 300, 2)
-    engine.submit([old], speculate=True)
-    engine.submit([young], speculate=True)
+    engine.submit([old])
+    engine.submit([young])
     while engine.scheduler.seats[0].request is not young:  # the first request ends, and the last row takes its place
         engine.step()
     engine.step()
@@ -277,7 +277,7 @@ def test_a_cancel_inside_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatc
     relies on who holds them: another request gets the wrong tokens without an error."""
     engine = engine_of(4, ChunkBudget(64, 64, 64), depth=0)
     requests = [new_request([row] * 5, 30) for row in range(4)]
-    engine.submit(requests, speculate=True)
+    engine.submit(requests)
     engine.step()
     plan = scheduler_module.sampling_mode
 
@@ -305,7 +305,7 @@ def test_a_step_inside_a_step_is_refused() -> None:
         return ""
 
     request = new_request([1, 2], 5, decode=decode, streaming=True)
-    engine.submit([request], speculate=True)
+    engine.submit([request])
     while not engine.is_idle:
         engine.step()
     with pytest.raises(RuntimeError, match="can't be called from inside itself"):
@@ -320,7 +320,7 @@ def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:
     engine = Engine(Scheduler(admission, budget, Speculation(CHAIN, 0.0), 4, False), RowsOnly(4, random.Random(0), True), 0)
     long = [i % 37 for i in range(4000)]
     requests = [new_request(long, 2), new_request(long[:400] + [38] * 8, 2), new_request([39] * 9, 2)]
-    engine.submit(requests, speculate=True)
+    engine.submit(requests)
     chunks_until = {}
     while not engine.is_idle:
         engine.step()

@@ -64,6 +64,24 @@ def test_float32_ids_equal_the_cpu_s(
     assert (driver.num_graphs("prefill") > 0) == (bool(cuda_graphs) and attention == "triton")
 
 
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@pytest.mark.parametrize("cuda_graphs", ["round", "step"])
+def test_rows_with_and_without_speculation_share_graphs(
+    spec: SpecConfig, cuda_graphs: GraphMode, expected: list[list[int]]
+) -> None:
+    """Keeps out: a captured round that remembers which rows speculated, drafts of NaN whose tokens are no ids."""
+    decoder = load(spec=spec, cuda_graphs=cuda_graphs, max_batch_size=4, prefix_caching=True)
+    driver = Driver(decoder)
+    driver.poison_free_slots(torch.nan, "draft")
+    for turn in range(3):
+        requests = [driver.submit(text, GREEDY, speculate=(row + turn) % 3 > 0) for row, text in enumerate(prompts(11))]
+        driver.run_until_idle()
+        assert [request.output.token_ids for request in requests] == expected
+        assert [request.stats.drafted > 0 for request in requests] == [(row + turn) % 3 > 0 for row in range(11)]
+        assert Stats.total([request.stats for request in requests if request.speculate]).accept_length > 1.5
+    driver.assert_nothing_leaked()
+
+
 @pytest.mark.parametrize("page_size", [1, 5, 64])
 def test_page_sizes_change_nothing(page_size: int, expected: list[list[int]]) -> None:
     """Keeps out: tree slots that run over a page's end."""

@@ -49,7 +49,6 @@ class Traffic:
             assert self.driver.ring is not None
         self.alone = zoo.decoder(target, head, spec, dtype="float64", page_size=page, max_batch_size=1, max_seq_len=160)
         self.texts: dict[tuple[Any, ...], list[int]] = {}
-        self.may_toggle = head is not None
 
     def ask(self) -> tuple[list[int], SamplingParams]:
         """A prompt that shares its beginning with others, often, and how to sample from it."""
@@ -65,7 +64,7 @@ class Traffic:
         return prompt, SamplingParams(max_tokens=chance.choice([1, 2, 9, 30]), **options)
 
     def want(self, prompt: list[int], sampling: SamplingParams, speculate: bool) -> list[int]:
-        """What it writes alone.  With a draft a sampled text uses other draws."""
+        """What it writes alone."""
         key = (tuple(prompt), sampling, speculate)
         if key not in self.texts:
             self.texts[key] = self.alone.generate([prompt], sampling, speculate=speculate)[0].token_ids
@@ -91,13 +90,12 @@ def drive(traffic: Traffic, events: int) -> None:
     """So many random events in one thread, then whatever is left runs to its end."""
     chance, driver = traffic.random, traffic.driver
     asked: list[tuple[Request, bool]] = []
-    speculate = True
+    speculating = chance.choice([0.2, 0.7, 0.7, 1.0])
     driver.set_depth(chance.choice([0, 1, 1, 2]))
     for _ in range(events):
         event = chance.random()
         if event < 0.25:
-            if driver.is_idle and traffic.may_toggle:
-                speculate = chance.random() < 0.7
+            speculate = chance.random() < speculating
             prompt, sampling = traffic.ask()
             asked.append((driver.submit(prompt, sampling, speculate, streaming=chance.random() < 0.3), speculate))
         elif event < 0.32 and asked:
@@ -150,12 +148,12 @@ def crowd(traffic: Traffic, threads: int, calls: int) -> None:
     def work(job: list[tuple[list[int], SamplingParams, float]], decoder: SpecDecoder) -> None:
         try:
             for prompt, sampling, kind in job:
-                want = traffic.want(prompt, sampling, True)
+                want, speculate = traffic.want(prompt, sampling, True), (1000 * kind) % 1 < 0.6
                 if kind < 0.4:
-                    got = decoder.generate([prompt, prompt[:3]], sampling)[0].token_ids
+                    got = decoder.generate([prompt, prompt[:3]], sampling, speculate=speculate)[0].token_ids
                     wrong.extend([] if got == want else [(prompt, sampling, got)])
                     continue
-                got, stream = [], decoder.stream(prompt, sampling)
+                got, stream = [], decoder.stream(prompt, sampling, speculate=speculate)
                 for chunk in stream:
                     got += chunk.token_ids
                     if kind > 0.7:

@@ -4,6 +4,8 @@ tests/gpu runs them for real, and each room's tests hold each kernel against its
 """
 
 import pytest
+import torch
+from toolkit.driver import Driver
 from toolkit.kernels import HAS_GPU, use_kernels_everywhere
 from toolkit.models import Zoo, ragged_prompts
 
@@ -30,3 +32,26 @@ def test_rounds_through_the_kernels_give_the_target_s_text(zoo: Zoo, spec: SpecC
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=5))
     assert [out.token_ids for out in outputs] == [zoo.greedy("llama", prompt, 24)[:5] for prompt in prompts]
     assert set(launched) == (ALWAYS if spec.topk == 1 else ALWAYS | TREES_ONLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [SpecConfig(3, 1, 4), SpecConfig(3, 2, 6)], ids=str)
+def test_a_row_whose_draft_is_nan_goes_through_the_kernels(zoo: Zoo, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that does not speculate reads drafter keys that nobody wrote.  Keeps out: candidates of NaN whose tokens or parents
+    are no indices, and a draft token accepted in such a row."""
+    use_kernels_everywhere(monkeypatch)
+    decoder = zoo.decoder("llama", "eagle3", spec, page_size=4, max_batch_size=2)
+    driver, prompts = Driver(decoder), ragged_prompts(40, 3, seed=1)[:2]
+    driver.poison_free_slots(torch.nan, "draft")
+    plain = driver.submit(prompts[0], SamplingParams(max_tokens=9), speculate=False)
+    while not plain.output.token_ids:
+        driver.step()
+    fast = driver.submit(prompts[1], SamplingParams(max_tokens=6))
+    trees = []
+    driver.before_each_round(lambda: trees.append(driver.draft(2, spec)) if len(driver.running) == 2 else None)
+    driver.run_until_idle()
+    assert trees and all(bool(((tree.tokens_BN >= 0) & (tree.tokens_BN < 40)).all()) for tree in trees)
+    assert all(bool(((tree.parents_BN >= 0) & (tree.parents_BN < tree.num_nodes)).all()) for tree in trees)
+    for request, prompt in zip((plain, fast), prompts, strict=True):
+        assert request.output.token_ids == zoo.greedy("llama", prompt, 24)[: request.sampling.max_tokens]
+    assert plain.stats.drafted == 0 < fast.stats.drafted

@@ -88,7 +88,8 @@ class Script:
     def __init__(self, *steps: int) -> None:
         self.steps = list(steps)
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, share: float) -> int:
+        assert 0 < share <= 1
         return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
 
     def observe_cost(self, rows: int, steps: int, seconds: float) -> None:

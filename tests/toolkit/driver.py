@@ -44,13 +44,14 @@ def new_request(
     eos: Iterable[int] = (),
     decode: Decode = lambda ids: "",
     streaming: bool = False,
+    speculate: bool = True,
 ) -> Request:
     """A request made without a decoder's checks, whose end tokens and decoding the test chooses.
 
     sampling: an int stands for greedy sampling of at most so many tokens.
     """
     params = SamplingParams(max_tokens=sampling) if isinstance(sampling, int) else sampling
-    return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming)
+    return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming, speculate)
 
 
 class Driver:

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from toolkit.trees import chain_shape, children_of, random_trees
+from torch import Tensor
 
 from specdec.batch.tree import DraftTree
 from specdec.verify.accept import accept_path
@@ -25,6 +26,11 @@ def walk(parents: list[int], tokens: list[int], target: list[int]) -> tuple[list
         path += children
 
 
+def ones(rows: int) -> Tensor:
+    """All rows speculate."""
+    return torch.ones(rows, dtype=torch.int32)
+
+
 def likely_target(parents: list[int], tokens: list[int], vocab: int, rng: random.Random) -> list[int]:
     """A target token for each node: mostly one of its children's."""
     children = [[tokens[m] for m in nodes] for nodes in children_of(parents).values()]
@@ -39,7 +45,7 @@ def test_equals_a_walk(nd: int, steps: int) -> None:
     tree = random_trees(40, nd, steps, vocab, rng)
     rows = list(zip(tree.parents_BN.tolist(), tree.tokens_BN.tolist(), strict=True))
     targets = [likely_target(parents, tokens, vocab, rng) for parents, tokens in rows]
-    got = accept_path(tree, torch.tensor(targets))
+    got = accept_path(tree, torch.tensor(targets), ones(40))
     lengths = set()
     for row, ((parents, tokens), target) in enumerate(zip(rows, targets, strict=True)):
         path, emitted = walk(parents, tokens, target)
@@ -59,8 +65,8 @@ def test_chain_and_its_tree_are_one() -> None:
         tokens = torch.randint(3, (64, nd), generator=torch.Generator().manual_seed(nd))
         target = torch.randint(3, (64, nd), generator=torch.Generator().manual_seed(nd + 1))
         parents = torch.tensor([chain_shape(nd)[0]] * 64)
-        chain = accept_path(DraftTree.chain(tokens), target)
-        tree = accept_path(DraftTree.from_parents(tokens, parents, nd - 1), target)
+        chain = accept_path(DraftTree.chain(tokens), target, ones(64))
+        tree = accept_path(DraftTree.from_parents(tokens, parents, nd - 1), target, ones(64))
         for a, b in zip(chain, tree, strict=True):
             assert torch.equal(a, b)
         row = rng.randrange(64)
@@ -69,5 +75,22 @@ def test_chain_and_its_tree_are_one() -> None:
 
 def test_the_root_alone_is_plain_decoding() -> None:
     """Keeps out: a baseline that needs a draft's columns."""
-    got = accept_path(DraftTree.chain(torch.tensor([[7], [9]])), torch.tensor([[3], [4]]))
+    got = accept_path(DraftTree.chain(torch.tensor([[7], [9]])), torch.tensor([[3], [4]]), ones(2))
     assert got.accepted_B.tolist() == [0, 0] and got.tokens_BE.tolist() == [[3], [4]]
+
+
+def test_a_row_that_does_not_speculate_takes_its_root_alone() -> None:
+    """Keeps out: a draft token accepted for a request that asked for none, and a neighbour that loses its own."""
+    rng = random.Random(4)
+    tree = random_trees(40, 16, 5, 20, rng)
+    rows = list(zip(tree.parents_BN.tolist(), tree.tokens_BN.tolist(), strict=True))
+    targets = torch.tensor([likely_target(parents, tokens, 20, rng) for parents, tokens in rows])
+    speculates_B = torch.tensor([rng.randrange(2) for _ in range(40)], dtype=torch.int32)
+    all_do, mixed = accept_path(tree, targets, ones(40)), accept_path(tree, targets, speculates_B)
+    assert all_do.accepted_B[speculates_B == 0].any()
+    for row in range(40):
+        if speculates_B[row]:
+            assert all(torch.equal(a[row], b[row]) for a, b in zip(all_do, mixed, strict=True))
+        else:
+            assert int(mixed.accepted_B[row]) == 0 and mixed.path_BE[row].tolist() == list(range(tree.max_depth + 1))
+            assert mixed.emitted_BX[row, :2].tolist() == [0, int(targets[row, 0])]

@@ -46,11 +46,12 @@ def likely_targets(tree: DraftTree) -> Tensor:
 
 
 def new_state(B: int) -> BatchState:
-    """Some rows inactive, some of length 0."""
+    """Some rows inactive, some of length 0, some that do not speculate."""
     state = BatchState.empty(B, 4, 0, 0, device="cpu", dtype=torch.float32)
     state.lens_B.copy_(torch.randint(900, (B,)) * (torch.arange(B) % 3 != 1))
     state.bonus_B.fill_(-1)
     state.active_B.copy_(torch.arange(B) % 4 != 2)
+    state.speculates_B.copy_(torch.rand(B) < 0.7)
     return state
 
 
@@ -62,7 +63,7 @@ def check_acceptance(tree: DraftTree, targets_BN: Tensor) -> None:
     for name, a, b in zip(Accepted._fields, got, want, strict=True):
         assert a.dtype == b.dtype and torch.equal(a.cpu(), b), name
     assert torch.equal(base_B.cpu(), want_base_B)
-    for name in ("lens_B", "bonus_B", "active_B"):
+    for name in ("lens_B", "bonus_B", "active_B", "speculates_B"):
         assert torch.equal(getattr(copy, name).cpu(), getattr(state, name)), name
 
 

@@ -12,6 +12,7 @@ import torch
 from toolkit.driver import Driver
 from toolkit.models import Zoo
 from toolkit.trees import children_of, random_trees
+from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
 from specdec.batch.tree import DraftTree
@@ -25,6 +26,11 @@ VOCAB = 40
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+def ones(rows: int) -> Tensor:
+    """All rows speculate."""
+    return torch.ones(rows, dtype=torch.int32)
 
 
 def best_path(parents: list[int]) -> list[int]:
@@ -47,7 +53,7 @@ def test_each_depth_is_accepted_as_often_as_asked(probs: list[float], chain: boo
     for number in range(20):  # 3,000 rounds; lengths grow as in an engine
         tree = random_trees(rows, S + 1 if chain else 14, S, VOCAB, random.Random(number), chain)
         target_BN = torch.randint(VOCAB, tree.tokens_BN.shape)
-        got = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B))
+        got = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B, ones(len(seed_B))), ones(len(seed_B)))
         for row in range(rows):
             path, a = best_path(tree.parents_BN[row].tolist()), int(got.accepted_B[row])
             assert got.path_BE[row, : a + 1].tolist() == path[: a + 1], "only the best path is accepted"
@@ -69,7 +75,9 @@ def test_nothing_and_everything() -> None:
         longest = [len(best_path(parents)) - 1 for parents in tree.parents_BN.tolist()]
         for p, wanted in ((0.0, [0] * 200), (1.0, longest)):
             synthetic = SyntheticAcceptance.of([p] * 5, VOCAB, "cpu")
-            accepted = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B)).accepted_B
+            accepted = accept_path(
+                tree, synthetic.force(tree, target_BN, seed_B, lens_B, ones(len(seed_B))), ones(len(seed_B))
+            ).accepted_B
             assert accepted.tolist() == wanted
 
 
@@ -78,9 +86,20 @@ def test_logits_that_are_no_numbers_stay_visible() -> None:
     tree = DraftTree.chain(torch.tensor([[5, 6, 7, 8]]))
     targets_BN = torch.tensor([[6, -1, 8, 9]])
     synthetic = SyntheticAcceptance.of([1.0] * 3, 100, "cpu")
-    got = synthetic.force(tree, targets_BN, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+    got = synthetic.force(tree, targets_BN, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), ones(1))
     assert got.tolist()[0][:2] == [6, -1]
-    assert int(accept_path(tree, got).accepted_B) == 1
+    assert int(accept_path(tree, got, ones(1)).accepted_B) == 1
+
+
+def test_a_row_that_does_not_speculate_keeps_the_targets_tokens() -> None:
+    """Keeps out: a plain request whose text is forced, because another one's acceptance is."""
+    tree = random_trees(60, 9, 3, VOCAB, random.Random(2))
+    target_BN, speculates_B = torch.randint(VOCAB, tree.tokens_BN.shape), torch.arange(60, dtype=torch.int32) % 2
+    inputs = tree, target_BN, torch.arange(60), torch.arange(60)
+    synthetic = SyntheticAcceptance.of([0.7] * 3, VOCAB, "cpu")
+    forced_BN, got_BN = synthetic.force(*inputs, ones(60)), synthetic.force(*inputs, speculates_B)
+    assert torch.equal(got_BN[::2], target_BN[::2]) and not torch.equal(forced_BN[::2], target_BN[::2])
+    assert torch.equal(got_BN[1::2], forced_BN[1::2])
 
 
 @pytest.mark.parametrize("vocab", [15, 16, VOCAB])
@@ -88,7 +107,9 @@ def test_a_refused_node_holds_none_of_its_childrens_tokens(vocab: int) -> None:
     """Keeps out: a second child that is accepted by chance.  15 tokens: fewer than nodes, shifts run over the end."""
     tree = random_trees(100, 15, 3, vocab, random.Random(vocab))
     target_BN = torch.randint(vocab, tree.tokens_BN.shape)
-    refused = SyntheticAcceptance.of([0.0] * 3, vocab, "cpu").force(tree, target_BN, torch.arange(100), torch.arange(100))
+    refused = SyntheticAcceptance.of([0.0] * 3, vocab, "cpu").force(
+        tree, target_BN, torch.arange(100), torch.arange(100), ones(100)
+    )
     for row in range(100):
         tokens, own = tree.tokens_BN[row].tolist(), target_BN[row].tolist()
         for node, children in children_of(tree.parents_BN[row].tolist()).items():
@@ -105,9 +126,12 @@ def test_what_is_accepted_depends_on_seed_and_position_alone() -> None:
     seed_B, lens_B = torch.full((64,), 11), torch.full((64,), 90)
     seed_B[32:], lens_B[::2] = torch.arange(32), torch.arange(32)
     order = torch.randperm(64)
-    accepted = accept_path(tree, synthetic.force(tree, target_BN, seed_B, lens_B)).accepted_B
+    accepted = accept_path(
+        tree, synthetic.force(tree, target_BN, seed_B, lens_B, ones(len(seed_B))), ones(len(seed_B))
+    ).accepted_B
     shuffled = DraftTree.chain(tree.tokens_BN[order])
-    again = accept_path(shuffled, synthetic.force(shuffled, target_BN[order], seed_B[order], lens_B[order])).accepted_B
+    forced_BN = synthetic.force(shuffled, target_BN[order], seed_B[order], lens_B[order], ones(64))
+    again = accept_path(shuffled, forced_BN, ones(64)).accepted_B
     assert torch.equal(accepted[order], again)
     assert len(set(accepted[1:32:2].tolist())) == 1  # one seed, one position
     assert len(set(accepted[:32:2].tolist())) > 2 and len(set(accepted[33::2].tolist())) > 2
@@ -136,10 +160,10 @@ def test_it_runs_inside_a_graph() -> None:
     """Keeps out: a host read, or a copy from the host, that can't be captured."""
     tree = random_trees(8, 16, 5, VOCAB, random.Random(1))
     target_BN, seed_B, lens_B = torch.randint(VOCAB, (8, 16)), torch.arange(8), torch.arange(8, dtype=torch.int32)
-    wanted = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cpu").force(tree, target_BN, seed_B, lens_B)
+    wanted = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cpu").force(tree, target_BN, seed_B, lens_B, ones(8))
     on_gpu = DraftTree.from_parents(tree.tokens_BN.cuda(), tree.parents_BN.cuda(), tree.max_depth)
     synthetic = SyntheticAcceptance.of([0.5] * 5, VOCAB, "cuda")
-    inputs = target_BN.cuda(), seed_B.cuda(), lens_B.cuda()
+    inputs = target_BN.cuda(), seed_B.cuda(), lens_B.cuda(), ones(8).cuda()
     synthetic.force(on_gpu, *inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from specdec.engine.pages.pool import PagePool, ring_pages
@@ -142,9 +143,18 @@ class Admission:
         request.stats.cached_tokens = found.tokens
         return True
 
-    def fixed_pages(self, request: Request) -> list[int]:
-        """The request's leading pages, those of its prompt, to which nobody writes any more."""
-        return self.places[request].table[: (len(request.prompt_ids) - 1) // self.pool.page_size]
+    def fixed_pages(self, request: Request, drafted: bool) -> list[int]:
+        """The request's leading pages, those of its prompt, to which nobody writes any more.
+
+        drafted: only pages of the prefix cache that hold the drafter's keys and values too.
+        """
+        place = self.places[request]
+        pages = place.table[: (len(request.prompt_ids) - 1) // self.pool.page_size]
+        if not drafted:
+            return pages
+        path = [] if self.cache is None or place.node is None else self.cache.path(place.node)
+        kept = (node.drafted and node.page == page for node, page in zip(path, pages, strict=False))
+        return pages[: sum(takewhile(bool, kept))]
 
     def keep(self, request: Request, tokens: Sequence[int], drafted: bool) -> None:
         """Keeps the pages of these tokens for other requests.

@@ -10,8 +10,8 @@ page's tokens and its successor).  Ids are compared themselves, not hashes of th
 Only full pages whose successor is known are kept.  Nobody writes to a kept page again: a sequence that reads it writes to later
 pages only.  A page stays until the pool needs it; the least recently used page goes first.
 
-A page written without a drafter lacks the drafter's keys and values.  `drafted` says which pages have them, and a text that
-speculates finds only those.
+A page of a text that does not speculate lacks the drafter's keys and values.  `drafted` says which pages have them, and a text
+that speculates finds only those.  No page with them comes after a page without.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class PrefixCache:
         drafted: whether these pages hold the drafter's keys and values.
 
         A page that is kept already stays, and the owner keeps its own copy.  But a kept page without the drafter's keys and
-        values is replaced by a page that has them.
+        values is replaced by a page that has them, unless some sequence reads it: then this page and all pages after it stay
+        the owner's, who can offer them again when it leaves.
         """
         node = self.root
         for key, page in zip(page_keys(tokens, self.pool.page_size), pages, strict=False):
@@ -87,7 +88,8 @@ class PrefixCache:
                 self._idle[child] = None
                 self.pool.pass_on(page, owner, self)
             elif drafted and not child.drafted:
-                assert not child.users, "sequences with and without a drafter never run together"
+                if child.users:
+                    break
                 self.pool.give_back(self, [child.page])
                 self.pool.pass_on(page, owner, self)
                 child.page, child.drafted = page, True
@@ -95,6 +97,15 @@ class PrefixCache:
         self.use(node)
         self.leave(held)
         return node
+
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from the first page to this one, in order."""
+        nodes: list[Node] = []
+        at: Node | None = node
+        while at is not None and at is not self.root:
+            nodes.append(at)
+            at = at.parent
+        return nodes[::-1]
 
     def use(self, node: Node) -> None:
         """Records that one more sequence reads this page and all pages before it."""

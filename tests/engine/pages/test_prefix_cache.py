@@ -27,7 +27,10 @@ TREE, CHAIN = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5)
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
-    """Random requests with few texts in a small pool: each page that is found holds the right text, and no page is lost."""
+    """Random requests with few texts in a small pool: each page that is found holds the right text, and no page is lost.
+
+    Some have a drafter and some have not, at the same time.
+    """
     rng = random.Random(page_size)
     admission = Admission(PagePool(40, page_size), lookahead=5, prefix_caching=True)
     assert admission.cache is not None
@@ -35,11 +38,10 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
     content: dict[int, tuple[tuple[int, ...], bool]] = {}  # page -> (its text from the beginning, successor too; draft rows)
     found_tokens = 0
     for _ in range(1500):
-        drafted = running[0].seed == 1 if running else rng.random() < 0.6  # never both at once
         if rng.random() < 0.5:
+            drafted = rng.random() < 0.6
             prompt = [rng.randrange(2) for _ in range(3)] + [0] * rng.randrange(1, 6 * page_size) + [rng.randrange(2)]
-            request = new_request(prompt, rng.randrange(1, 3 * page_size))
-            request.seed = int(drafted)
+            request = new_request(prompt, rng.randrange(1, 3 * page_size), speculate=drafted)
             found = admission.find(request, drafted)
             if found is None or not admission.admit(request, found):
                 continue
@@ -55,9 +57,12 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             for i, page in enumerate(table[start:], start):  # the prefill writes these
                 content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
             admission.keep(request, prompt, drafted)
+            fixed = admission.fixed_pages(request, True)
+            assert fixed == table[: len(fixed)] and all(content[page][1] for page in fixed)
             found_tokens += found.tokens
         elif running:
             request = running.pop(rng.randrange(len(running)))
+            drafted = request.speculate
             output = [rng.randrange(2) for _ in range(rng.randrange(request.sampling.max_tokens) + 1)]
             text = request.prompt_ids + output
             for i in range((len(request.prompt_ids) - 1) // page_size, (len(text) - 1) // page_size):

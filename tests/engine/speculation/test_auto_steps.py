@@ -19,7 +19,7 @@ def run(
     rng = random.Random(seed)
     chosen, tokens, seconds = [], 0, 0.0
     for _ in range(rounds):
-        steps = chooser.choose(rows)
+        steps = chooser.choose(rows, 1.0)
         cost = plain + step * steps
         accepted = []
         for _ in range(rows):
@@ -72,24 +72,35 @@ def test_batch_sizes_are_judged_apart() -> None:
     small, _, _ = run(chooser, 1, 200, 0.6, 1.0, 0.02)
     large, _, _ = run(chooser, 64, 200, 0.6, 1.0, 2.0)
     assert small[-1] >= 3 and large[-50:].count(0) >= 48
-    assert chooser.choose(1) >= 3
+    assert chooser.choose(1, 1.0) >= 3
+
+
+def test_few_rows_that_speculate_do_not_slow_many_that_do_not() -> None:
+    """Keeps out: levels chosen as though every row gained from them, while most rows only wait for the draft."""
+    chooser = StepChooser(MAX)
+    run(chooser, 16, 400, 0.8, 1.0, 0.1)
+    assert chooser.accept_length(4) > 2.5
+    alike = [chooser.choose(16, 1.0) for _ in range(50)]
+    few = [chooser.choose(16, 1 / 16) for _ in range(50)]
+    assert sum(steps >= 3 for steps in alike) >= 48 and few.count(0) >= 48
+    assert 1 < chooser.accept_length(4) < 1.2
 
 
 def test_a_disturbed_measurement_is_outlived() -> None:
     """Keeps out: one round that a busy machine held up, which rules speculation out for good."""
     chooser = StepChooser(MAX)
     for steps, seconds in ((MAX, 9.0), (MAX, 50.0), (MAX, 1.4), (MAX, 1.4), (0, 9.0), (0, 1.0), (0, 1.0), (0, 1.0)):
-        assert chooser.choose(1) == steps
+        assert chooser.choose(1, 1.0) == steps
         chooser.observe_cost(1, steps, seconds)
         chooser.observe_acceptance(steps, [5] if steps else [0])
-    assert chooser.choose(1) >= 4
+    assert chooser.choose(1, 1.0) >= 4
 
 
 def test_plain_steps_measured_at_a_bad_time_are_measured_again() -> None:
     """Keeps out: drafting at a loss for good, because plain decoding was slow once, when it was probed."""
     chooser = StepChooser(MAX)
     for _ in range(8):
-        steps = chooser.choose(1)
+        steps = chooser.choose(1, 1.0)
         chooser.observe_acceptance(steps, [min(steps, 1)])
         chooser.observe_cost(1, steps, 7.0 + steps if steps else 20.0)  # four times what a plain step takes
     run(chooser, 1, 2500, 0.3, 5.0, 1.4)
