@@ -11,6 +11,7 @@ from toolkit.serving import Served
 from specdec import Generation, SamplingParams
 
 TEXTS = ["Once upon a time", "The little dog", "Tom and Sue went"]
+ENDING = "The end of the story is"  # its greedy text ends soon
 IDS = [[5, 9, 200, 31], [7, 7, 7], [1000, 3]]
 GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 11, "top_p": 0.9}
@@ -38,7 +39,7 @@ def test_texts_are_those_of_the_decoder(served: Served, prompt: Any, sampling: d
     """Keeps out: a door that adds a token, drops a space, mixes up choices, or samples otherwise, streamed or not."""
     many = prompt in (TEXTS, IDS)
     expected = [reference(served, item, **sampling).text for item in (prompt if many else [prompt])]
-    ask: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "extra_body": {}, **sampling}
+    ask: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, **sampling}
     answer = served.client().completions.create(**ask)
     assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == list(range(len(expected)))
@@ -50,9 +51,7 @@ def test_choices_of_a_prompt_have_seeds_in_a_row(served: Served, stream: bool) -
     """Keeps out: n equal texts, choices in the order in which they end, and a choice 0 that nobody can repeat."""
     expected = [reference(served, prompt, **{**SEEDED, "seed": 11 + j}).text for prompt in TEXTS[:2] for j in range(3)]
     assert len(set(expected)) > 2, "the prompts don't tell seeds apart"
-    answer = served.client().completions.create(
-        model="tiny", prompt=TEXTS[:2], n=3, max_tokens=TOKENS, stream=stream, **SEEDED
-    )
+    answer = served.client().completions.create(model="tiny", prompt=TEXTS[:2], n=3, max_tokens=TOKENS, stream=stream, **SEEDED)
     texts = texts_of_stream(answer) if stream else {choice.index: choice.text for choice in answer.choices}
     assert [texts[i] for i in range(6)] == expected
 
@@ -105,12 +104,12 @@ def test_without_speculation_the_text_is_the_same(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_way_to_end(served: Served, stream: bool) -> None:
     """Keeps out: a reason that clients don't know ("eos"), a stop text that is shown, and extensions that do nothing."""
-    whole = reference(served, TEXTS[0], max_tokens=300)
+    whole = reference(served, ENDING, max_tokens=300)
     assert whole.finish_reason == "eos", "the prompt has no end within 300 tokens: choose another"
     ways: list[tuple[dict[str, Any], str]] = [
         ({"max_tokens": 300}, "stop"),
-        ({"max_tokens": 300, "stop": "little"}, "stop"),
-        ({"max_tokens": 300, "stop": ["never there", "little", "girl"]}, "stop"),
+        ({"max_tokens": 300, "stop": "careful"}, "stop"),
+        ({"max_tokens": 300, "stop": ["never there", "careful", "important"]}, "stop"),
         ({"max_tokens": 300, "extra_body": {"stop_token_ids": [whole.token_ids[6]]}}, "stop"),
         ({"max_tokens": len(whole.token_ids) + 3, "extra_body": {"ignore_eos": True}}, "length"),
         ({"max_tokens": 5}, "length"),
@@ -118,8 +117,8 @@ def test_every_way_to_end(served: Served, stream: bool) -> None:
     for ask, reason in ways:
         sampling = {**ask, **ask.get("extra_body", {})}
         sampling.pop("extra_body", None)
-        expected = reference(served, TEXTS[0], **sampling)
-        answer = served.client().completions.create(model="tiny", prompt=TEXTS[0], temperature=0, stream=stream, **ask)
+        expected = reference(served, ENDING, **sampling)
+        answer = served.client().completions.create(model="tiny", prompt=ENDING, temperature=0, stream=stream, **ask)
         chunks = list(answer) if stream else [answer]
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text, ask
         assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == reason, ask

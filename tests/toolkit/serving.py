@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
@@ -49,9 +50,8 @@ class Served:
         self.server.run(sockets=[self._listener])
 
     def __enter__(self) -> Served:
-        self._redirected = redirect_stderr(self._log), redirect_stdout(io.StringIO())
-        for redirect in self._redirected:
-            redirect.__enter__()
+        self._redirected = patch("specdec.serve.log.sys", SimpleNamespace(stderr=self._log))
+        self._redirected.start()
         self._thread.start()
         wait_until(lambda: self.server.started, "the server starts")
         return self
@@ -59,8 +59,7 @@ class Served:
     def __exit__(self, *_error: object) -> None:
         self.server.should_exit = True
         self._thread.join(PATIENCE)
-        for redirect in self._redirected:
-            redirect.__exit__(None, None, None)
+        self._redirected.stop()
         assert not self._thread.is_alive(), "the server does not end"
 
     @property
