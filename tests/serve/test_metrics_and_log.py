@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from toolkit.driver import Driver
-from toolkit.serving import Served, error_of
+from toolkit.serving import Served, error_of, wait_until
 
 from specdec import Generation, SamplingParams, SpecDecoder
 from specdec.serve import log
@@ -132,7 +132,8 @@ def test_a_bug_is_a_500_with_its_place_in_the_log(served: Served, monkeypatch: p
     monkeypatch.setattr("specdec.serve.endpoints.read_plan", broken)
     error = error_of(served.post(PATH, {"model": "tiny", "prompt": "Once"}), 500)
     assert error["code"] == "internal_error" and SECRET not in error["message"]
-    crash = served.requests_logged(1)[-1]["crash"]
+    wait_until(lambda: "crash" in served.lines[-1], "the log has the place")
+    crash = served.lines[-1]["crash"]
     assert crash["type"] == "KeyError" and any("endpoints.py" in place for place in crash["traceback"])
     assert SECRET not in json.dumps(served.lines)
 

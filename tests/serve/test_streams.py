@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from typing import Any
 
 import openai
@@ -13,10 +12,9 @@ from toolkit.driver import Driver
 from toolkit.serving import Served, error_of, wait_until
 from toolkit.tokenizers import CHARACTERS
 
-from specdec import SamplingParams
+from specdec import SamplingParams, SpecDecoder
 
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}
-RECEIVE_BUFFER = (socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
 
 def events(text: str) -> list[Any]:
@@ -87,22 +85,29 @@ def test_a_failure_of_a_whole_answer(served: Served, phase: str) -> None:
     Driver(served.decoder).assert_nothing_leaked()
 
 
-def test_a_slow_reader_holds_up_nobody(served: Served) -> None:
-    """Keeps out: a server that waits for one connection, or keeps rows and pages for a reader that has stopped reading."""
-    body = json.dumps({**GOOD, "stream": True, "n": 3, "max_tokens": 400, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with served.connect() as slow:
-        slow.setsockopt(*RECEIVE_BUFFER)
-        slow.sendall(head + body)
-        answer = served.client().completions.create(max_tokens=30, **GOOD)
-        assert answer.usage is not None and answer.usage.completion_tokens == 30
-        wait_until(lambda: Driver(served.decoder).is_idle, "rows are free although nobody reads the stream")
-        assert served.door.queue.open_choices == 0, "choices that have ended are not in the queue"
-        text = b""
-        while b"[DONE]" not in text:
-            assert (piece := slow.recv(1 << 16)), "the stream ended early"
-            text += piece
-    assert text.startswith(b"HTTP/1.1 200")
+def test_a_slow_reader_holds_up_nobody(pair: SpecDecoder) -> None:
+    """Keeps out: a server that waits for one connection, keeps rows and pages for it, or collects chunks without an end."""
+    name = "m" * 4000  # stands in every chunk, so that few chunks fill all buffers
+    body = {**GOOD, "model": name, "max_tokens": 150, "ignore_eos": True}
+    content = json.dumps({**body, "stream": True}).encode()
+    with Served(pair, model_name=name, send_buffer=4096) as served:
+        fast = events(served.post("/v1/completions", content).text)
+        with served.connect(receive_buffer=4096) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+            wait_until(lambda: Driver(pair).running, "the stream runs")
+            answer = served.post("/v1/completions", {**body, "max_tokens": 30}).json()
+            assert answer["usage"]["completion_tokens"] == 30
+            wait_until(lambda: Driver(pair).is_idle, "the row is free although nobody reads the stream")
+            assert served.door.queue.open_choices == 0, "a choice that has ended is not in the queue"
+            assert not served.door.queue.is_empty, "the stream has not been written to its end: its reader is not slow enough"
+            text = b""
+            while b"[DONE]" not in text:
+                assert (piece := slow.recv(1 << 16)), "the stream ended early"
+                text += piece
+    pieces = [json.loads(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: {")]
+    texts = ["".join(item["choices"][0]["text"] for item in items) for items in (pieces, fast[:-1])]
+    assert texts[0] == texts[1], "the slow reader's text differs"
+    assert len(pieces) < len(fast) - 1, "a slow reader gets fewer, longer chunks"
 
 
 def test_streams_run_side_by_side(served: Served) -> None:

@@ -33,14 +33,20 @@ def wait_until(happened: Callable[[], Any], what: str) -> None:
 
 
 class Served:
-    """A server over a decoder while the block runs.  log: what it wrote to stderr."""
+    """A server over a decoder while the block runs.
 
-    def __init__(self, decoder: SpecDecoder, **options: Any) -> None:
+    send_buffer: bytes that the system takes from the server for a reader that does not read; None: as many as it likes.
+    """
+
+    def __init__(self, decoder: SpecDecoder, *, send_buffer: int | None = None, **options: Any) -> None:
         self.decoder = decoder
         self.options = ServeOptions(**{"port": 0, "grace_seconds": 5, "model_name": "tiny", **options})
-        self.door = Door(AsyncSpecDecoder(decoder), self.options)
+        self._async_decoder = AsyncSpecDecoder(decoder)
+        self.door = Door(self._async_decoder, self.options)
         self.server = Server(self.door)
         self._listener = listen(self.options)
+        if send_buffer is not None:  # connections inherit it
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._run, name="test server")
@@ -61,6 +67,10 @@ class Served:
         self._thread.join(PATIENCE)
         self._redirected.stop()
         assert not self._thread.is_alive(), "the server does not end"
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -89,9 +99,14 @@ class Served:
     def get(self, path: str, **more: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE, **more)
 
-    def connect(self) -> socket.socket:
-        """A bare connection, for requests that no client would send."""
-        return socket.create_connection(("127.0.0.1", self.port), PATIENCE)
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        """A bare connection, for requests that no client would send.  receive_buffer: bytes that may wait to be read."""
+        connection = socket.socket()
+        connection.settimeout(PATIENCE)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
