@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,10 +24,12 @@ from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
-from specdec.progress import SECONDS, Show, show_tokens
+from specdec.progress import Progress, show_progress
 from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
+
+SHOW_SECONDS = 0.1  # between two looks at the numbers that a progress bar shows
 
 
 class Parts(NamedTuple):
@@ -149,7 +153,7 @@ class SpecDecoder:
         ]
         ended = threading.Semaphore(0)
         try:
-            with show_tokens(len(requests), progress) as show:
+            with show_progress("generate", "requests") if progress else nullcontext() as show:
                 self.owner.submit([(request, False) for request in requests], ended.release)
                 _wait(requests, ended, show)
         finally:
@@ -232,14 +236,19 @@ def check_one_prompt(prompt: Any) -> None:
         )
 
 
-def _wait(requests: list[Request], ended: threading.Semaphore, show: Show | None) -> None:
+def _wait(requests: list[Request], ended: threading.Semaphore, show: Progress | None) -> None:
     """Waits until all requests have ended.  ended: is released by each that has.  show: gets the numbers now and then."""
+    start = time.perf_counter()
+
+    def report(count: int) -> None:
+        if show is not None:
+            tokens, seconds = sum(len(request.output.token_ids) for request in requests), time.perf_counter() - start
+            show(f"{tokens:,} tokens, {tokens / max(seconds, 1e-3):,.0f} tok/s", count, len(requests))
+
     for count in range(len(requests)):
-        while not ended.acquire(timeout=None if show is None else SECONDS):
-            assert show is not None
-            show(count, sum(len(request.output.token_ids) for request in requests))
-    if show is not None:
-        show(len(requests), sum(len(request.output.token_ids) for request in requests))
+        while not ended.acquire(timeout=None if show is None else SHOW_SECONDS):
+            report(count)
+    report(len(requests))
 
 
 def _per_prompt(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -18,12 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from specdec.checks import is_number, nearest_name, require_bool, require_choice, require_int, store
 from specdec.config import GraphMode
-from specdec.threads import usable_cpus
 
 if TYPE_CHECKING:
     import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def usable_cpus() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,52 @@
-"""Shows on stderr how far a call of `generate` is: a bar on a terminal, and one line at the end elsewhere.
+"""Says on stderr how far a long call is: a bar on a terminal, and elsewhere (logs, CI, pipes) a plain line now and then.
 
-Knows finished requests and tokens as numbers only.
+Knows nothing of what the call does.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
-SECONDS = 0.1  # between two looks at the numbers
-
-Show = Callable[[int, int], None]  # requests that have ended, tokens written by all
+LEAST_SECONDS = 10.0  # between two plain lines
+Progress = Callable[[str, int, int], None]  # what runs now, how many of its parts are done, how many there are
 
 
 @contextmanager
-def show_tokens(requests: int, enabled: bool) -> Iterator[Show | None]:
-    """Gives the function to call with the present numbers; None if nothing is to be shown.  requests: how many there are."""
-    if not enabled:
-        yield None
+def show_progress(name: str, parts: str, stream: TextIO | None = None) -> Iterator[Progress]:
+    """Gives the function to call with the present state.
+
+    name: of the call, and what its parts are called, for plain lines.  stream: stderr if None.
+    """
+    stream = sys.stderr if stream is None else stream
+    if not stream.isatty():
+        yield PlainLines(name, parts, stream)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("0 tokens", total=requests)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task(name)
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
 
-        def show(ended: int, tokens: int) -> None:
-            seconds = bar.tasks[0].elapsed or 0.0
-            rate = f", {tokens / seconds:,.0f} tok/s" if seconds > 0 else ""
-            bar.update(task, completed=ended, description=f"{tokens:,} tokens{rate}")
 
-        yield show
+class PlainLines:
+    """Prints what runs now when it begins, the first time at once, and then at most every LEAST_SECONDS."""
+
+    def __init__(self, name: str, parts: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._parts, self._stream, self._clock = name, parts, stream, clock
+        self._start = clock()
+        self._printed: float | None = None
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        now = self._clock()
+        if self._printed is not None and now - self._printed < LEAST_SECONDS:
+            return
+        self._printed = now
+        parts = f", {done} of {of} {self._parts} done" if of > 1 else ""
+        print(f"specdec: {self._name}: {what} ({now - self._start:.0f} s{parts})", file=self._stream, flush=True)

@@ -24,14 +24,13 @@ from specdec.bench.byte_limit import read_bandwidth
 from specdec.bench.cell import measure_cell, measure_plain
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
-from specdec.bench.progress import Progress
 from specdec.bench.prompt_file import FilePrompt
 from specdec.bench.session import Session
 from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.doctor import machine_facts, steal_and_total, versions
 from specdec.draft.eagle import DraftHead
+from specdec.loading.doctor import machine_facts, steal_and_total, versions
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -39,6 +38,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions
+from specdec.progress import Progress
 from specdec.prompts import Tokenizer, check_length, encode_prompt, is_chat
 
 MAX_SEED = 2**63 - 1

@@ -114,8 +114,8 @@ def _writers(args: argparse.Namespace, measurement: Measurement) -> dict[str, Ca
 
 def _measure(options: BenchOptions) -> Measurement:
     """Runs the benchmark, and says on stderr how far it is."""
-    from specdec.bench.progress import show_progress
     from specdec.bench.run import run_bench
+    from specdec.progress import show_progress
 
-    with show_progress() as progress:
+    with show_progress("bench", "passes") as progress:
         return run_bench(options, progress)

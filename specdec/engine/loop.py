@@ -36,6 +36,7 @@ class Engine(Generic[R]):
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self._unread: deque[tuple[Pending, Launch]] = deque()
         self._silent: deque[Pending] = deque()
+        self._is_busy = False
 
     @property
     def is_idle(self) -> bool:
@@ -99,12 +100,16 @@ class Engine(Generic[R]):
 
         After such an error nobody can say which rows have moved on and which have not.
         """
+        assert not self._is_busy, "one thread at a time, and not from inside a step"
+        self._is_busy = True
         try:
             yield
         except BaseException as error:  # an interrupt too: it is raised again once the rows are clear
             self.scheduler.fail_all(error)
             self._settle()
             raise
+        finally:
+            self._is_busy = False
 
     def _launch(self, launch: Launch) -> bool:
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""

@@ -13,12 +13,12 @@ from specdec.config import SpecConfig
 from specdec.draft.eagle import DraftHead
 from specdec.draft.load import load_head
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
+from specdec.loading.threads import allowed_threads, threads_for, use_threads
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.startup import STARTUP
-from specdec.threads import allowed_threads, threads_for, use_threads
 
 
 def load_pair(

@@ -20,11 +20,11 @@ from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import Eagle3Head, HeadConfig
 from specdec.draft.load import default_aux_layers
 from specdec.generation import Stats
+from specdec.loading.threads import set_training_threads
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.layers import RMSNorm
 from specdec.models.target import Target
-from specdec.threads import set_training_threads
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
 from specdec.train.settings import MEASURED, HeadRun

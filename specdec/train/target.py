@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec.threads import set_training_threads
+from specdec.loading.threads import set_training_threads
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.settings import TargetRun
 from specdec.train.text import (

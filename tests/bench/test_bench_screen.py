@@ -15,12 +15,12 @@ from specdec.bench.budget import Budget, RoundBytes
 from specdec.bench.cell import measure_cell
 from specdec.bench.kernels import Span, split
 from specdec.bench.measurement import Cell, Failure, Measurement, Phases
-from specdec.bench.progress import LEAST_SECONDS, PlainLines, show_progress
 from specdec.bench.show import plots
 from specdec.bench.show.legend import terms_of
 from specdec.bench.show.report import print_report
 from specdec.config import SamplingParams
 from specdec.generation import Stats
+from specdec.progress import LEAST_SECONDS, PlainLines, show_progress
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = SamplingParams(max_tokens=9)
@@ -178,7 +178,7 @@ def test_a_cell_that_failed_is_named_and_no_success() -> None:
 def test_progress_has_plain_lines_where_nobody_watches_a_bar() -> None:
     """Keeps out: a log that is silent for a minute, one with a line for each of a thousand passes, and control characters."""
     out, now = io.StringIO(), [100.0]
-    lines = PlainLines(out, lambda: now[0])
+    lines = PlainLines("bench", "passes", out, lambda: now[0])
     lines("loading", 0, 1)
     for index in range(60):
         lines(f"pass {index}", index, 60)
@@ -194,7 +194,7 @@ def test_progress_asks_the_stream_what_it_is(is_terminal: bool) -> None:
     """Keeps out: a bar in a file, and plain lines that push a terminal's text away."""
     out = io.StringIO()
     out.isatty = lambda: is_terminal
-    with show_progress(out) as report:
+    with show_progress("bench", "passes", out) as report:
         report("warm-up", 3, 10)
     assert ("specdec: bench: warm-up (0 s, 3 of 10 passes done)\n" == out.getvalue()) == (not is_terminal)
 

@@ -14,8 +14,7 @@ import pytest
 from specdec import EngineOptions, SpecConfig, cli, shipped
 from specdec.bench.prompt_file import KEYS
 from specdec.cli.flags import engine_of, flag_of, tree_shape
-from specdec.options import setting_of
-from specdec.threads import usable_cpus
+from specdec.options import setting_of, usable_cpus
 from specdec.train.__main__ import build_parser as train_parser
 
 OPTIONS = fields(EngineOptions)

@@ -52,7 +52,7 @@ def test_versions_need_no_installed_metadata(monkeypatch):
     """Keeps out: minutes of measuring that end in a KeyError, because a source tree has no distribution's metadata."""
     from importlib.metadata import PackageNotFoundError
 
-    from specdec import doctor
+    from specdec.loading import doctor
 
     def nothing_installed(name: str) -> str:
         raise PackageNotFoundError(name)

@@ -19,8 +19,7 @@ from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KV_DTYPES
 from specdec.loading.resolve import resolve_settings
 from specdec.models import registry
 from specdec.models.checkpoints import loader
-from specdec.options import setting_of
-from specdec.threads import usable_cpus
+from specdec.options import setting_of, usable_cpus
 
 OPTIONS = fields(EngineOptions)
 BY_NAME = {item.name: item for item in OPTIONS}

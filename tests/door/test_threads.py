@@ -10,10 +10,17 @@ import torch
 from toolkit.models import Zoo
 
 from specdec import shipped
-from specdec import threads as threads_module
+from specdec.loading import threads as threads_module
 from specdec.loading.load import set_threads
+from specdec.loading.threads import (
+    LEAST_BYTES_A_THREAD,
+    allowed_threads,
+    set_training_threads,
+    threads_for,
+    usable_cpus,
+    use_threads,
+)
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.threads import LEAST_BYTES_A_THREAD, allowed_threads, set_training_threads, threads_for, usable_cpus, use_threads
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from toolkit.driver import Driver, new_request
+from toolkit.inside.hooks import wait_for
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -170,11 +171,11 @@ def test_closing_a_stream_frees_its_place(decoder: SpecDecoder) -> None:
     with driver.rounds_by_hand() as let_run:
         streams = [decoder.stream([index], SamplingParams(max_tokens=60)) for index in range(4)]
         for stream in streams:
-            let_run.release()
+            let_run.release(2)
             next(stream)
         assert wait_for(lambda: len(driver.running) == 4)
         streams[1].close()
-        let_run.release()
+        let_run.release(2)
         assert wait_for(lambda: len(driver.running) == 3)
     assert len(decoder.generate([[9], [8]], SamplingParams(max_tokens=4))) == 2
     for stream in streams:

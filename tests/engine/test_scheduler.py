@@ -6,13 +6,11 @@ Like a rank, this runner knows only what steps say: the owner of each row, how f
 import pickle
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from toolkit.driver import new_request
 
 from specdec import SpecConfig
-from specdec.engine import scheduler as scheduler_module
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.admission import Admission
@@ -270,46 +268,6 @@ def test_the_oldest_prompt_keeps_its_share_when_rows_move() -> None:
     chunk = [step for step in engine.runner.steps if isinstance(step, RunChunk)][-1]
     counts = {part.token_ids[0]: len(part.token_ids) for part in chunk.parts}
     assert counts == {5: 4, 6: 12}
-
-
-def test_a_cancel_inside_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a forgotten stream that the garbage collector closes in the middle of a step, which moves rows while the step
-    relies on who holds them: another request gets the wrong tokens without an error."""
-    engine = engine_of(4, ChunkBudget(64, 64, 64), depth=0)
-    requests = [new_request([row] * 5, 30) for row in range(4)]
-    engine.submit(requests)
-    engine.step()
-    plan = scheduler_module.sampling_mode
-
-    def collected(running: list[Request]) -> Any:
-        engine.cancel(requests[0])
-        return plan(running)
-
-    monkeypatch.setattr(scheduler_module, "sampling_mode", collected)
-    engine.step()
-    assert requests[0].cancelled and [seat.request for seat in engine.scheduler.seats] == [requests[3], *requests[1:3]]
-    monkeypatch.setattr(scheduler_module, "sampling_mode", plan)
-    round_seats = [step.rows for step in engine.runner.steps if isinstance(step, RunRound)]
-    assert round_seats == [4], "the round ran for the rows that it was planned for"
-    while not engine.is_idle:
-        engine.step()
-    assert all(len(request.output.token_ids) == 30 for request in requests[1:])
-
-
-def test_a_step_inside_a_step_is_refused() -> None:
-    """Keeps out: a tokenizer that generates by itself, and a batch that is stepped while it is being read."""
-    engine = engine_of(4, ChunkBudget(64, 64, 64))
-
-    def decode(ids: Any) -> str:
-        engine.step()
-        return ""
-
-    request = new_request([1, 2], 5, decode=decode, streaming=True)
-    engine.submit([request])
-    while not engine.is_idle:
-        engine.step()
-    with pytest.raises(RuntimeError, match="can't be called from inside itself"):
-        request.result()
 
 
 def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:

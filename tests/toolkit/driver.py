@@ -10,31 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.plan import slots_at
-from specdec.batch.packed import ChunkShape
 from specdec.batch.tree import DraftTree
 from specdec.engine.request import Request
-from specdec.runner import prompts as prompt_runner
 from specdec.runner.phase_clock import PhaseClock
-from specdec.runner.readback import Ticket
-from specdec.steps import RunChunk, RunRound, Step
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
+from toolkit.inside.hooks import Hooks
 from toolkit.pages import check_books
 
 Model = Literal["target", "draft"]
 Decode = Callable[[Sequence[int]], str]
-
-PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
-    "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
-    "verify": ("verifier", "verify"), "extend": ("drafter", "extend"), "read": ("", "read"),
-}  # fmt: skip
 
 
 def new_request(
@@ -54,7 +45,7 @@ def new_request(
     return Request.new(prompt, params, params.seed or 0, frozenset(eos), decode, streaming, speculate)
 
 
-class Driver:
+class Driver(Hooks):
     """Drives a decoder a step at a time, looks inside it, and breaks it on purpose."""
 
     def __init__(self, decoder: SpecDecoder) -> None:
@@ -63,6 +54,7 @@ class Driver:
         self._scheduler: Any = decoder.engine.scheduler
         self._runner: Any = decoder.engine.runner
         self._workers: Any = decoder.engine.runner.workers
+        self._late: list[Request] = self._engine.__dict__.setdefault("cancelled_late", [])  # one list for all its drivers
 
     # ---- requests ----
 
@@ -80,6 +72,8 @@ class Driver:
         """Runs one chunk of the prompts that have entered, or one round, on the thread of the test."""
         with self.decoder.owner.turn:
             self._engine.step()
+            while self._late:
+                self._engine.cancel(self._late.pop())
 
     def settle(self) -> None:
         """Waits until the decoder's thread has carried out what callers asked of it, cancellations for example."""
@@ -90,8 +84,12 @@ class Driver:
             self.step()
 
     def cancel(self, request: Request) -> None:
-        with self.decoder.owner.turn:
-            self._engine.cancel(request)
+        """Ends a request; from a hook inside `step`, at the end of that step."""
+        if not self.decoder.owner.turn.acquire(blocking=False):
+            self._late.append(request)
+            return
+        self._engine.cancel(request)
+        self.decoder.owner.turn.release()
 
     def cancel_all(self) -> None:
         for request in [*(seat.request for seat in self._scheduler.seats), *self.waiting]:
@@ -287,91 +285,6 @@ class Driver:
         """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says."""
         vocab_size, device = self.decoder.model.config.vocab_size, self.decoder.settings.device
         self._workers.verifier.synthetic = SyntheticAcceptance.of(probs, vocab_size, device)
-
-    # ---- faults and hooks ----
-
-    @contextmanager
-    def fail_in(self, phase: str, error: BaseException, call: int | None = None) -> Iterator[None]:
-        """Makes a phase raise inside the block: in every call, or only in call number `call` (from 0).
-
-        phase: a key of PHASES.
-        """
-        owner, name = PHASES[phase]
-        victim = getattr(self._workers, owner) if owner else Ticket
-        original, calls = getattr(victim, name), iter(range(10**9))
-
-        def raising(*args: Any, **kwargs: Any) -> Any:
-            if call is None or next(calls) == call:
-                raise error
-            return original(*args, **kwargs)
-
-        with patch.object(victim, name, raising):
-            yield
-
-    def before_step(self, kind: Any, call: int, action: Callable[[], None]) -> None:
-        """`action` runs once: before the runner is given its step number `call` (from 0, from now on) of that kind or kinds."""
-        calls = iter(range(10**9))
-
-        def look(step: Step) -> None:
-            if isinstance(step, kind) and next(calls) == call:
-                action()
-
-        self._watch(look)
-
-    def before_each_round(self, hook: Callable[[], None]) -> None:
-        """Makes `hook` run before each round is launched.  No round is launched if the hook leaves no request running."""
-        launch = self._scheduler._next_round
-
-        def hooked() -> Any:
-            hook()
-            return launch() if self.running else None
-
-        self._scheduler._next_round = hooked
-
-    def _watch(self, watcher: Callable[[Step], None]) -> None:
-        """Makes `watcher` see every step before the runner gets it."""
-        run = self._runner.run
-
-        def spy(step: Step) -> Any:
-            watcher(step)
-            return run(step)
-
-        self._runner.run = spy
-
-    def watch_sharing(self) -> list[tuple[int, int]]:
-        """A list that grows with every round whose rows read pages together, by (how many rows do, tokens in these pages)."""
-        seen: list[tuple[int, int]] = []
-        shared = self._runner.shared
-
-        def watcher(step: Step) -> None:
-            if isinstance(step, RunRound) and step.shared:
-                seen.append((int((shared.shared_B > 0).sum()), int(shared.length_1)))
-
-        self._watch(watcher)
-        return seen
-
-    def watch_prefills(self) -> list[int]:
-        """A list that grows with every chunk of prompts, by its number of tokens."""
-        sizes: list[int] = []
-
-        def watcher(step: Step) -> None:
-            if isinstance(step, RunChunk):
-                sizes.append(sum(len(part.token_ids) for part in step.parts))
-
-        self._watch(watcher)
-        return sizes
-
-    def pad_prefills(self) -> list[ChunkShape]:
-        """Makes chunks run padded to their buckets, as captured graphs run them.  Returns a list that grows by each bucket."""
-        seen: list[ChunkShape] = []
-        runner = self._runner.prompts
-
-        def replay(chunk: RunChunk) -> Tensor:
-            seen.append(prompt_runner.bucket_of(ChunkShape.of(chunk.parts)))
-            return runner.replay(chunk, prompt_runner.Work(seen[-1], chunk.mode, chunk.drafted))
-
-        runner.run = replay
-        return seen
 
     # ---- rounds ----
 

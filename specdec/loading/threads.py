@@ -6,10 +6,10 @@ decoder that was built last has set it.  This file knows sizes and processor cou
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from specdec.checks import require_int
+from specdec.options import usable_cpus
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 LEAST_BYTES_A_THREAD = 4 << 20
 
 _seen: dict[str, int] = {}  # "allowed": threads torch may use, as specdec found it; "set": what specdec set last
-
-
-def usable_cpus() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_for(weight_bytes: int, num_layers: int, allowed: int) -> int:

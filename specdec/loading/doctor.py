@@ -29,9 +29,9 @@ from specdec.attention.capabilities import (
 )
 from specdec.attention.capability_table import table_as_markdown
 from specdec.loading.resolve import resolve_device, resolve_dtype
+from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.options import EngineOptions, setting_of
-from specdec.threads import allowed_threads, usable_cpus
+from specdec.options import EngineOptions, setting_of, usable_cpus
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",

@@ -1,0 +1,1 @@
+"""Parts of the test driver that see the inside of an engine."""

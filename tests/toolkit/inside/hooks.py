@@ -1,0 +1,142 @@
+"""The part of the driver that breaks an engine on purpose, watches its steps, and holds it back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from specdec.batch.packed import ChunkShape
+from specdec.engine.request import Request
+from specdec.runner import prompts as prompt_runner
+from specdec.runner.readback import Ticket
+from specdec.steps import RunChunk, RunRound, Step
+
+PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
+    "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
+    "verify": ("verifier", "verify"), "extend": ("drafter", "extend"), "read": ("", "read"),
+}  # fmt: skip
+
+
+class Hooks:
+    """Faults and hooks of one engine, whose parts `Driver` knows."""
+
+    _scheduler: Any
+    _runner: Any
+    _workers: Any
+
+    @property
+    def running(self) -> list[Request]:
+        raise NotImplementedError
+
+    @contextmanager
+    def rounds_by_hand(self) -> Iterator[threading.Semaphore]:
+        """Inside, each round waits until the semaphore is released once for it; afterwards rounds run freely again."""
+        let_run, run, is_over = threading.Semaphore(0), self._runner.run, threading.Event()
+
+        def held(step: Step) -> Any:
+            while isinstance(step, RunRound) and not is_over.is_set() and not let_run.acquire(timeout=0.05):
+                pass
+            return run(step)
+
+        with patch.object(self._runner, "run", held):
+            try:
+                yield let_run
+            finally:
+                is_over.set()
+
+    @contextmanager
+    def fail_in(self, phase: str, error: BaseException, call: int | None = None) -> Iterator[None]:
+        """Makes a phase raise inside the block: in every call, or only in call number `call` (from 0).
+
+        phase: a key of PHASES.
+        """
+        owner, name = PHASES[phase]
+        victim = getattr(self._workers, owner) if owner else Ticket
+        original, calls = getattr(victim, name), iter(range(10**9))
+
+        def raising(*args: Any, **kwargs: Any) -> Any:
+            if call is None or next(calls) == call:
+                raise error
+            return original(*args, **kwargs)
+
+        with patch.object(victim, name, raising):
+            yield
+
+    def before_step(self, kind: Any, call: int, action: Callable[[], None]) -> None:
+        """`action` runs once: before the runner is given its step number `call` (from 0, from now on) of that kind or kinds."""
+        calls = iter(range(10**9))
+
+        def look(step: Step) -> None:
+            if isinstance(step, kind) and next(calls) == call:
+                action()
+
+        self._watch(look)
+
+    def before_each_round(self, hook: Callable[[], None]) -> None:
+        """Makes `hook` run before each round is launched.  No round is launched if the hook leaves no request running."""
+        launch = self._scheduler._next_round
+
+        def hooked() -> Any:
+            hook()
+            return launch() if self.running else None
+
+        self._scheduler._next_round = hooked
+
+    def _watch(self, watcher: Callable[[Step], None]) -> None:
+        """Makes `watcher` see every step before the runner gets it."""
+        run = self._runner.run
+
+        def spy(step: Step) -> Any:
+            watcher(step)
+            return run(step)
+
+        self._runner.run = spy
+
+    def watch_sharing(self) -> list[tuple[int, int]]:
+        """A list that grows with every round whose rows read pages together, by (how many rows do, tokens in these pages)."""
+        seen: list[tuple[int, int]] = []
+        shared = self._runner.shared
+
+        def watcher(step: Step) -> None:
+            if isinstance(step, RunRound) and step.shared:
+                seen.append((int((shared.shared_B > 0).sum()), int(shared.length_1)))
+
+        self._watch(watcher)
+        return seen
+
+    def watch_prefills(self) -> list[int]:
+        """A list that grows with every chunk of prompts, by its number of tokens."""
+        sizes: list[int] = []
+
+        def watcher(step: Step) -> None:
+            if isinstance(step, RunChunk):
+                sizes.append(sum(len(part.token_ids) for part in step.parts))
+
+        self._watch(watcher)
+        return sizes
+
+    def pad_prefills(self) -> list[ChunkShape]:
+        """Makes chunks run padded to their buckets, as captured graphs run them.  Returns a list that grows by each bucket."""
+        seen: list[ChunkShape] = []
+        runner = self._runner.prompts
+
+        def replay(chunk: RunChunk) -> Tensor:
+            seen.append(prompt_runner.bucket_of(ChunkShape.of(chunk.parts)))
+            return runner.replay(chunk, prompt_runner.Work(seen[-1], chunk.mode, chunk.drafted))
+
+        runner.run = replay
+        return seen
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether the condition comes true within that time, by the work of another thread."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    return condition()
