@@ -69,7 +69,8 @@ class GraphSet:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: another decoder's thread may allocate memory meanwhile, which would otherwise end this capture.
+        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = fn()  # recorded, not executed: no tensor changes here
         return graph, outputs
 

@@ -128,6 +128,11 @@ class Driver(Hooks):
         """The number of paused rounds since the drafter last caught up."""
         return self._scheduler.speculation.pause
 
+    @property
+    def ended(self) -> dict[str, int]:
+        """How many requests have ended, by how."""
+        return dict(self._engine.totals().requests)
+
     # ---- pages ----
 
     @property

@@ -68,6 +68,12 @@ class Hooks:
         with patch.object(victim, name, raising):
             yield
 
+    @contextmanager
+    def fail_every_step(self, error: BaseException) -> Iterator[None]:
+        """Makes every step that the runner is given raise inside the block, as after a failure of the GPU."""
+        with patch.object(self._runner, "run", side_effect=error):
+            yield
+
     def before_step(self, kind: Any, call: int, action: Callable[[], None]) -> None:
         """`action` runs once: before the runner is given its step number `call` (from 0, from now on) of that kind or kinds."""
         calls = iter(range(10**9))
