@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -131,6 +133,7 @@ class EngineOwner:
             with self.turn:
                 if command is not None:
                     command()
+                    command = None  # it holds requests, which would stay in memory for as long as the thread waits
                 while not self._commands.empty():
                     self._commands.get()()
                 if self._mailboxes and not self.is_closed:
@@ -184,6 +187,8 @@ class EngineOwner:
         """Puts all news into the mailboxes, and forgets the requests that have ended."""
         ended = [self._mailboxes.pop(self._ended.popleft()) for _ in range(len(self._ended))]
         running = [self._mailboxes[request] for request in self.engine.running if request in self._mailboxes]
+        for error in {mailbox.request.error for mailbox in ended}:
+            forget_locals(error)
         now, totals = time.monotonic(), self.engine.scheduler.totals
         for mailbox in (*ended, *running):
             try:
@@ -195,3 +200,17 @@ class EngineOwner:
         """Remembers a request that has ended within the step under way.  Whoever steps the engine itself has no mailbox."""
         if request in self._mailboxes:
             self._ended.append(request)
+
+
+def forget_locals(error: BaseException | None) -> None:
+    """Empties the frames that an error came through; whoever kept it would keep tensors and other requests with them.
+
+    Its traceback still names the lines.
+    """
+    trace = None if error is None else error.__traceback__
+    traceback.clear_frames(trace)
+    frame = None if trace is None else trace.tb_frame.f_back  # the callers of the function that has caught it
+    while frame is not None:
+        with suppress(RuntimeError):  # a function that still runs
+            frame.clear()
+        frame = frame.f_back

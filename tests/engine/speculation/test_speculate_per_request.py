@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float64", "page_size": 4, "max_batch_size"
 def watch(decoder: SpecDecoder) -> list[Step]:
     """A list that grows with every step that the runner gets."""
     seen: list[Step] = []
-    Driver(decoder)._watch(seen.append)
+    Driver(decoder).watch(seen.append)
     return seen
 
 

@@ -82,7 +82,7 @@ class Hooks:
             if isinstance(step, kind) and next(calls) == call:
                 action()
 
-        self._watch(look)
+        self.watch(look)
 
     def before_each_round(self, hook: Callable[[], None]) -> None:
         """Makes `hook` run before each round is launched.  No round is launched if the hook leaves no request running."""
@@ -94,7 +94,7 @@ class Hooks:
 
         self._scheduler._next_round = hooked
 
-    def _watch(self, watcher: Callable[[Step], None]) -> None:
+    def watch(self, watcher: Callable[[Step], None]) -> None:
         """Makes `watcher` see every step before the runner gets it."""
         run = self._runner.run
 
@@ -113,7 +113,7 @@ class Hooks:
             if isinstance(step, RunRound) and step.shared:
                 seen.append((int((shared.shared_B > 0).sum()), int(shared.length_1)))
 
-        self._watch(watcher)
+        self.watch(watcher)
         return seen
 
     def watch_prefills(self) -> list[int]:
@@ -124,7 +124,7 @@ class Hooks:
             if isinstance(step, RunChunk):
                 sizes.append(sum(len(part.token_ids) for part in step.parts))
 
-        self._watch(watcher)
+        self.watch(watcher)
         return sizes
 
     def pad_prefills(self) -> list[ChunkShape]:

@@ -1,0 +1,64 @@
+"""Thousands of calls of every kind through the HTTP door, with faults, after which the process holds what it held before.
+
+Keeps out: a call that never ends, a row, a page, a thread or a connection that a disconnect or a fault leaves occupied, a list
+that grows with every request, and a text that depends on what ran beside it.
+"""
+
+from pathlib import Path
+
+import pytest
+from toolkit.soak.calls import Call, Mix
+from toolkit.soak.clients import Outcome
+from toolkit.soak.leaks import held, more_of
+from toolkit.soak.run import Plan, compared, pair_with_chat, soak, wrong_ends
+
+from specdec.generation import Stats
+
+
+@pytest.mark.slow
+def test_two_thousand_calls(tmp_path: Path) -> None:
+    decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
+    plan = Plan(calls=2000, warm_up=200, workers=14, processes=1, pause=0.6, max_tokens=10, exact=True)
+    report = soak(decoder, plan)
+    assert report.problems == []
+    assert report.ends.total() == plan.calls and report.ends["answered"] > plan.calls / 3, report.ends
+    assert all(report.ends[end] for end in ("refused", "failed", "left")), report.ends
+    assert report.repeated > 40 and len(report.faults) >= 6, (report.repeated, report.faults)
+
+
+def test_what_is_kept_is_found() -> None:
+    """Keeps out: a soak that calls a process clean which keeps something of every request."""
+    kept: list[Stats] = []
+    before = held()
+    assert more_of(before, held(), 200) == []
+    kept += [Stats() for _ in range(200)]
+    found = more_of(before, held(), 200)
+    assert [line for line in found if "200 more objects of specdec.generation.Stats" in line]
+    assert [line for line in found if "list from 0 to 200: {'Stats': 50}" in line]
+    with open(__file__):
+        assert [line for line in more_of(before, held(), 200) if line.startswith("open files")]
+
+
+def test_wrong_ends_are_found() -> None:
+    """Keeps out: a soak that passes over calls without an end, and over equal calls with different texts."""
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 3}
+    calls = [Call(number, False, dict(body), False, "read", 0.0) for number in range(3)]
+    fine = [Outcome(number, "answered", "x") for number in range(3)]
+    assert wrong_ends(calls, fine) == [] and compared(calls, fine) == (1, 0)
+    assert compared(calls, [*fine[:2], Outcome(2, "answered", "y")]) == (1, 1)
+    for end in ("hung", "broken", "left", "refused"):
+        assert len(wrong_ends(calls, [*fine[:2], Outcome(2, end)])) == 1  # type: ignore[arg-type]
+    refused = Call(2, False, {**body, "n": 0}, True, "read", 0.0)
+    assert len(wrong_ends([*calls[:2], refused], fine)) == 1 and compared([*calls[:2], refused], fine) == (1, 0)
+
+
+def test_calls_are_of_every_kind() -> None:
+    """Keeps out: a mix from which a kind of call has disappeared, and calls that differ from run to run."""
+    mix = Mix("m", ["Once upon a time there was a fox."], 100, 10)
+    calls = mix.calls(5, 2000, seed=3)
+    assert calls[10:20] == mix.calls(15, 10, seed=3)
+    assert {call.fate for call in calls} == {"read", "before", "midway", "slow"}
+    assert {call.is_chat for call in calls} == {call.invalid for call in calls} == {True, False}
+    fields = {name for call in calls for name in call.body}
+    assert fields > {"top_p", "top_k", "seed", "stop", "n", "stream", "stream_options", "speculate", "max_completion_tokens"}
+    assert sum(call.same_text is not None for call in calls) > 1500

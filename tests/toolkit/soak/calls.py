@@ -1,0 +1,117 @@
+"""What the soak's clients send: calls of every kind, drawn from a seed.  This file imports neither torch nor specdec."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# read: to the end.  before: leave without waiting for the first token.  midway: leave a stream.  slow: pause while reading.
+Fate = Literal["read", "before", "midway", "slow"]
+
+INVALID: tuple[dict[str, Any], ...] = (
+    {"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"max_tokens": 0}, {"n": 0}, {"stop": [""]}, {"max_tokens": 100_000},
+    {"model": "another-model"}, {"logit_bias": {"1": 2}}, {"speculate": "yes"}, {"seed": "one"}, {"no_such_field": 1},
+    {"prompt": "", "messages": []}, {"prompt": [1_000_000], "messages": [{"role": "user"}]}, {"key": "wrong"},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request and what its client does with the answer.
+
+    body: the request's fields; one that is "key" stands for the API key.  invalid: whether it must be refused.
+    after: seconds ("before"), pieces read ("midway") or seconds between pieces ("slow").
+    """
+
+    number: int
+    is_chat: bool
+    body: dict[str, Any]
+    invalid: bool
+    fate: Fate
+    after: float
+
+    @property
+    def same_text(self) -> str | None:
+        """Calls with the same one must get the same texts; None: the text is left to chance."""
+        if self.invalid or (self.body["temperature"] and "seed" not in self.body):
+            return None
+        fields = {name: value for name, value in self.body.items() if name not in ("stream", "stream_options", "speculate")}
+        return json.dumps([self.is_chat, fields], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What calls are made of.
+
+    texts: prompts are beginnings of these.  vocab_size: of the target.  max_tokens: the most tokens that a call asks for.
+    questions: how many different calls there are that have one right text; each comes up again and again.
+    """
+
+    model: str
+    texts: Sequence[str]
+    vocab_size: int
+    max_tokens: int
+    questions: int = 60
+
+    def calls(self, first: int, count: int, seed: int) -> list[Call]:
+        """Calls number first, first + 1 ...: always the same for the same seed."""
+        chance = random.Random(seed)
+        questions = [self._question(chance) for _ in range(self.questions)]
+        return [
+            self._call(number, random.Random(seed * 1_000_003 + number), questions) for number in range(first, first + count)
+        ]
+
+    def _question(self, chance: random.Random) -> tuple[bool, dict[str, Any]]:
+        """(whether it is a chat, the fields that decide the text)."""
+        is_chat = chance.random() < 0.3
+        body: dict[str, Any] = {"model": self.model, "temperature": chance.choice([0, 0, 0.7, 1.0])}
+        body["max_completion_tokens" if is_chat and chance.random() < 0.5 else "max_tokens"] = chance.randint(
+            1, self.max_tokens
+        )
+        if is_chat:
+            body["messages"] = [{"role": "user", "content": self._text(chance)}]
+        else:
+            body["prompt"] = self._prompt(chance)
+        if body["temperature"]:
+            body |= chance.choice([{}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.8, "top_k": 50}])
+            body["seed"] = chance.randrange(2**31)
+        if chance.random() < 0.3:
+            body["stop"] = chance.choice([".", ["\n", "the"], " a", ["e", "zz"]])
+        if chance.random() < 0.15:
+            body["n"] = chance.randint(2, 3)
+        return is_chat, body
+
+    def _text(self, chance: random.Random) -> str:
+        text = chance.choice(self.texts)
+        return text[: chance.randint(1, len(text))]
+
+    def _prompt(self, chance: random.Random) -> Any:
+        """A text, ids, or a list of either."""
+
+        def ids() -> list[int]:
+            return [chance.randrange(self.vocab_size) for _ in range(chance.randint(1, 60))]
+
+        one = chance.choice([self._text, self._text, lambda _: ids()])
+        return [one(chance) for _ in range(2)] if chance.random() < 0.1 else one(chance)
+
+    def _call(self, number: int, chance: random.Random, questions: list[tuple[bool, dict[str, Any]]]) -> Call:
+        is_chat, body = chance.choice(questions)
+        body = dict(body)
+        if body["temperature"] and chance.random() < 0.2:
+            del body["seed"]  # drawn by the server
+        if chance.random() < 0.3:
+            body["speculate"] = chance.random() < 0.5
+        invalid = chance.random() < 0.06
+        if invalid:
+            wrong = chance.choice(INVALID)
+            body |= {name: value for name, value in wrong.items() if name not in ("prompt", "messages") or name in body}
+        fate: Fate = chance.choices(["read", "before", "midway", "slow"], [70, 10, 12, 8])[0]
+        if fate in ("midway", "slow") or chance.random() < 0.4:
+            body["stream"] = True
+            if chance.random() < 0.5:
+                body["stream_options"] = {"include_usage": True}
+        after = {"read": 0.0, "before": chance.choice([0.0, 0.001, 0.01, 0.05]), "midway": chance.randint(1, 4), "slow": 0.02}
+        return Call(number, is_chat, body, invalid, fate, after[fate])
