@@ -68,7 +68,7 @@ class Setting:
 
 
 def option(default: Any, meaning: str, **more: Any) -> Any:
-    """A field of EngineOptions."""
+    """A field of EngineOptions, or of another class of options."""
     return field(default=default, metadata={"setting": Setting(meaning, **more)})
 
 

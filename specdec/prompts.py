@@ -17,6 +17,10 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a fold
 OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
 
 
+class PromptTooLong(ValueError):
+    """A prompt and its longest output are longer together than a sequence may be."""
+
+
 class Tokenizer:
     """A target's Hugging Face tokenizer.  If its folder holds none, prompts must be token ids, and outputs have no text.
 
@@ -164,14 +168,14 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
 
 
 def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_len: int) -> None:
-    """ValueError if the prompt and its longest output are longer than max_seq_len together.  name: what errors call it."""
+    """PromptTooLong if the prompt and its longest output are longer than max_seq_len together.  name: what errors call it."""
     if len(ids) >= max_seq_len:
-        raise ValueError(
+        raise PromptTooLong(
             f"{name} has {len(ids)} tokens; expected at most max_seq_len - 1 = {max_seq_len - 1}, so that one can follow; "
             "shorten the prompt or raise max_seq_len"
         )
     if len(ids) + sampling.max_tokens > max_seq_len:
-        raise ValueError(
+        raise PromptTooLong(
             f"tokens of {name} + max_tokens must be at most max_seq_len = {max_seq_len}, got {len(ids)} + "
             f"{sampling.max_tokens}; nearest setting that works: max_tokens={max_seq_len - len(ids)}"
         )

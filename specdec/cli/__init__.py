@@ -1,4 +1,4 @@
-"""The command line: `specdec generate`, `specdec bench`, `specdec doctor`.  Help waits for no torch."""
+"""The command line: `specdec generate`, `specdec bench`, `specdec serve`, `specdec doctor`.  Help waits for no torch."""
 
 from specdec.cli.entry import build_parser, main
 

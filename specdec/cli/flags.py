@@ -70,15 +70,25 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
 
 def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     """--target, --draft and a flag for every engine option, but for those that the command decides in another way."""
-    decided = [setting_of(item).decided_by.get(command, "") for item in fields(EngineOptions)]
+    decided = [decided_by(item, command) for item in fields(EngineOptions)]
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
     draft = "folder or hub id of its EAGLE head; without one, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
-    for item in fields(EngineOptions):
-        if command not in setting_of(item).decided_by:
+    add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
+
+
+def add_option_flags(group: argparse._ArgumentGroup, options: type, without: Sequence[str]) -> None:
+    """A flag for every field of a class of options, but for those without one."""
+    for item in fields(options):
+        if item.name not in without:
             group.add_argument(flag_of(item.name), **_flag_details(item))
+
+
+def decided_by(item: Field[Any], command: str) -> str:
+    """What a command's help says of an option for which it has no flag; empty if it has one."""
+    return setting_of(item).decided_by.get(command, "")
 
 
 def engine_of(args: argparse.Namespace, **decided: Any) -> EngineOptions:
@@ -120,7 +130,7 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
         spelled = {OFF if choice is False else choice: choice for choice in setting.choices}
         return {**details, "type": _one_of(spelled), "metavar": "{" + ",".join(spelled) + "}"}
     if setting.low is None:
-        return {**details, "type": not_empty}
+        return {**details, "type": not_empty, "metavar": setting.metavar}
     return {**details, "type": _auto_or_int if item.default == "auto" else int, "metavar": setting.metavar or "N"}
 
 

@@ -69,7 +69,7 @@ class GraphSet:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: another decoder's thread may allocate memory meanwhile, which would otherwise end this capture.
+        # thread_local: what other threads ask of the GPU meanwhile, memory for example, would otherwise end the capture.
         with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = fn()  # recorded, not executed: no tensor changes here
         return graph, outputs

@@ -42,6 +42,9 @@ Which kernel triggers when, and which reads before a wait depend on it:
 from __future__ import annotations
 
 import importlib.util
+import threading
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -66,6 +69,17 @@ def has_triton() -> bool:
 def has_pdl(device: torch.device) -> bool:
     """Whether kernels can be chained by programmatic dependent launch: on compute capability 9.0 or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_launching: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+
+
+def launching(device: torch.device) -> AbstractContextManager[object]:
+    """Keeps the launches of a block together: no other thread launches on that device meanwhile.
+
+    The rules for chained kernels are about the kernels in front on the stream, and the threads of two decoders share a stream.
+    """
+    return _launching[device] if device.type == "cuda" else nullcontext()
 
 
 def chained(device: torch.device) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.config import GraphMode
 from specdec.ops.cuda_graph import on_device
+from specdec.ops.launch import launching
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
@@ -59,7 +60,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
-        with on_device(self.device), torch.cuda.stream(self._stream):
+        with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
             return self._actions[type(step)](step)
 
     # ---- what emits tokens ----

@@ -13,11 +13,12 @@ from rich.console import Console
 from toolkit.models import Zoo
 from toolkit.paths import ROOT
 
-from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli, doctor
+from specdec import EngineOptions, SamplingParams, SpecConfig, __version__, cli
 from specdec.bench import run as bench_run
 from specdec.bench.run import BenchOptions, run_bench
 from specdec.bench.session import Session
 from specdec.bench.show.report import print_report
+from specdec.loading import doctor
 
 SPEC = SpecConfig(2, 2, 4)
 

@@ -10,7 +10,8 @@ import threading
 from typing import Any
 
 import pytest
-from toolkit.driver import PHASES, Driver
+from toolkit.driver import Driver
+from toolkit.inside.hooks import PHASES
 from toolkit.models import Zoo
 
 import specdec.engine.pages.admission as admission

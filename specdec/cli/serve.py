@@ -1,0 +1,63 @@
+"""`specdec serve`: an OpenAI-compatible HTTP server over one decoder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.flags import (
+    SPEC_HELP,
+    add_engine_flags,
+    add_option_flags,
+    engine_of,
+    pair_of,
+    tree_shape,
+)
+from specdec.serve.options import KEY_VARIABLE, ServeOptions
+
+HELP = "serve a pair over HTTP, as OpenAI's API"
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_option_flags(parser.add_argument_group("server"), ServeOptions, ())
+    parser.add_argument("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
+    add_engine_flags(parser, "serve")
+
+
+def run(args: argparse.Namespace) -> int:
+    if missing := [name.replace("_", "-") for name in NEEDED if find_spec(name) is None]:
+        raise ValueError(f"specdec serve needs {', '.join(missing)}; install them with: pip install 'specdec-runtime[serve]'")
+    target, draft = pair_of(args, ["--spec"] if args.spec else [])
+    options, engine = _options(args), engine_of(args)
+    if not options.is_loopback and options.api_key is None:
+        warnings.warn(
+            f"--host {options.host} lets other machines in, and there is no API key, so that whoever reaches it can use it; "
+            f"nearest thing that works: {KEY_VARIABLE} in the environment",
+            stacklevel=2,
+        )
+    from specdec.serve.run import listen, serve
+
+    with listen(options) as listener:  # before the models are loaded: a port in use is said at once
+        from specdec.async_decoder import AsyncSpecDecoder
+
+        decoder = AsyncSpecDecoder.from_pretrained(target, draft, args.spec, options=engine)
+        try:
+            return serve(decoder, options, listener)
+        finally:
+            decoder.decoder.close()
+
+
+def _options(args: argparse.Namespace) -> ServeOptions:
+    """The options of the command line; the key may come from the environment, where other users can't read it."""
+    given: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(ServeOptions)}
+    if given["api_key"] is None and KEY_VARIABLE in os.environ:
+        given["api_key"] = os.environ[KEY_VARIABLE]
+    if given["model_name"] is None and args.target:
+        given["model_name"] = Path(args.target).resolve().name
+    return ServeOptions(**given)

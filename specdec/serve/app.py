@@ -1,0 +1,72 @@
+"""Puts the application together: the endpoints, the gate around them, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specdec.async_decoder import AsyncSpecDecoder
+from specdec.checks import nearest_name
+from specdec.serve.door import Door
+from specdec.serve.endpoints import Endpoints
+from specdec.serve.gate import ENTRY, OPEN_PATHS, Gate
+from specdec.serve.log import CLIENT_GONE
+from specdec.serve.options import ServeOptions
+from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
+from specdec.serve.wire.fields import CHAT, COMPLETIONS
+
+PATHS = ("/v1/models", COMPLETIONS, CHAT, *OPEN_PATHS)
+
+
+def create_app(decoder: AsyncSpecDecoder, options: ServeOptions) -> FastAPI:
+    """The application that serves this decoder.  Whoever made the decoder closes it."""
+    return app_of(Door(decoder, options))
+
+
+def app_of(door: Door) -> FastAPI:
+    """The application of a door.  FastAPI's pages of documentation are off: they load scripts from another site."""
+    app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    endpoints = Endpoints(door)
+    for path, endpoint, methods in (
+        (COMPLETIONS, endpoints.completions, ["POST"]),
+        (CHAT, endpoints.chat, ["POST"]),
+        ("/v1/models", endpoints.models, ["GET"]),
+        ("/v1/models/{name:path}", endpoints.model, ["GET"]),
+        ("/health", endpoints.health, ["GET", "HEAD"]),
+        ("/ready", endpoints.ready, ["GET", "HEAD"]),
+        ("/metrics", endpoints.metrics, ["GET"]),
+    ):
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
+    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(ClientGone, _answer_nobody)
+    app.add_exception_handler(HTTPException, _answer_wrong_path)
+    app.add_middleware(Gate, door=door)
+    app.state.door = door
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    if request.url.path not in OPEN_PATHS:
+        request.scope[ENTRY].failed(error)
+    return ErrorAnswer(error)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _answer_wrong_path(request: Request, error: Exception) -> Response:
+    """What the router refuses: a path that does not exist, or another method than the path has."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    if error.status_code == 405:
+        message = f"{request.method} is not what {path} takes; nearest: {(error.headers or {}).get('Allow', '')}"
+        answer = ErrorAnswer(ApiError(405, message, code="method_not_allowed"))
+        answer.headers.update(error.headers or {})
+        return answer
+    alike = nearest_name(path, PATHS)
+    message = f"there is no {path} here; " + (f"nearest: {alike}" if alike else f"there are: {', '.join(PATHS)}")
+    return ErrorAnswer(ApiError(error.status_code, message, code="not_found"))

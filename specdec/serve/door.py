@@ -1,0 +1,74 @@
+"""What all requests of one server share: the decoder, the limits, the counters, and whether the server is shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from specdec.async_decoder import AsyncSpecDecoder
+from specdec.serve.limits import KeyCheck, Queue
+from specdec.serve.options import ServeOptions
+from specdec.serve.wire.errors import ClientGone, cut_off, engine_failed, shutting_down
+
+T = TypeVar("T")
+
+
+class Door:
+    """The state of one server.  All of it belongs to the server's event loop.
+
+    is_draining: whether the server takes no more requests.  responses: how many were answered, by status.
+    """
+
+    def __init__(self, decoder: AsyncSpecDecoder, options: ServeOptions) -> None:
+        self.decoder, self.options = decoder, options
+        self.key_check = KeyCheck(options.api_key)
+        self.queue = Queue(decoder.decoder.settings.options.max_batch_size + options.max_queue)
+        self.created = int(time.time())
+        self.responses: Counter[int] = Counter()
+        self.is_draining = False
+        self._cut_off: asyncio.Future[None] | None = None
+
+    def check_open(self) -> None:
+        """ApiError 503 if no request can be taken."""
+        if self.is_draining:
+            raise shutting_down()
+        if (failure := self.decoder.failure) is not None:
+            raise engine_failed(failure)
+
+    def cut_off(self) -> None:
+        """Ends all requests under way with an error."""
+        if not self._ending.done():
+            self._ending.set_result(None)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T], receive: Receive) -> T:
+        """What the work returns or raises.  Cancels it and raises ClientGone if the caller hangs up first, or ApiError if the
+        server is shutting down and can't wait any longer."""
+        working, watching = asyncio.create_task(work), asyncio.create_task(_hung_up(receive))
+        ending = self._ending
+        try:
+            await asyncio.wait([working, watching, ending], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientGone if watching.done() else cut_off()
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    @property
+    def _ending(self) -> asyncio.Future[None]:
+        """Is set when requests are cut off.  Made when it is first asked for, because it belongs to the running event loop."""
+        if self._cut_off is None:
+            self._cut_off = asyncio.get_running_loop().create_future()
+        return self._cut_off
+
+
+async def _hung_up(receive: Receive) -> None:
+    """Returns when the caller has closed the connection.  The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

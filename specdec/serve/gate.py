@@ -1,0 +1,60 @@
+"""What happens around every request: its id, the API key, errors that nobody expected, and its line in the log."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.serve.door import Door
+from specdec.serve.log import CLIENT_GONE, Entry
+from specdec.serve.wire.errors import ErrorAnswer, internal
+
+OPEN_PATHS = ("/health", "/ready", "/metrics")  # without a key, and without a line in the log: they are asked all the time
+ENTRY = "specdec.entry"  # where endpoints find the Entry in an ASGI scope
+
+
+class Gate:
+    """ASGI middleware around all endpoints."""
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app, self._door = app, door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        entry = Entry("req-" + secrets.token_hex(12), scope["method"], scope["path"])
+        scope[ENTRY] = entry
+        is_open = entry.path in OPEN_PATHS
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                entry.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.id.encode())]
+            await send(message)
+
+        try:
+            error = None if is_open else self._door.key_check.error(_header(scope, b"authorization"))
+            if error is None:
+                await self._app(scope, receive, noted)
+            else:
+                entry.failed(error)
+                await ErrorAnswer(error)(scope, receive, noted)
+        except Exception as crash:
+            entry.crashed(crash)
+            if not entry.status:
+                await ErrorAnswer(internal())(scope, receive, noted)
+        except BaseException:
+            entry.status = entry.status or CLIENT_GONE
+            raise
+        finally:
+            self._door.responses[entry.status] += 1
+            if not is_open:
+                entry.write()
+
+
+def _header(scope: Any, name: bytes) -> bytes:
+    """A header's value; empty if there is none, or more than one."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else b""

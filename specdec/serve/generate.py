@@ -1,0 +1,66 @@
+"""From a plan to finished generations: checks every prompt, then runs all choices.  Knows no HTTP but its errors."""
+
+from __future__ import annotations
+
+from asyncio import TaskGroup
+from collections.abc import Sequence
+
+from specdec.async_decoder import AsyncSpecDecoder
+from specdec.config import SamplingParams
+from specdec.engine.request import Request
+from specdec.generation import Generation
+from specdec.prompts import PromptTooLong
+from specdec.serve.wire.errors import ApiError, engine_failed, request_failed, wrong
+from specdec.serve.wire.requests import Plan
+
+
+async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) -> list[Request]:
+    """The engine's requests, in the order of the choices: prompt by prompt, choice by choice.  None of them runs yet.
+
+    cap: the most tokens of a choice where the plan names no number.
+
+    ApiError 400 if a prompt can't be used or does not fit.
+    """
+    requests = []
+    for index, prompt in enumerate(plan.prompts):
+        max_tokens = plan.max_tokens
+        if max_tokens is None:
+            probe = await _checked(decoder, plan, prompt, plan.sampling_of(0, 1), index)
+            prompt = probe.prompt_ids
+            left = decoder.decoder.settings.max_seq_len - len(prompt)
+            max_tokens = left if cap is None else min(left, cap)
+        for choice in range(plan.n):
+            request = await _checked(decoder, plan, prompt, plan.sampling_of(choice, max_tokens), index)
+            prompt = request.prompt_ids  # a text is encoded once
+            requests.append(request)
+    return requests
+
+
+async def _checked(decoder: AsyncSpecDecoder, plan: Plan, prompt: object, sampling: SamplingParams, index: int) -> Request:
+    try:
+        return await decoder.new_request(
+            prompt, sampling, name=plan.name_of(index), speculate=plan.speculate, streaming=plan.stream
+        )
+    except PromptTooLong as error:
+        raise wrong(plan.prompt_field, str(error), "context_length_exceeded") from None
+    except (ValueError, TypeError) as error:
+        about = next((name for name in ("stop_token_ids", "stop") if str(error).startswith(f"{name} ")), plan.prompt_field)
+        raise wrong(about, str(error)) from None
+    except RuntimeError as error:
+        raise failure_of(decoder, error) from error
+
+
+async def run_all(decoder: AsyncSpecDecoder, requests: Sequence[Request]) -> list[Generation]:
+    """The results of all requests.  ApiError if one of them fails; the others are cancelled then."""
+    try:
+        async with TaskGroup() as group:
+            tasks = [group.create_task(decoder.run(request)) for request in requests]
+    except BaseExceptionGroup as errors:
+        raise failure_of(decoder, errors.exceptions[0]) from errors
+    return [task.result() for task in tasks]
+
+
+def failure_of(decoder: AsyncSpecDecoder, error: BaseException) -> ApiError:
+    """What to answer when a request has failed while it ran, or could not be run."""
+    failure = decoder.failure
+    return request_failed(str(error)) if failure is None else engine_failed(failure)

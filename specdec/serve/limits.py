@@ -1,0 +1,84 @@
+"""How much the HTTP door lets in: the queue of choices, and the API key.  Knows no endpoint."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+
+from specdec.engine.request import Request
+from specdec.serve.wire.errors import ApiError, queue_full, wrong
+
+
+class Place:
+    """The choices of one HTTP request in the queue.  requests: None until their prompts have been checked."""
+
+    def __init__(self, choices: int) -> None:
+        self.choices = choices
+        self.requests: Sequence[Request] | None = None
+
+    @property
+    def open_choices(self) -> int:
+        """Choices that wait or run.  One that has ended counts no more, however slowly its text is read."""
+        return self.choices if self.requests is None else sum(not request.is_done for request in self.requests)
+
+
+class Queue:
+    """The HTTP requests under way, and the bound of their choices.  For one event loop.
+
+    capacity: the most choices that run or wait.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._places: set[Place] = set()
+
+    @property
+    def open_choices(self) -> int:
+        return sum(place.open_choices for place in self._places)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no HTTP request is under way, read to its end included."""
+        return not self._places
+
+    @contextmanager
+    def enter(self, choices: int, field: str) -> Iterator[Place]:
+        """Holds a place while the block runs.  ApiError 429 if there is none now, 400 if there never will be.
+
+        field: the field that asks for the choices.
+        """
+        if choices > self.capacity:
+            raise wrong(
+                field,
+                f"the request asks for {choices} choices (prompts * n); this server takes at most {self.capacity} at once, its "
+                f"--max-batch-size + --max-queue; nearest thing that works: {self.capacity} choices a request",
+            )
+        if self.open_choices + choices > self.capacity:
+            raise queue_full(self.capacity)
+        place = Place(choices)
+        self._places.add(place)
+        try:
+            yield place
+        finally:
+            self._places.discard(place)
+
+
+class KeyCheck:
+    """Whether a request brings the API key.  The comparison takes as long for every wrong key."""
+
+    def __init__(self, key: str | None) -> None:
+        self._digest = None if key is None else sha256(key.encode()).digest()
+
+    def error(self, authorization: bytes) -> ApiError | None:
+        """The error of this Authorization header; None: it brings the key, or none is needed."""
+        if self._digest is None:
+            return None
+        scheme, _, given = authorization.strip().partition(b" ")
+        is_bearer = scheme.lower() == b"bearer"
+        if hmac.compare_digest(sha256(given.strip()).digest(), self._digest) and is_bearer:
+            return None
+        what = "wrong" if is_bearer and given.strip() else "missing"
+        message = f"the API key is {what}: expected the header Authorization: Bearer KEY"
+        return ApiError(401, message, code="invalid_api_key", leaves_body=True)

@@ -1,0 +1,85 @@
+"""The log: one line of JSON a request on stderr.  It holds no text of any request unless that is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from specdec.generation import Generation
+from specdec.serve.wire.answers import FINISH_REASONS, usage
+from specdec.serve.wire.errors import ApiError
+from specdec.serve.wire.fields import UNKNOWN_FIELD
+from specdec.serve.wire.requests import Plan
+
+CLIENT_GONE = 499  # the status in the log where nobody was left to answer to
+
+
+@dataclass
+class Entry:
+    """What is known of one HTTP request.  first_text: when the first text of a stream was sent."""
+
+    id: str
+    method: str
+    path: str
+    began: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    first_text: float | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self, plan: Plan, log_prompts: bool) -> None:
+        self.notes |= {"stream": plan.stream, "prompts": len(plan.prompts), "choices": plan.choices}
+        if log_prompts:
+            self.notes["prompt_texts"] = list(plan.prompts)
+
+    def finished(self, plan: Plan, generations: Sequence[Generation], log_prompts: bool) -> None:
+        counted = usage(plan, generations)
+        self.notes |= {name: counted[name] for name in ("prompt_tokens", "completion_tokens")}
+        self.notes |= counted["prompt_tokens_details"] | counted["completion_tokens_details"]
+        self.notes["finish_reasons"] = [FINISH_REASONS[generation.finish_reason] for generation in generations]
+        if log_prompts:
+            self.notes["output_texts"] = [generation.text for generation in generations]
+
+    def failed(self, error: ApiError) -> None:
+        """The message is noted where it is about the server; about a request it may quote the request, as does the name of a
+        field that does not exist."""
+        self.notes["error"] = {"code": error.code, "param": None if error.code == UNKNOWN_FIELD else error.param}
+        if error.status >= 500:
+            self.notes["error"]["message"] = error.message
+
+    def crashed(self, error: BaseException) -> None:
+        """An error that nobody expected: where it was raised, but not its message, which may quote the request."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        self.notes["crash"] = {"type": type(error).__name__, "traceback": where}
+
+    def write(self) -> None:
+        seconds = time.perf_counter() - self.began
+        line = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
+        line |= {"seconds": round(seconds, 6), **self.notes}
+        if self.first_text is not None:
+            line["first_text_seconds"] = round(self.first_text - self.began, 6)
+        write_line("request", line)
+
+
+class LineHandler(logging.Handler):
+    """Writes what the web server itself logs as lines of the same form."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line("server", {"level": record.levelname.lower(), "message": record.getMessage()})
+
+
+def write_line(event: str, fields: dict[str, Any]) -> None:
+    """One line of JSON.  A log that nobody can read any more must not end requests."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    try:
+        sys.stderr.write(json.dumps({"time": now, "event": event, **fields}) + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass

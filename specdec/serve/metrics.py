@@ -1,0 +1,89 @@
+"""What /metrics shows: the engine's totals in the form of Prometheus.  Every metric stands in one of the tables here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specdec.engine.totals import Histogram, Totals
+
+GAUGES: dict[str, str] = {  # field of Totals: meaning; the metric's name is specdec_ and the field
+    "running": "Requests that hold a row of the batch",
+    "waiting": "Requests that wait for a row or for pages",
+    "pages_used": "Pages of keys and values that requests own or read",
+    "pages_total": "Pages of keys and values altogether",
+}
+COUNTERS: dict[str, str] = {  # likewise; the names end in _total
+    "prompt_tokens": "Prompt tokens of requests that have entered the batch",
+    "cached_tokens": "Prompt tokens that the prefix cache held",
+    "output_tokens": "Tokens that requests have generated",
+    "rounds": "Rounds, passes that verify or decode the whole batch",
+    "chunks": "Passes over parts of prompts",
+    "drafted": "Draft tokens proposed",
+    "accepted": "Draft tokens accepted",
+}
+DEPTHS: dict[str, str] = {  # likewise, with the label depth, from 1
+    "reached_by_depth": "Rounds of a request that accepted all levels of the draft tree before this one",
+    "accepted_by_depth": "Rounds of a request that accepted this level of the draft tree too",
+}
+HISTOGRAMS: dict[str, str] = {  # likewise; the names end in _seconds
+    "first_token": "Seconds from a request's arrival to its first token",
+    "between_tokens": "Seconds between tokens of a request after its first",
+}
+REQUESTS = ("specdec_requests", "Requests that have ended, by how: eos, stop, length, error or cancelled", "reason")
+RESPONSES = ("specdec_http_responses", "HTTP responses, by status; 499: the client had gone", "status")
+
+
+class TotalsCollector(Collector):
+    """Reads the totals whenever somebody asks for the metrics.
+
+    responses: HTTP responses by status, which the door counts.
+    """
+
+    def __init__(self, totals: Callable[[], Totals], responses: Counter[int]) -> None:
+        self._totals, self._responses = totals, responses
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry would otherwise collect once when it is made, before there is anything to read."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self._totals()
+        for name, meaning in GAUGES.items():
+            yield GaugeMetricFamily(f"specdec_{name}", meaning, value=getattr(totals, name))
+        for name, meaning in COUNTERS.items():
+            yield CounterMetricFamily(f"specdec_{name}", meaning, value=getattr(totals, name))
+        for name, meaning in DEPTHS.items():
+            counts = {str(i + 1): count for i, count in enumerate(getattr(totals, name))}
+            yield _labelled((f"specdec_{name}", meaning, "depth"), counts)
+        yield _labelled(REQUESTS, dict(totals.requests.copy()))
+        yield _labelled(RESPONSES, {str(status): count for status, count in sorted(self._responses.items())})
+        for name, meaning in HISTOGRAMS.items():
+            yield _histogram(f"specdec_{name}_seconds", meaning, getattr(totals, name))
+
+
+def registry_of(totals: Callable[[], Totals], responses: Counter[int]) -> CollectorRegistry:
+    """A registry of these metrics alone."""
+    registry = CollectorRegistry()
+    registry.register(TotalsCollector(totals, responses))
+    return registry
+
+
+def _labelled(metric: tuple[str, str, str], counts: dict[str, int]) -> Metric:
+    name, meaning, label = metric
+    family = CounterMetricFamily(name, meaning, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _histogram(name: str, meaning: str, histogram: Histogram) -> Metric:
+    counts = list(histogram.counts)  # copied once: the engine counts on
+    bounds = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(counts), strict=True))
+    return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=histogram.total)

@@ -1,0 +1,75 @@
+"""Every limit of the HTTP door, once: its name, default, bounds, meaning and command-line flag.
+
+`specdec serve` takes its flags from the fields of ServeOptions.  This file knows no decoder and imports no web framework.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, fields
+from typing import Any
+
+from specdec.options import option, setting_of
+
+KEY_VARIABLE = "SPECDEC_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How the HTTP door listens and what it lets in: checked when the object is made."""
+
+    host: str = option("127.0.0.1", "the address to listen on; other machines reach only one that is not loopback")
+    port: int = option(8000, "the port to listen on; 0 takes a free one", low=0, high=65535)
+    api_key: str | None = option(
+        None,
+        "callers must send this key as a bearer token, except to /health, /ready and /metrics; other users of the machine can "
+        f"read flags, so set {KEY_VARIABLE} in the environment instead; default: no key",
+        metavar="KEY",
+    )
+    model_name: str | None = option(
+        None, "what requests call the model; default: the last part of --target, specdec for the shipped pair", metavar="NAME"
+    )
+    max_queue: int = option(
+        256,
+        "choices that may wait besides the --max-batch-size that run; further requests get status 429",
+        low=0,
+        high=1 << 20,
+    )
+    max_body_bytes: int = option(4 << 20, "the longest body of a request; longer ones get status 413", low=1024, high=1 << 30)
+    max_tokens_cap: int | None = option(
+        None, "the most output tokens that a request may ask for; default: what the context holds", low=1
+    )
+    grace_seconds: int = option(
+        30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", low=0, high=24 * 3600
+    )
+    log_prompts: bool = option(False, "write prompts and output texts to the log, which otherwise holds no text of any request")
+
+    def __post_init__(self) -> None:
+        for name in ("host", "api_key", "model_name"):
+            _check_text(name, getattr(self, name), optional=name != "host")
+        for item in fields(self):
+            setting_of(item).check(item.name, getattr(self, item.name), item.default)
+
+    @property
+    def name(self) -> str:
+        """What requests call the model."""
+        return self.model_name or "specdec"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def _check_text(name: str, value: Any, optional: bool) -> None:
+    """TypeError or ValueError unless the value is printable ASCII without spaces.  The message never shows an API key."""
+    if value is None and optional:
+        return
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got a value of type {type(value).__name__}")
+    if not value or not all("!" <= character <= "~" for character in value):
+        shown = "" if name == "api_key" else f", got {value!r}"
+        raise ValueError(f"{name} must be printable ASCII characters without spaces, at least one{shown}")

@@ -1,0 +1,115 @@
+"""Runs the server: listens, says where, and ends in good order on SIGTERM and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from specdec.async_decoder import AsyncSpecDecoder
+from specdec.serve.app import app_of
+from specdec.serve.door import Door
+from specdec.serve.log import LineHandler, write_line
+from specdec.serve.options import ServeOptions
+
+TICK = 0.05  # seconds between two looks at whether the last request has ended
+KEEP_ALIVE_SECONDS = 75  # an idle connection; longer than clients and proxies keep theirs, so that they close it first
+LAST_SECONDS = 3  # for requests that were cut off to be answered, and for connections to close
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """A socket on the options' address, which refuses connections until the server runs.  ValueError if it can't be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host {options.host} is no address of this machine: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        where = f"can't listen on {options.host} port {options.port}: {error.strerror}"
+        raise ValueError(f"{where}; nearest thing that works: --port 0, which takes a free port") from error
+    return listener
+
+
+def serve(decoder: AsyncSpecDecoder, options: ServeOptions, listener: socket.socket | None = None) -> int:
+    """Serves until SIGTERM or SIGINT, then finishes what runs.  Returns the exit code.
+
+    listener: a socket of `listen`; None: one is made.
+    """
+    with listener or listen(options) as bound:
+        Server(Door(decoder, options)).run(sockets=[bound])
+    return 0
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, but one that goes on answering while it drains, and then exits with 0."""
+
+    def __init__(self, door: Door) -> None:
+        # Its own log lines are few: warnings about connections.
+        logger = logging.getLogger("uvicorn")
+        logger.handlers, logger.propagate = [LineHandler()], False
+        super().__init__(
+            uvicorn.Config(
+                app_of(door),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+        self.door = door
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.door.is_draining:  # the signal came before there was anything to end
+            self._begin_draining()
+        elif sockets:
+            print(f"specdec: listening on {_url(sockets[0])} (model {self.door.options.name})", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On the first signal the server drains; on the second the process ends at once."""
+        if self.door.is_draining:
+            write_line("server", {"level": "warning", "message": "second signal: ending at once"})
+            os._exit(128 + sig)
+        self.door.is_draining = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_draining)
+
+    def _begin_draining(self) -> None:
+        self._draining = asyncio.create_task(self.drain())
+
+    async def drain(self) -> None:
+        """Takes no new requests, waits for those that run, cuts them off after the grace period, and stops the server."""
+        door = self.door
+        door.is_draining = True
+        seconds = door.options.grace_seconds
+        message = f"shutting down: {door.queue.open_choices} choices wait or run, and have {seconds} s to finish"
+        write_line("server", {"level": "info", "message": message})
+        await self._wait_until_empty(seconds)
+        door.cut_off()
+        await self._wait_until_empty(LAST_SECONDS)
+        self.should_exit = True
+
+    async def _wait_until_empty(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.door.queue.is_empty and time.monotonic() < deadline:
+            await asyncio.sleep(TICK)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

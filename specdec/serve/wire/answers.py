@@ -1,0 +1,122 @@
+"""Answers in OpenAI's form: whole ones, the chunks of streams, usage, and the list of models.  Knows no connection."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.generation import FinishReason, Generation
+from specdec.serve.wire.errors import ApiError, json_bytes
+from specdec.serve.wire.requests import Plan
+
+FINISH_REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length"}
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What all chunks of one answer say of it."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def as_json(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def whole_answer(heading: Heading, plan: Plan, generations: Sequence[Generation]) -> dict[str, Any]:
+    """The answer that is not streamed; the generations are in the order of the choices."""
+    choices: list[dict[str, Any]] = []
+    for index, generation in enumerate(generations):
+        reason = {"logprobs": None, "finish_reason": FINISH_REASONS[generation.finish_reason]}
+        if plan.is_chat:
+            message = {"role": "assistant", "content": generation.text, "refusal": None}
+            choices.append({"index": index, "message": message, **reason})
+        else:
+            choices.append({"index": index, "text": generation.text, **reason})
+    kind = "chat.completion" if plan.is_chat else "text_completion"
+    return {**heading.as_json(kind), "choices": choices, "usage": usage(plan, generations)}
+
+
+def usage(plan: Plan, generations: Sequence[Generation]) -> dict[str, Any]:
+    """Tokens of all choices.  A prompt with several choices counts once."""
+    stats = [generation.stats for generation in generations]
+    prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations[:: plan.n])
+    completion_tokens = sum(len(generation.token_ids) for generation in generations)
+    accepted = sum(item.accepted for item in stats)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(item.cached_tokens for item in stats[:: plan.n])},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(item.drafted for item in stats) - accepted,
+        },
+    }
+
+
+class ChunkWriter:
+    """Writes the events of one stream.
+
+    Only the text differs from one chunk of a choice to the next, so everything around it is made once.
+    """
+
+    def __init__(self, heading: Heading, plan: Plan) -> None:
+        self._plan = plan
+        self._heading = heading.as_json("chat.completion.chunk" if plan.is_chat else "text_completion")
+        self._usage = {"usage": None} if plan.include_usage else {}
+        self._around = [self._split(index) for index in range(plan.choices)]
+        self._has_begun = [not plan.is_chat] * plan.choices
+
+    def text(self, index: int, text: str) -> bytes:
+        """A piece of a choice's text."""
+        if not self._has_begun[index]:
+            return self._begin(index, text)
+        before, after = self._around[index]
+        return f"{before}{json.dumps(text)}{after}".encode()
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        """The last chunk of a choice."""
+        begin = b"" if self._has_begun[index] else self._begin(index, "")
+        return begin + self._event(index, {"delta": {}} if self._plan.is_chat else {"text": ""}, FINISH_REASONS[reason])
+
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        """What follows the last chunk: the usage if it is wanted, and the mark of the end."""
+        if not self._plan.include_usage:
+            return DONE
+        return _event({**self._heading, "choices": [], "usage": usage(self._plan, generations)}) + DONE
+
+    def _begin(self, index: int, text: str) -> bytes:
+        """The first chunk of a chat answer, which names the role."""
+        self._has_begun[index] = True
+        return self._event(index, {"delta": {"role": "assistant", "content": text}}, None)
+
+    def _event(self, index: int, content: dict[str, Any], reason: str | None) -> bytes:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        return _event({**self._heading, "choices": [choice], **self._usage})
+
+    def _split(self, index: int) -> tuple[str, str]:
+        """What stands before and after the text in a choice's chunks."""
+        mark = "\0"  # JSON writes it as \u0000, and nothing else here holds it: model names are printable
+        content = {"delta": {"content": mark}} if self._plan.is_chat else {"text": mark}
+        before, _, after = self._event(index, content, None).decode().partition(json.dumps(mark))
+        return before, after
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that fails."""
+    return _event(error.as_json())
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json_bytes(content) + b"\n\n"
+
+
+def model_card(name: str, created: int, max_seq_len: int) -> dict[str, Any]:
+    """What /v1/models says of the model.  max_model_len, the most tokens of prompt and output together, is an extension."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "specdec", "max_model_len": max_seq_len}

@@ -1,0 +1,68 @@
+"""Reads the body of a request, up to the limit, and parses it as one JSON object.  Knows no field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from starlette.types import Receive
+
+from specdec.serve.wire.errors import ApiError, ClientGone, wrong
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
+    """The whole body.  ApiError 413 if it is longer than the limit, before more than that has been read."""
+    announced = headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
+        raise _too_long(limit)
+    body, is_open = bytearray(), True
+    while is_open:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        body += message.get("body", b"")
+        is_open = message.get("more_body", False)
+        if len(body) > limit:
+            raise _too_long(limit, leaves_body=is_open)
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object.  ApiError 400 for everything else."""
+    if not body.strip():
+        raise wrong(None, "the body is empty: expected a JSON object")
+    try:
+        text = body.decode()
+        found = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        if "\\ud" in text.lower():  # a pair of such escapes is a character, half of one is not
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise wrong(None, "the body is not usable JSON: it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise wrong(None, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise wrong(None, "the body holds half of a surrogate pair, which is no character") from None
+    except ValueError as error:  # JSONDecodeError, numbers of thousands of digits, and the refusals below
+        raise wrong(None, f"the body is not usable JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise wrong(None, f"the body must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        left = dict(made)
+        twice = next(name for name, _ in pairs if left.pop(name, left) is left)
+        raise ValueError(f"the key {ascii(twice[:100])} stands twice in one object")
+    return made
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _too_long(limit: int, leaves_body: bool = True) -> ApiError:
+    message = f"the body is longer than {limit} bytes, the most that this server takes (--max-body-bytes)"
+    return ApiError(413, message, code="body_too_large", leaves_body=leaves_body)

@@ -1,0 +1,111 @@
+"""Which fields a request may have: those that specdec uses, and OpenAI's other fields, which must hold what changes nothing.
+
+No field is ignored in silence.  The one exception is `user`, which OpenAI too only keeps for its own statistics.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from specdec.checks import nearest_name
+from specdec.serve.wire.errors import wrong
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SHARED_FIELDS = (
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids",
+    "ignore_eos", "n", "stream", "stream_options", "speculate", "user",
+)  # fmt: skip
+USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", *SHARED_FIELDS)}
+EXTENSIONS = ("top_k", "stop_token_ids", "ignore_eos", "speculate")  # of the fields above, those that OpenAI does not have
+
+# OpenAI's fields that specdec does not support, and the values besides null that say no more than leaving the field out.
+_SHARED_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+}
+NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    COMPLETIONS: {**_SHARED_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)},
+    CHAT: {
+        **_SHARED_NEUTRAL,
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "metadata": ({},),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "moderation": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "safety_identifier": (),
+    },
+}
+MESSAGE_FIELDS = ("role", "content")
+NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = {  # what an answer of this server holds too, sent back as history
+    "name": (), "refusal": (), "audio": (), "annotations": ([],), "function_call": (), "tool_calls": ([],), "tool_call_id": (),
+}  # fmt: skip
+STREAM_OPTIONS = ("include_usage",)
+UNKNOWN_FIELD, UNSUPPORTED = "unknown_parameter", "unsupported_parameter"  # codes of errors
+NEUTRAL_STREAM_VALUES: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
+
+
+def used_fields(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """The fields of a body that specdec uses, without those that are null.  ApiError 400 for any other."""
+    neutral = dict(NEUTRAL_VALUES[path])
+    if path == COMPLETIONS and _is_int(body.get("n")):
+        neutral["best_of"] = (1, body["n"])  # the best n of n are all
+    other = CHAT if path == COMPLETIONS else COMPLETIONS
+    for name in body:
+        if name in {*USED_FIELDS[other], *NEUTRAL_VALUES[other]} - {*USED_FIELDS[path], *neutral}:
+            raise wrong(name, f"{name} is a field of {other}, not of {path}; nearest: {_counterpart(name, path)}", UNSUPPORTED)
+    return only_used(body, USED_FIELDS[path], neutral, "")
+
+
+def only_used(values: dict[str, Any], used: tuple[str, ...], neutral: dict[str, tuple[Any, ...]], where: str) -> dict[str, Any]:
+    """The values that are used and not null.  ApiError 400 for any other, unless it is neutral.
+
+    where: what errors put before a name.
+    """
+    kept = {}
+    for name, value in values.items():
+        full = f"{where}{name[:100]}"
+        if name in used:
+            kept[name] = value
+        elif name not in neutral:
+            alike = nearest_name(name[:100], [*used, *neutral])
+            hint = f"; nearest: {alike}" if alike else ""
+            raise wrong(full, f"{full} is not supported: there is no such field{hint}", UNKNOWN_FIELD)
+        elif value is not None and not any(_is_same(value, allowed) for allowed in neutral[name]):
+            accepted = "".join(f" or send {json.dumps(allowed)}" for allowed in neutral[name][:1])
+            raise wrong(
+                full, f"{full} is not supported by this server; nearest thing that works: leave it out{accepted}", UNSUPPORTED
+            )
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def _counterpart(name: str, path: str) -> str:
+    if name in ("prompt", "messages"):
+        return USED_FIELDS[path][0]
+    return "leave it out"
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    """Equal, but 0 is not False."""
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

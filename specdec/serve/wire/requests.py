@@ -1,0 +1,208 @@
+"""Turns the fields of a body into a Plan: prompts, sampling and how the answer is sent.  Knows no tokenizer and no limit of
+a model, so what depends on these is checked later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdec.checks import require_bool, require_int
+from specdec.config import SamplingParams
+from specdec.prompts import chat_fault
+from specdec.serve.wire.errors import ApiError, wrong
+from specdec.serve.wire.fields import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGE_FIELDS,
+    NEUTRAL_MESSAGE_VALUES,
+    NEUTRAL_STREAM_VALUES,
+    STREAM_OPTIONS,
+    only_used,
+    used_fields,
+)
+
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
+DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request asks for.
+
+    path: the endpoint.  prompts: texts, lists of ids, or one chat.  prompt_field: what errors call them.
+    sampling: of choice 0 of each prompt.  max_tokens: None: as many as fit.  n: choices of each prompt.
+    is_list: whether the prompts came as a list of prompts.
+    """
+
+    path: str
+    prompts: Sequence[Any]
+    prompt_field: str
+    sampling: SamplingParams
+    max_tokens: int | None
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    speculate: bool = True
+    is_list: bool = False
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def is_chat(self) -> bool:
+        return self.path == CHAT
+
+    def name_of(self, index: int) -> str:
+        """What errors call a prompt."""
+        return f"{self.prompt_field}[{index}]" if self.is_list else self.prompt_field
+
+    def sampling_of(self, choice: int, max_tokens: int) -> SamplingParams:
+        """Choice j of a seeded request has the seed + j."""
+        seed = None if self.sampling.seed is None else self.sampling.seed + choice
+        return replace(self.sampling, max_tokens=max_tokens, seed=seed)
+
+
+def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None) -> Plan:
+    """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
+    values = used_fields(body, path)
+    _check_model(values.get("model"), model_name)
+    n = _checked("n", require_int, values.get("n", 1), 1)
+    stream, include_usage = _streaming(values)
+    prompts, is_list = _messages(values) if path == CHAT else _prompts(values)
+    _checked("user", _require_text, values.get("user", ""))
+    return Plan(
+        path=path,
+        prompts=prompts,
+        prompt_field="messages" if path == CHAT else "prompt",
+        sampling=_sampling(values, n),
+        max_tokens=_max_tokens(values, path, max_tokens_cap),
+        n=n,
+        stream=stream,
+        include_usage=include_usage,
+        speculate=_checked("speculate", require_bool, values.get("speculate", True), True),
+        is_list=is_list,
+    )
+
+
+def _check_model(model: Any, served: str) -> None:
+    if model is None:
+        raise wrong("model", f"model is missing; nearest setting that works: model={served!r}")
+    if not isinstance(model, str):
+        raise wrong("model", f"model must be a string, got {model!r}; nearest setting that works: model={served!r}")
+    if model != served:
+        raise unknown_model(model, served)
+
+
+def unknown_model(model: str, served: str) -> ApiError:
+    message = f"the model {model[:200]!r} does not exist here; nearest setting that works: model={served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether its usage is."""
+    stream = _checked("stream", require_bool, values.get("stream", False), False)
+    options = values.get("stream_options")
+    if options is None:
+        return stream, False
+    if not isinstance(options, dict):
+        raise wrong("stream_options", f"stream_options must be an object, got {options!r}")
+    used = only_used(options, STREAM_OPTIONS, NEUTRAL_STREAM_VALUES, "stream_options.")
+    if not stream:
+        raise wrong("stream_options", "stream_options says how to stream, but stream is not true; leave one or the other out")
+    name = "stream_options.include_usage"
+    return stream, _checked(name, require_bool, used.get("include_usage", False), False)
+
+
+def _sampling(values: dict[str, Any], n: int) -> SamplingParams:
+    """The checked options of sampling; each is checked alone, so that an error names its field."""
+    given = {
+        name: values[name]
+        for name in ("temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos")
+        if name in values
+    }
+    for name, value in given.items():
+        _checked(name, lambda name, value: SamplingParams(**{name: value}), value)
+    sampling = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **given})
+    if sampling.seed is not None and sampling.seed + n - 1 > LARGEST_SEED:
+        nearest = LARGEST_SEED - n + 1
+        raise wrong("seed", f"seed + n - 1 must be at most {LARGEST_SEED}; nearest setting that works: seed={nearest}")
+    return sampling
+
+
+def _max_tokens(values: dict[str, Any], path: str, cap: int | None) -> int | None:
+    given = [name for name in LIMIT_FIELDS if name in values]
+    if len(given) > 1:
+        raise wrong("max_tokens", "max_tokens and max_completion_tokens mean the same; leave one or the other out")
+    for name in given:
+        tokens: int = _checked(name, require_int, values[name], 1)
+        if cap is not None and tokens > cap:
+            limit = f"{name} must be at most {cap}, the server's --max-tokens-cap, got {tokens}"
+            raise wrong(name, f"{limit}; nearest setting that works: {name}={cap}")
+        return tokens
+    if path == COMPLETIONS:
+        return DEFAULT_MAX_TOKENS if cap is None else min(DEFAULT_MAX_TOKENS, cap)
+    return None
+
+
+def _prompts(values: dict[str, Any]) -> tuple[list[Any], bool]:
+    """The prompts of a completion, and whether they came as a list of prompts."""
+    prompt = values.get("prompt")
+    if prompt is None:
+        raise wrong("prompt", "prompt is missing: expected a text, a list of token ids, or a list of such prompts")
+    if isinstance(prompt, str):
+        return [prompt], False
+    if not isinstance(prompt, list) or not prompt:
+        shown = "an empty list" if prompt == [] else repr(prompt)
+        raise wrong("prompt", f"prompt must be a text, a list of token ids, or a list of such prompts, got {shown}")
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt], False
+    if kinds == {str} or (kinds == {list} and all({type(token) for token in item} == {int} for item in prompt)):
+        return prompt, True
+    raise wrong("prompt", f"prompt must hold texts alone, token ids alone, or lists of token ids alone, got {prompt!r}")
+
+
+def _messages(values: dict[str, Any]) -> tuple[list[Any], bool]:
+    """The one chat, its messages reduced to role and text."""
+    messages = values.get("messages")
+    if messages is None:
+        raise wrong("messages", "messages is missing: expected a list of chat messages")
+    if isinstance(messages, list):
+        messages = [_message(item, f"messages[{index}]") for index, item in enumerate(messages)]
+    if fault := chat_fault(messages, "messages"):
+        raise wrong("messages", fault)
+    return [messages], False
+
+
+def _message(message: Any, name: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    kept = only_used(message, MESSAGE_FIELDS, NEUTRAL_MESSAGE_VALUES, f"{name}.")
+    if isinstance(kept.get("content"), list):
+        kept["content"] = "".join(_text_part(part, f"{name}.content[{i}]") for i, part in enumerate(kept["content"]))
+    return kept
+
+
+def _text_part(part: Any, name: str) -> str:
+    """The text of a part of a message's content."""
+    if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str):
+        return part["text"]
+    raise wrong(name, f"{name} must be {{'type': 'text', 'text': ...}}, the only kind of content supported, got {part!r}")
+
+
+def _require_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def _checked(name: str, check: Any, value: Any, *bounds: Any) -> Any:
+    """The checked value; what is wrong with it becomes ApiError 400 for the field."""
+    try:
+        return check(name, value, *bounds)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise wrong(name, str(error)) from None

@@ -1,0 +1,96 @@
+"""Callers that hang up: their rows and pages are free at once, whatever they were waiting for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from toolkit.driver import Driver
+from toolkit.serving import Served, wait_until
+
+from specdec import SpecDecoder
+
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+def post(served: Served, body: dict[str, Any]) -> Any:
+    """A connection that has sent a request."""
+    content = json.dumps(body).encode()
+    connection = served.connect()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+    return connection
+
+
+def test_a_caller_that_hangs_up_frees_its_pages(pair: SpecDecoder) -> None:
+    """Keeps out: rows that generate on for nobody, streamed or not, one choice or several, running or waiting."""
+    driver = Driver(pair)
+    with Served(pair) as served:
+        totals = served.door.decoder.totals
+        cancelled, tokens = totals.requests["cancelled"], totals.output_tokens
+        choices = 0
+        for body in ({"stream": True}, {}, {"stream": True, "n": 3}, {"n": 3}, {"n": 6, "stream": True}, {"n": 6}):
+            connection = post(served, {**LONG, **body})
+            wait_until(lambda: driver.running, "the request runs")
+            connection.close()
+            wait_until(lambda: driver.pages_free == driver.pages_total and served.door.queue.is_empty, "its pages are free")
+            choices += body.get("n", 1)
+        totals = served.door.decoder.totals
+        assert totals.requests["cancelled"] == cancelled + choices, "a choice ran to its end, or was never cancelled"
+        assert totals.output_tokens - tokens < choices * 400
+        assert [line["status"] for line in served.requests_logged(6)] == [499] * 6
+        assert served.door.responses[499] == 6
+    driver.assert_nothing_leaked()
+
+
+def test_a_caller_that_waits_and_hangs_up_leaves_the_queue(pair: SpecDecoder) -> None:
+    """Keeps out: requests that run later although nobody waits for them any more."""
+    driver = Driver(pair)
+    with Served(pair) as served:
+        first = post(served, {**LONG, "n": 4})
+        wait_until(lambda: len(driver.running) == 4, "all rows are taken")
+        second = post(served, LONG)
+        wait_until(lambda: driver.waiting, "the second caller waits")
+        second.close()
+        wait_until(lambda: not driver.waiting, "it leaves the queue before a row is free")
+        assert len(driver.running) == 4
+        first.close()
+        wait_until(lambda: served.door.queue.is_empty, "the first one leaves")
+    driver.assert_nothing_leaked()
+
+
+def test_leaving_a_stream_of_the_client_ends_it(served: Served) -> None:
+    """Keeps out: a disconnect that only bare sockets can make."""
+    driver = Driver(served.decoder)
+
+    async def leave() -> None:
+        async with served.async_client() as client:
+            stream = await client.completions.create(
+                model="tiny", prompt="Once", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
+            )
+            async for chunk in stream:
+                if chunk.choices[0].text:
+                    break
+            await stream.close()
+
+    asyncio.run(leave())
+    wait_until(lambda: driver.is_idle and served.door.queue.is_empty, "the request has ended")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_callers_do_not_notice(served: Served, stream: bool) -> None:
+    """Keeps out: a disconnect that ends, delays or changes what shares the batch."""
+    ask: dict[str, Any] = {**LONG, "max_tokens": 60}
+    expected = served.post("/v1/completions", ask).json()["choices"][0]["text"]
+    gone = post(served, {**LONG, "stream": stream, "n": 3})
+    wait_until(lambda: Driver(served.decoder).running, "it runs")
+    with served.client().completions.with_streaming_response.create(
+        model="tiny", prompt=ask["prompt"], max_tokens=60, temperature=0, extra_body={"ignore_eos": True}
+    ) as response:
+        gone.close()
+        assert response.parse().choices[0].text == expected
+    began = time.monotonic()
+    wait_until(lambda: served.door.queue.is_empty, "the other one is gone")
+    assert time.monotonic() - began < 5

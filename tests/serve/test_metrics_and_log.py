@@ -1,0 +1,155 @@
+"""What operators see: /metrics says what ran, and the log has a line a request without a word of any prompt or text."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from toolkit.driver import Driver
+from toolkit.serving import Served, error_of, wait_until
+
+from specdec import Generation, SamplingParams, SpecDecoder
+from specdec.serve import log
+from specdec.serve.metrics import COUNTERS, DEPTHS, GAUGES, HISTOGRAMS
+
+TEXTS = ["Once upon a time", "The little dog"]
+SECRET = "xylophone"
+PATH = "/v1/completions"
+
+
+def scraped(served: Served) -> dict[tuple[str, str], float]:
+    """Every sample of /metrics: (name, value of its one label or empty) -> number."""
+    answer = served.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(answer.text))
+    assert all(family.documentation and family.name.startswith("specdec_") for family in families)
+    return {(s.name, "".join(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def test_metrics_are_what_ran(pair: SpecDecoder) -> None:
+    """Keeps out: counters that nobody adds to, depths that are off by one, and histograms that are not cumulative."""
+    with Served(pair) as served:
+        before = scraped(served)
+        body = {"model": "tiny", "prompt": TEXTS, "max_tokens": 20, "temperature": 0}
+        assert served.post(PATH, body).status_code == served.post(PATH, {**body, "stream": True}).status_code == 200
+        assert served.post(PATH, {**body, "top_p": 9}).status_code == 400
+        after = scraped(served)
+        ran: list[Generation] = [item for item in pair.generate(TEXTS, SamplingParams(max_tokens=20)) for _ in range(2)]
+
+        def added(name: str, label: str = "") -> float:
+            return after[name, label] - before.get((name, label), 0)
+
+        assert added("specdec_output_tokens_total") == sum(len(item.token_ids) for item in ran) == 80
+        assert added("specdec_prompt_tokens_total") == sum(len(item.prompt_token_ids) for item in ran)
+        assert added("specdec_accepted_total") == sum(item.stats.accepted for item in ran) > 0
+        assert added("specdec_drafted_total") == sum(item.stats.drafted for item in ran)
+        for depth in range(5):
+            for name in ("reached_by_depth", "accepted_by_depth"):
+                expected = sum(getattr(item.stats, name)[depth] for item in ran)
+                assert added(f"specdec_{name}_total", str(depth + 1)) == expected, (name, depth)
+        assert max(item.stats.rounds for item in ran) <= added("specdec_rounds_total") <= sum(i.stats.rounds for i in ran)
+        assert added("specdec_requests_total", "length") == 4
+        assert (added("specdec_http_responses_total", "200"), added("specdec_http_responses_total", "400")) == (3, 1)
+        assert added("specdec_first_token_seconds_count") == 4 and added("specdec_between_tokens_seconds_count") == 76
+        assert 0 < added("specdec_first_token_seconds_sum") < 60
+        buckets = [value for (name, _), value in after.items() if name == "specdec_between_tokens_seconds_bucket"]
+        assert buckets == sorted(buckets) and buckets[-1] == after["specdec_between_tokens_seconds_count", ""]
+        assert after["specdec_running", ""] == after["specdec_waiting", ""] == after["specdec_pages_used", ""] == 0
+        assert after["specdec_pages_total", ""] == Driver(pair).pages_total
+
+
+def test_every_metric_is_there_from_the_start(served: Served) -> None:
+    """Keeps out: a dashboard without lines until the first request, and a metric that lost its meaning."""
+    families = {family.name: family for family in text_string_to_metric_families(served.get("/metrics").text)}
+    names = {*GAUGES, *COUNTERS, *DEPTHS, "requests", "http_responses", *(f"{name}_seconds" for name in HISTOGRAMS)}
+    assert families.keys() == {f"specdec_{name}" for name in names}
+
+
+def test_gauges_show_what_runs(pair: SpecDecoder) -> None:
+    """Keeps out: gauges that are read when nothing runs any more."""
+    driver = Driver(pair)
+    with Served(pair) as served:
+        seen: list[dict[tuple[str, str], float]] = []
+        with served.client().completions.create(
+            model="tiny", prompt="Once", n=6, max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            for chunk in stream:
+                if chunk.choices:
+                    seen.append(scraped(served))
+                    break
+        assert (seen[0]["specdec_running", ""], seen[0]["specdec_waiting", ""]) == (4, 2)
+        assert 0 < seen[0]["specdec_pages_used", ""] <= driver.pages_total
+
+
+# ---- the log ----
+
+
+def test_a_line_a_request_without_its_text(pair: SpecDecoder) -> None:
+    """Keeps out: prompts and texts of users in log files, also by way of errors that quote them, and probes in the log."""
+    with Served(pair) as served:
+        good: dict[str, Any] = {"model": "tiny", "prompt": f"The {SECRET} was", "max_tokens": 12, "temperature": 0}
+        text = served.post(PATH, good).json()["choices"][0]["text"]
+        served.post(PATH, {**good, "stream": True, "n": 2})
+        for wrong in ({"prompt": [SECRET, 3]}, {"stop": [SECRET, 1]}, {SECRET: 1}, {"model": SECRET}, {"user": [SECRET]}):
+            assert served.post(PATH, {**good, **wrong}).status_code in (400, 404)
+        with Driver(pair).fail_in("verify", RuntimeError("planted")):
+            error_of(served.post(PATH, good), 500)
+        for path in ("/health", "/ready", "/metrics"):
+            served.get(path)
+        lines = served.requests_logged(8)
+        written = json.dumps(served.lines)
+    assert SECRET not in written and text.strip() not in written
+    assert [line["status"] for line in lines] == [200, 200, 400, 400, 400, 404, 400, 500]
+    whole, stream, *_, failed = lines
+    assert (whole["method"], whole["path"], whole["choices"], whole["stream"]) == ("POST", PATH, 1, False)
+    assert (whole["completion_tokens"], whole["finish_reasons"]) == (12, ["length"]) and whole["prompt_tokens"] > 0
+    assert stream["completion_tokens"] == 24 and 0 < stream["first_text_seconds"] < stream["seconds"]
+    assert lines[3]["error"] == {"code": None, "param": "stop"}
+    assert failed["error"] == {"code": "request_failed", "param": None, "message": "the request failed while it ran: planted"}
+    assert len({line["request_id"] for line in lines}) == 8
+
+
+def test_texts_are_logged_where_that_is_asked_for(pair: SpecDecoder) -> None:
+    """Keeps out: a flag that does nothing."""
+    with Served(pair, log_prompts=True) as served:
+        answer = served.post(PATH, {"model": "tiny", "prompt": [SECRET, "Once"], "max_tokens": 5})
+        (line,) = served.requests_logged(1)
+    assert line["prompt_texts"] == [SECRET, "Once"]
+    assert line["output_texts"] == [choice["text"] for choice in answer.json()["choices"]]
+    assert answer.headers["x-request-id"] == line["request_id"]
+
+
+def test_a_bug_is_a_500_with_its_place_in_the_log(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a bug of ours that shows its insides to a caller, or quotes a prompt in the log."""
+
+    def broken(*_: Any) -> None:
+        raise KeyError(SECRET)
+
+    monkeypatch.setattr("specdec.serve.endpoints.read_plan", broken)
+    error = error_of(served.post(PATH, {"model": "tiny", "prompt": "Once"}), 500)
+    assert error["code"] == "internal_error" and SECRET not in error["message"]
+    wait_until(lambda: "crash" in served.lines[-1], "the log has the place")
+    crash = served.lines[-1]["crash"]
+    assert crash["type"] == "KeyError" and any("endpoints.py" in place for place in crash["traceback"])
+    assert SECRET not in json.dumps(served.lines)
+
+
+def test_the_web_servers_own_lines_have_the_same_form(served: Served) -> None:
+    """Keeps out: lines of another form in between, which end a log reader."""
+    with served.connect() as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert served.lines[-1]["event"] == "server" and served.lines[-1]["level"] == "warning"
+    assert logging.getLogger("uvicorn").handlers, "uvicorn would write its own form"
+
+
+def test_a_log_that_nobody_reads_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a server that fails because its log's reader went away."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(log.sys, "stderr", closed)
+    log.write_line("request", {"status": 200})

@@ -1,0 +1,131 @@
+"""The end of a server: signals to the real command, requests that may finish, and those that may not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from toolkit.driver import Driver
+from toolkit.serving import Served, error_of, wait_until
+
+from specdec import SpecDecoder
+
+PATH = "/v1/completions"
+LONG: dict[str, Any] = {"model": "specdec", "prompt": "Once", "max_tokens": 500, "temperature": 0}
+MORE = {"extra_body": {"ignore_eos": True}}
+
+
+@contextmanager
+def command(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`specdec serve` on a free port, and its address once it listens."""
+    argv = [sys.executable, "-P", "-m", "specdec.cli", "serve", "--port", "0", "--device", "cpu", *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"specdec: listening on (http://127\.0\.0\.1:\d+) \(model specdec\)\n", line)
+        assert found, (line, process.poll() is not None and process.communicate())
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_streams_finish(sent: signal.Signals) -> None:
+    """Keeps out: texts cut off by every deployment, an exit code that reads as a crash, and a server that never ends."""
+    with command() as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(stream=True, **LONG, **MORE)
+        chunks = [next(stream)]
+        process.send_signal(sent)
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503, "the server says that it is not ready")
+        refused = httpx.post(url + PATH, json=LONG)
+        assert error_of(refused, 503)["code"] == "shutting_down" and refused.headers["retry-after"] == "1"
+        assert httpx.get(f"{url}/health").status_code == 200
+        chunks += list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "")
+    assert "shutting down: 1 choices" in err and "Traceback" not in err
+
+
+def test_the_grace_period_ends_and_a_second_signal_does_not_wait() -> None:
+    """Keeps out: one long request that keeps a server alive, and Ctrl-C twice that does nothing."""
+    with command("--grace-seconds", "0") as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(stream=True, **LONG, **MORE)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shut down before the request was finished"):
+            list(stream)
+        process.communicate(timeout=20)
+        assert process.returncode == 0
+    with command("--grace-seconds", "600") as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(stream=True, n=8, **LONG, **MORE)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503, "the first signal has arrived")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+
+
+def test_requests_that_are_cut_off_get_an_answer(pair: SpecDecoder) -> None:
+    """Keeps out: connections that just break at the end of the grace period, streamed or not, waiting or running."""
+    answers: dict[str, Any] = {}
+
+    def ask(name: str, **body: Any) -> None:
+        answers[name] = served.post(PATH, {**LONG, "model": "tiny", "ignore_eos": True, **body})
+
+    with Served(pair, grace_seconds=0) as served:
+        asked = {"whole": {}, "stream": {"stream": True}, "waiting": {"n": 6}}
+        threads = [threading.Thread(target=ask, args=(name,), kwargs=body) for name, body in asked.items()]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: served.door.queue.open_choices == 8, "all of them are in the queue")
+        served.server.handle_exit(signal.SIGTERM, None)
+        for thread in threads:
+            thread.join(20)
+    assert error_of(answers["whole"], 503)["code"] == error_of(answers["waiting"], 503)["code"] == "shutting_down"
+    assert answers["stream"].text.count('"code":"shutting_down"') == 1 and "[DONE]" not in answers["stream"].text
+    Driver(pair).assert_nothing_leaked()
+
+
+def test_a_reader_that_has_stopped_does_not_keep_the_server_alive(pair: SpecDecoder) -> None:
+    """Keeps out: a server that waits for ever to write to a connection that nobody reads."""
+    name = "m" * 4000
+    with Served(pair, model_name=name, send_buffer=4096, grace_seconds=1) as served, served.connect(4096) as slow:
+        content = f'{{"model": "{name}", "prompt": "Once", "max_tokens": 150, "ignore_eos": true, "stream": true}}'.encode()
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+        wait_until(lambda: not served.door.queue.is_empty, "the request has come in")
+        began = time.monotonic()
+        served.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: not served.is_running, "the server has ended")
+        assert time.monotonic() - began < 15
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    """Keeps out: a traceback after the minutes that a model takes to load."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        argv = [sys.executable, "-P", "-m", "specdec.cli", "serve", "--port", port]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("specdec: error: can't listen on 127.0.0.1 port") and done.stderr.count("\n") == 1
+    assert "--port 0" in done.stderr
