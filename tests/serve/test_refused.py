@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
-from toolkit.serving import Served, error_of
+from toolkit.serving.server import Served, error_of
 
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, NEUTRAL_VALUES, USED_FIELDS
 

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 from toolkit.driver import Driver
-from toolkit.serving import Served, error_of, wait_until
+from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import SpecDecoder
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from toolkit.driver import Driver
-from toolkit.serving import Served, error_of, wait_until
+from toolkit.serving.server import Served, error_of, wait_until
 from toolkit.tokenizers import CHARACTERS
 
 from specdec import SamplingParams, SpecDecoder
