@@ -30,12 +30,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    plan = Plan(args.calls, max(200, args.calls // 20), 60, args.processes, pause=4.0, max_tokens=32, exact=False)
+    plan = Plan(args.calls, max(200, args.calls // 4), 60, args.processes, pause=2.0, max_tokens=32, exact=False)
     dtype = "float32" if args.device == "cpu" else "bfloat16"  # in bfloat16 torch keeps something of every shape on a CPU
     with tempfile.TemporaryDirectory() as folder:
         decoder = pair_with_chat(Path(folder), device=args.device, dtype=dtype, max_batch_size=32)
         report = soak(decoder, plan)
-    print(f"{args.calls} calls in {report.seconds:.1f} s: {dict(report.ends)}; faults: {dict(report.faults)}")
+    print(f"{args.calls} calls in {report.seconds:.1f} s: {report.ends}; faults: {report.faults}")
     print(f"{report.differing} of {report.repeated} repeated calls got more than one text")
     print(f"memory in MiB, in tenths of the time: {[report.memory[i * len(report.memory) // 10] >> 20 for i in range(10)]}")
     for problem in report.problems[:40]:

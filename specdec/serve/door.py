@@ -49,9 +49,9 @@ class Door:
         """What the work returns or raises.  Cancels it and raises ClientGone if the caller hangs up first, or ApiError if the
         server is shutting down and can't wait any longer."""
         working, watching = asyncio.create_task(work), asyncio.create_task(_hung_up(receive))
-        ending = self._ending
+        awaited: list[asyncio.Future[Any]] = [working, watching, self._ending]
         try:
-            await asyncio.wait([working, watching, ending], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
             raise ClientGone if watching.done() else cut_off()

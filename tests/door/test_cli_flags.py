@@ -18,10 +18,11 @@ from specdec.options import setting_of, usable_cpus
 from specdec.train.__main__ import build_parser as train_parser
 
 OPTIONS = fields(EngineOptions)
-COMMANDS = ("bench", "generate")
+COMMANDS = ("bench", "generate", "serve")
 OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is not its default, as a flag and as it arrives
     "device": (["cuda:1"], "cuda:1"),
     "dtype": (["bfloat16"], "bfloat16"),
+    "max_batch_size": (["3"], 3),
     "max_seq_len": (["99"], 99),
     "page_size": (["4"], 4),
     "attention": (["fa3"], "fa3"),

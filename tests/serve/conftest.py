@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from toolkit.driver import Driver
 from toolkit.models import save_eagle3, save_target
-from toolkit.serving import Served
+from toolkit.serving.server import Served
 
 from specdec import SpecConfig, SpecDecoder, shipped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toolkit.serving import Served, error_of
+from toolkit.serving.server import Served, error_of
 
 from specdec import SamplingParams
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from toolkit.serving import Served
+from toolkit.serving.server import Served
 
 from specdec import Generation, SamplingParams
 

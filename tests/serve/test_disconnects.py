@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from toolkit.driver import Driver
-from toolkit.serving import Served, wait_until
+from toolkit.serving.server import Served, wait_until
 
 from specdec import SpecDecoder
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from toolkit.driver import Driver
-from toolkit.serving import Served, error_of, wait_until
+from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import SpecDecoder
 from specdec.engine.pages.pool import PagePool
@@ -92,8 +92,8 @@ def test_a_long_body_is_not_waited_for(served: Served) -> None:
     """Keeps out: a server that reads gigabytes before it says no."""
     with served.connect() as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
-        assert b"body_too_large" in answer_to(connection), "the connection ends"
+        answer = answer_to(connection)
+    assert answer.startswith(b"HTTP/1.1 413") and b"body_too_large" in answer
 
 
 def test_a_body_that_ends_early(served: Served) -> None:
@@ -158,13 +158,16 @@ def test_a_prompt_that_no_pool_could_hold(pair: SpecDecoder, monkeypatch: pytest
 # ---- the engine ----
 
 
-def test_an_engine_that_has_failed_for_good(pair: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder) -> None:
     """Keeps out: a server that looks healthy while every request fails, so that nobody restarts it."""
-    with Served(pair) as served:
-        monkeypatch.setattr(pair.owner, "failure", RuntimeError("the GPU is gone"))
-        assert served.get("/health").status_code == 503 and "the GPU is gone" in served.get("/health").text
-        assert error_of(served.get("/ready"), 503)["code"] == "engine_failed"
-        error = error_of(served.post(PATH, GOOD), 503)
-        assert error["code"] == "engine_failed" and "the GPU is gone" in error["message"]
-        monkeypatch.undo()
+    with SpecDecoder(chatty.model, chatty.head, chatty.settings, chatty.tokenizer) as decoder, Served(decoder) as served:
         assert served.get("/health").json() == {"status": "ok"} and served.get("/ready").json() == {"status": "ready"}
+        with Driver(decoder).fail_every_step(RuntimeError("the GPU is gone")):
+            for _ in range(10):
+                if (answer := served.post(PATH, GOOD)).status_code == 503:
+                    break
+                assert error_of(answer, 500)["code"] == "request_failed"
+        error = error_of(answer, 503)
+        assert error["code"] == "engine_failed" and "the GPU is gone" in error["message"]
+        assert served.get("/health").status_code == 503 and "the GPU is gone" in served.get("/health").text
+        assert error_of(served.get("/ready"), 503)["code"] == error_of(served.post(PATH, GOOD), 503)["code"] == "engine_failed"

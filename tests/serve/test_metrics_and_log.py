@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from toolkit.driver import Driver
-from toolkit.serving import Served, error_of, wait_until
+from toolkit.serving.server import Served, error_of, wait_until
 
 from specdec import Generation, SamplingParams, SpecDecoder
 from specdec.serve import log

@@ -9,8 +9,9 @@ import openai
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
-from toolkit.serving import Served, error_of
+from toolkit.serving.server import Served, error_of
 
+from specdec import SamplingParams
 from specdec.serve.wire.fields import CHAT, COMPLETIONS, NEUTRAL_VALUES, USED_FIELDS
 
 PATH = "/v1/completions"
@@ -95,7 +96,7 @@ def test_a_wrong_field_is_named(served: Served, body: dict[str, Any], param: str
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompts_that_do_not_fit(served: Served, stream: bool) -> None:
     """Keeps out: a prompt that is cut, a stream that fails after status 200, and an error without the setting that works."""
-    fitting = len(served.decoder.generate("Once")[0].prompt_token_ids)
+    fitting = len(served.decoder.generate("Once", SamplingParams(max_tokens=1))[0].prompt_token_ids)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"prompt": [5] * 512}, "expected at most max_seq_len - 1 = 511"),
         ({"prompt": "Once", "max_tokens": 512}, f"nearest setting that works: max_tokens={512 - fitting}"),
@@ -104,7 +105,7 @@ def test_prompts_that_do_not_fit(served: Served, stream: bool) -> None:
     for body, said in cases:
         error = error_of(served.post(PATH, {**GOOD, "stream": stream, **body}), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt") and said in error["message"], error
-    most = served.post(PATH, {**GOOD, "max_tokens": 512 - fitting, "temperature": 0})
+    most = served.post(PATH, {**GOOD, "max_tokens": 512 - fitting, "temperature": 0, "stop": " "})
     assert most.status_code == 200, "the setting that the error proposes does not work"
 
 

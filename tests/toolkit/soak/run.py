@@ -51,8 +51,8 @@ class Report:
     got more than one text.  memory: bytes after each second."""
 
     seconds: float
-    ends: Counter[str]
-    faults: Counter[str]
+    ends: dict[str, int]
+    faults: dict[str, int]
     repeated: int
     differing: int
     problems: list[str]
@@ -95,7 +95,7 @@ def soak(decoder: SpecDecoder, plan: Plan) -> Report:
     if not repeated or (differing and plan.exact):
         problems.append(f"{differing} of {repeated} repeated calls got different texts")
     ends = Counter(str(outcome.end) for outcome in outcomes)
-    return Report(seconds, ends, faults.happened, repeated, differing, problems, second.memory)
+    return Report(seconds, dict(ends), dict(faults.happened), repeated, differing, problems, second.memory)
 
 
 class Run:

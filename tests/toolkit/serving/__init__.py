@@ -1,0 +1,1 @@
+"""The HTTP door in tests: a real server on loopback."""
