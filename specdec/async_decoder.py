@@ -32,6 +32,11 @@ class AsyncSpecDecoder:
     """
 
     def __init__(self, decoder: SpecDecoder) -> None:
+        if not isinstance(decoder, SpecDecoder):
+            raise TypeError(
+                f"decoder must be a SpecDecoder, got {decoder!r} of type {type(decoder).__name__}; nearest thing that works: "
+                "AsyncSpecDecoder.from_pretrained"
+            )
         self.decoder = decoder
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
         self._bell: Bell | None = None

@@ -21,8 +21,8 @@ def test_two_thousand_calls(tmp_path: Path) -> None:
     plan = Plan(calls=2000, warm_up=200, workers=14, processes=1, pause=0.6, max_tokens=10, exact=True)
     report = soak(decoder, plan)
     assert report.problems == []
-    assert report.ends.total() == plan.calls and report.ends["answered"] > plan.calls / 3, report.ends
-    assert all(report.ends[end] for end in ("refused", "failed", "left")), report.ends
+    assert sum(report.ends.values()) == plan.calls and report.ends["answered"] > plan.calls / 3, report.ends
+    assert all(report.ends.get(end) for end in ("refused", "failed", "left")), report.ends
     assert report.repeated > 40 and len(report.faults) >= 6, (report.repeated, report.faults)
 
 
