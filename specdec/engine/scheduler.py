@@ -108,9 +108,9 @@ class Scheduler:
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        pool, free = self.admission.pool.capacity, self.admission.free_pages
-        held = {"running": len(self.seats), "waiting": len(self.waiting), "pages_used": pool - free, "pages_total": pool}
-        return replace(self.totals, **held)
+        pages = self.admission.pool.capacity
+        used = pages - self.admission.free_pages
+        return replace(self.totals, running=len(self.seats), waiting=len(self.waiting), pages_used=used, pages_total=pages)
 
     # ---- requests come and go ----
 

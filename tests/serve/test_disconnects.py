@@ -20,7 +20,11 @@ def post(served: Served, body: dict[str, Any]) -> Any:
     """A connection that has sent a request."""
     content = json.dumps(body).encode()
     connection = served.connect()
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(content)
+        + content
+    )
     return connection
 
 

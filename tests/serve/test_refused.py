@@ -193,3 +193,12 @@ def test_a_pair_of_surrogates_is_a_character(served: Served) -> None:
     escaped = json.dumps({**GOOD, "prompt": "🙂", "max_tokens": 1, "temperature": 0})
     assert "\\ud83d" in escaped
     assert served.post(PATH, escaped.encode()).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "text/plain; application/json"])
+def test_a_body_of_another_type(served: Served, kind: str) -> None:
+    """Keeps out: a web page that starts requests on its reader's machine; browsers send these types without asking first."""
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 1}
+    answer = served.post("/v1/completions", body, headers={"content-type": kind})
+    assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_media_type"
+    assert served.post("/v1/completions", body, headers={"content-type": "Application/JSON; charset=utf-8"}).status_code == 200

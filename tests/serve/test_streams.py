@@ -93,7 +93,11 @@ def test_a_slow_reader_holds_up_nobody(pair: SpecDecoder) -> None:
     with Served(pair, model_name=name, send_buffer=4096) as served:
         fast = events(served.post("/v1/completions", content).text)
         with served.connect(receive_buffer=4096) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                % len(content)
+                + content
+            )
             wait_until(lambda: Driver(pair).running, "the stream runs")
             answer = served.post("/v1/completions", {**body, "max_tokens": 30}).json()
             assert answer["usage"]["completion_tokens"] == 30

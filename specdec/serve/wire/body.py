@@ -12,7 +12,9 @@ from specdec.serve.wire.errors import ApiError, ClientGone, wrong
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) -> bytes:
-    """The whole body.  ApiError 413 if it is longer than the limit, before more than that has been read."""
+    """The whole body.  ApiError 413 if it is longer than the limit, before more than that has been read; 415 if it is not
+    announced as JSON."""
+    _check_type(headers.get("content-type", ""))
     announced = headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
         raise _too_long(limit)
@@ -26,6 +28,17 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
         if len(body) > limit:
             raise _too_long(limit, leaves_body=is_open)
     return bytes(body)
+
+
+def _check_type(announced: str) -> None:
+    """ApiError 415 for anything but JSON.
+
+    Browsers let every web page send other types to any address, this machine's own included, without asking the server first.
+    """
+    if announced.partition(";")[0].strip().lower() != "application/json":
+        message = f"the body must be JSON and say so, got the type {announced[:100]!r}"
+        nearest = "nearest thing that works: the header Content-Type: application/json"
+        raise ApiError(415, f"{message}; {nearest}", code="unsupported_media_type", leaves_body=True)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

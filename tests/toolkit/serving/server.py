@@ -92,9 +92,10 @@ class Served:
         return openai.AsyncOpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **settings})
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
-        """Sends a body as JSON, or as it is where it is bytes."""
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, timeout=PATIENCE, **more)
+        """Sends a body as JSON, or as it is where it is bytes or a generator of them."""
+        content = json.dumps(body).encode() if isinstance(body, dict | list | str | None) else body
+        headers = {"content-type": "application/json", **more.pop("headers", {})}
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=PATIENCE, **more)
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE, **more)
