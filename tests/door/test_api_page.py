@@ -27,10 +27,8 @@ from specdec.train.__main__ import build_parser as train_parser
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "API.md").read_text()
 CLASSES = {name: getattr(specdec, name) for name in specdec.__all__}
-SHARED_FLAGS = {  # a section, and the commands that have its flags
-    "Sampling flags of `specdec bench` and `specdec generate`": ("bench", "generate"),
-    "Flags of `specdec bench`, `specdec generate` and `specdec serve`": ("bench", "generate", "serve"),
-}
+SHARED_FLAGS = "Flags of `specdec bench` and `specdec generate`"
+SHARING = ("bench", "generate")
 SETTINGS = ("EngineOptions", "SamplingParams", "SpecConfig")  # classes that callers make, of which defaults matter
 METHOD_SECTIONS = re.findall(r"^### ([A-Z]\w+\.\w+)$", PAGE, re.M)
 
@@ -151,12 +149,11 @@ def test_no_class_is_on_the_page_that_is_not_public() -> None:
 
 def test_every_flag_is_on_the_page_and_no_other() -> None:
     """Keeps out: a flag that --help knows and the page does not, and the reverse."""
-    parsers = subparsers(cli.build_parser())
+    parsers, shared = subparsers(cli.build_parser()), documented_flags(SHARED_FLAGS)
     assert set(re.findall(r"^### specdec (\w+)$", PAGE, re.M)) == set(parsers)
     assert flags(cli.build_parser()) == documented_flags("The command line")
     for command, parser in parsers.items():
-        headings = [f"specdec {command}", *(heading for heading, sharing in SHARED_FLAGS.items() if command in sharing)]
-        listed = set().union(*map(documented_flags, headings))
+        listed = documented_flags(f"specdec {command}") | (shared if command in SHARING else set())
         assert listed == flags(parser), f"docs/API.md, section specdec {command}"
 
 
