@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toolkit.serving import Served
+from toolkit.serving.server import Served
 
 from specdec import SpecDecoder, cli, shipped
 from specdec.serve.options import KEY_VARIABLE

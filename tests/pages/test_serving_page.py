@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import pytest
 from toolkit.driver import Driver
-from toolkit.serving import Served, error_of
+from toolkit.serving.server import Served, error_of
 
 from specdec import SamplingParams, SpecDecoder, Stats, shipped
 from specdec.cli.flags import flag_of
