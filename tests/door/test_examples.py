@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MOST_LINES = 60
+CLIENT = ROOT / "examples" / "openai_client.py"  # the one that needs a server
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def test_there_are_examples_and_they_are_short():
@@ -21,11 +27,53 @@ def test_there_are_examples_and_they_are_short():
     assert {name: lines for name, lines in lengths.items() if lines >= MOST_LINES} == {}
 
 
+def run(path: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-P", str(path), *arguments]
+    return subprocess.run(argv, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+@contextmanager
+def server(log: Path) -> Iterator[str]:
+    """`specdec serve` on a free port while the block runs, as a user starts it; gives its address."""
+    argv = [sys.executable, "-P", "-m", "specdec.cli", "serve", "--port", "0"]
+    with log.open("w") as errors, subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, env=ENVIRONMENT) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://[\d.:]+", process.stdout.readline().decode())
+            assert found, log.read_text()
+            yield found[0]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path != CLIENT], ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     """Keeps out: an example of an interface that has changed since it was written."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-P", str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = run(path, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_client_talks_to_a_server(tmp_path: Path) -> None:
+    """Keeps out: an example of a request that the server refuses, and one whose answer it misreads."""
+    with server(tmp_path / "log") as url:
+        done = run(CLIENT, tmp_path, f"{url}/v1")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    for said in (
+        "accepted_prediction_tokens",
+        "choice 1:",
+        "32 tokens streamed",
+        "no chat: messages holds",
+        "refused: logprobs",
+    ):
+        assert said in done.stdout, done.stdout
+
+
+def test_a_missing_server_is_one_line(tmp_path: Path) -> None:
+    """Keeps out: a page of traceback for whoever forgot to start the server."""
+    done = run(CLIENT, tmp_path, "http://127.0.0.1:9/v1")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "no server at http://127.0.0.1:9/v1; start one with: specdec serve\n"
