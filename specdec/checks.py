@@ -9,6 +9,10 @@ from numbers import Integral, Real
 from typing import Any
 
 
+class PromptTooLong(ValueError):
+    """A prompt and its longest output are longer together than a sequence, or all keys and values, may be."""
+
+
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
     """The value as an int, if it is an integer of Python or numpy within [low, high].  A bool is refused."""
     if not is_number(type(value), Integral):

@@ -8,17 +8,13 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from specdec.checks import is_array, is_number
+from specdec.checks import PromptTooLong, is_array, is_number
 from specdec.config import SamplingParams
 
 # str, token ids (a list, a tuple, a one-dimensional array of numpy or torch), or a list of {"role": ..., "content": ...}
 Prompt = Any
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a folder with one of them holds a tokenizer
 OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
-
-
-class PromptTooLong(ValueError):
-    """A prompt and its longest output are longer together than a sequence may be."""
 
 
 class Tokenizer:

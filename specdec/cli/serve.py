@@ -32,7 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if missing := [name.replace("_", "-") for name in NEEDED if find_spec(name) is None]:
-        raise ValueError(f"specdec serve needs {', '.join(missing)}; install them with: pip install 'specdec-runtime[serve]'")
+        commands = "pip install '/path/to/the/clone[serve]', or in a clone ./scripts/setup.sh serve"
+        raise ValueError(f"specdec serve needs {', '.join(missing)}; install them with: {commands}")
     target, draft = pair_of(args, ["--spec"] if args.spec else [])
     options, engine = _options(args), engine_of(args)
     if not options.is_loopback and options.api_key is None:

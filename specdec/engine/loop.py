@@ -57,15 +57,19 @@ class Engine(Generic[R]):
         return self.scheduler.totals_now()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests: all of them, or none and an error.  ValueError if the KV pool could never hold one of them."""
+        """Queues requests: all of them, or none and an error.  PromptTooLong if the KV pool could never hold one."""
         for request in requests:
             self.check(request)
         for request in requests:
             self.scheduler.add(request)
 
     def check(self, request: Request) -> None:
-        """ValueError if the KV pool could never hold the request.  Any thread may ask."""
+        """PromptTooLong if the KV pool could never hold the request.  Any thread may ask."""
         self.scheduler.admission.check(request)
+
+    def longest_text(self, most: int) -> int:
+        """The most tokens of prompt and output together that the KV pool can hold, at most `most`.  Any thread may ask."""
+        return self.scheduler.admission.longest_text(most)
 
     def cancel(self, request: Request) -> None:
         """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""

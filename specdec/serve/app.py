@@ -64,9 +64,12 @@ async def _answer_wrong_path(request: Request, error: Exception) -> Response:
     path = request.url.path[:200]
     if error.status_code == 405:
         message = f"{request.method} is not what {path} takes; nearest: {(error.headers or {}).get('Allow', '')}"
-        answer = ErrorAnswer(ApiError(405, message, code="method_not_allowed"))
-        answer.headers.update(error.headers or {})
-        return answer
-    alike = nearest_name(path, PATHS)
-    message = f"there is no {path} here; " + (f"nearest: {alike}" if alike else f"there are: {', '.join(PATHS)}")
-    return ErrorAnswer(ApiError(error.status_code, message, code="not_found"))
+        wrong = ApiError(405, message, code="method_not_allowed")
+    else:
+        alike = nearest_name(path, PATHS)
+        message = f"there is no {path} here; " + (f"nearest: {alike}" if alike else f"there are: {', '.join(PATHS)}")
+        wrong = ApiError(error.status_code, message, code="not_found")
+    request.scope[ENTRY].failed(wrong)
+    answer = ErrorAnswer(wrong)
+    answer.headers.update(error.headers or {})
+    return answer

@@ -6,10 +6,10 @@ from asyncio import TaskGroup
 from collections.abc import Sequence
 
 from specdec.async_decoder import AsyncSpecDecoder
+from specdec.checks import PromptTooLong
 from specdec.config import SamplingParams
 from specdec.engine.request import Request
 from specdec.generation import Generation
-from specdec.prompts import PromptTooLong
 from specdec.serve.wire.errors import ApiError, engine_failed, request_failed, wrong
 from specdec.serve.wire.requests import Plan
 
@@ -27,7 +27,8 @@ async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) 
         if max_tokens is None:
             probe = await _checked(decoder, plan, prompt, plan.sampling_of(0, 1), index)
             prompt = probe.prompt_ids
-            left = decoder.decoder.settings.max_seq_len - len(prompt)
+            most = decoder.decoder.engine.longest_text(decoder.decoder.settings.max_seq_len)
+            left = max(1, most - len(prompt))
             max_tokens = left if cap is None else min(left, cap)
         for choice in range(plan.n):
             request = await _checked(decoder, plan, prompt, plan.sampling_of(choice, max_tokens), index)

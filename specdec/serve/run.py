@@ -19,6 +19,7 @@ from specdec.serve.options import ServeOptions
 
 TICK = 0.05  # seconds between two looks at whether the last request has ended
 KEEP_ALIVE_SECONDS = 75  # an idle connection; longer than clients and proxies keep theirs, so that they close it first
+FAILED_SECONDS = 5  # from the engine's failure to the end of the server, so that health checks and callers read the reason
 LAST_SECONDS = 3  # for requests that were cut off to be answered, and for connections to close
 
 
@@ -42,10 +43,12 @@ def listen(options: ServeOptions) -> socket.socket:
 def serve(decoder: AsyncSpecDecoder, options: ServeOptions, listener: socket.socket | None = None) -> int:
     """Serves until SIGTERM or SIGINT, then finishes what runs.  Returns the exit code.
 
-    listener: a socket of `listen`; None: one is made.
+    listener: a socket of `listen`; None: one is made.  RuntimeError if the engine has failed for good, soon after that.
     """
     with listener or listen(options) as bound:
         Server(Door(decoder, options)).run(sockets=[bound])
+    if decoder.failure is not None:
+        raise RuntimeError(f"the engine has failed for good: {decoder.failure}") from decoder.failure
     return 0
 
 
@@ -71,6 +74,7 @@ class Server(uvicorn.Server):
         self.door = door
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._failed: float | None = None  # when the engine's failure was first seen
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -79,6 +83,15 @@ class Server(uvicorn.Server):
             self._begin_draining()
         elif sockets:
             print(f"specdec: listening on {_url(sockets[0])} (model {self.door.options.name})", flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn asks ten times a second whether to end.  After the engine has failed, only a new process can serve."""
+        if self.door.decoder.failure is not None and self._failed is None:
+            write_line("server", {"level": "error", "message": f"the engine has failed for good: {self.door.decoder.failure}"})
+            self._failed = time.monotonic()
+        if self._failed is not None and time.monotonic() > self._failed + FAILED_SECONDS:
+            return True
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On the first signal the server drains; on the second the process ends at once."""

@@ -158,9 +158,21 @@ def test_a_prompt_that_no_pool_could_hold(pair: SpecDecoder, monkeypatch: pytest
     with Served(pair) as served:
         monkeypatch.setattr(PagePool, "capacity", 8)
         error = error_of(served.post(PATH, {**GOOD, "max_tokens": 400, "stream": True}), 400)
-        assert error["param"] == "prompt" and "nearest setting that works: max_tokens=" in error["message"]
+        assert error["param"] == "prompt" and error["code"] == "context_length_exceeded"
+        assert "nearest setting that works: max_tokens=" in error["message"]
         most = int(error["message"].rpartition("max_tokens=")[2])
         assert served.post(PATH, {**GOOD, "max_tokens": most, "temperature": 0}).status_code == 200
+
+
+def test_a_chat_that_names_no_length_fits_a_small_pool(chatty: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: chats that are refused since their answer could be as long as the context, which the pool can't hold."""
+    with Served(chatty) as served:
+        monkeypatch.setattr(PagePool, "capacity", 8)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Once"}], "temperature": 0, "ignore_eos": True}
+        answer = served.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        used, spec = answer.json()["usage"]["total_tokens"], chatty.settings.lookahead
+        assert used + spec == 8 * chatty.settings.options.page_size
 
 
 # ---- the engine ----
@@ -179,3 +191,4 @@ def test_an_engine_that_has_failed_for_good(chatty: SpecDecoder) -> None:
         assert error["code"] == "engine_failed" and "the GPU is gone" in error["message"]
         assert served.get("/health").status_code == 503 and "the GPU is gone" in served.get("/health").text
         assert error_of(served.get("/ready"), 503)["code"] == error_of(served.post(PATH, GOOD), 503)["code"] == "engine_failed"
+        wait_until(lambda: not served.is_running, "the server ends, so that whoever supervises it starts a new one")

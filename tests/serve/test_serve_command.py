@@ -126,7 +126,7 @@ def test_a_missing_extra_is_one_line(
     real = sys.modules["specdec.cli.serve"].find_spec
     monkeypatch.setattr("specdec.cli.serve.find_spec", lambda name: None if name == missing else real(name))
     said = error_of(capsys)
-    assert f"needs {missing.replace('_', '-')}" in said and "pip install 'specdec-runtime[serve]'" in said
+    assert f"needs {missing.replace('_', '-')}" in said and "clone[serve]'" in said
     assert not started
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
+from specdec.checks import PromptTooLong
 from specdec.engine.pages.pool import PagePool, ring_pages
 from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages
 from specdec.engine.request import Request
@@ -82,16 +83,22 @@ class Admission:
         """Pages that belong to no request."""
         return self.pool.num_free + (self.cache.num_idle if self.cache else 0)
 
+    def longest_text(self, most: int) -> int:
+        """The most tokens of prompt and output together that the whole pool holds, if these are not more than `most`."""
+        if self.pool.pages_for(most + self.lookahead) <= self.pool.capacity:  # also where sequences reuse a ring
+            return most
+        return self.pool.capacity * self.pool.page_size - self.lookahead
+
     def tokens_needed(self, request: Request) -> int:
         """The most slots that the request can ever occupy, look-ahead included."""
         return len(request.prompt_ids) + request.sampling.max_tokens + self.lookahead
 
     def check(self, request: Request) -> None:
-        """ValueError if the pool could never hold the request."""
+        """PromptTooLong if the pool could never hold the request."""
         pages = self.pool.pages_for(self.tokens_needed(request))
         if pages > self.pool.capacity:
             most = self.pool.capacity * self.pool.page_size - self.lookahead - len(request.prompt_ids)
-            raise ValueError(
+            raise PromptTooLong(
                 f"prompt ({len(request.prompt_ids)} tokens) + max_tokens + look-ahead ({self.lookahead}) must fit the KV pool "
                 f"of {self.pool.capacity * self.pool.page_size} tokens, got max_tokens={request.sampling.max_tokens}; nearest "
                 + (f"setting that works: max_tokens={most}" if most > 0 else "thing that works: a shorter prompt")
