@@ -111,6 +111,7 @@ class SpecDecoder:
 
         Any other call of a closed decoder raises RuntimeError, but for `close`, which does nothing then.
         """
+        self.owner.check_outside()
         if self._parts is not None:
             self.owner.close()
             self._finalizer.detach()

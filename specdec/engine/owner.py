@@ -92,15 +92,19 @@ class EngineOwner:
                 f"this decoder was made by process {self._process} and can't be used in its fork {os.getpid()}: load the model "
                 "in the child, or start children with multiprocessing.get_context('spawn')"
             )
+        self.check_outside()
+        if self.is_closed:
+            raise RuntimeError("this decoder is closed; nearest thing that works: load another one")
+        if self.failure is not None:
+            raise RuntimeError(f"this decoder has failed for good and must be loaded again: {self.failure}") from self.failure
+
+    def check_outside(self) -> None:
+        """RuntimeError if a step of this very thread is under way: whoever calls was called by it."""
         if self._thread is not None and threading.get_ident() == self._thread.ident:
             raise RuntimeError(
                 "a decoder can't be called from inside itself, by its tokenizer for example; nearest thing that works: call it "
                 "from another thread"
             )
-        if self.is_closed:
-            raise RuntimeError("this decoder is closed; nearest thing that works: load another one")
-        if self.failure is not None:
-            raise RuntimeError(f"this decoder has failed for good and must be loaded again: {self.failure}") from self.failure
 
     def close(self) -> None:
         """Ends all requests with an error and the thread; waits for the step under way.  To be called once or more often."""
@@ -116,7 +120,7 @@ class EngineOwner:
     def release(self) -> None:
         """Lets the engine go after `close`, so that its memory can be freed."""
         assert self.is_closed
-        del self.engine
+        vars(self).pop("engine", None)  # two threads may close a decoder at once
 
     # ---- the thread ----
 
