@@ -100,7 +100,7 @@ class EngineOwner:
 
     def check_outside(self) -> None:
         """RuntimeError if a step of this very thread is under way: whoever calls was called by it."""
-        if self._thread is not None and threading.get_ident() == self._thread.ident:
+        if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "a decoder can't be called from inside itself, by its tokenizer for example; nearest thing that works: call it "
                 "from another thread"
