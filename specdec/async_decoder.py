@@ -124,10 +124,10 @@ class AsyncSpecDecoder:
         return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
 
     async def run(self, request: Request) -> Generation:
-        """Runs a request to its end."""
+        """Runs a request to its end.  ValueError if it has run before, RuntimeError if it fails."""
         ended = asyncio.Event()
+        self.submit(request, ended, streaming=False)
         try:
-            self.submit(request, ended, streaming=False)
             await ended.wait()
         finally:
             self.decoder.owner.cancel(request)
@@ -172,14 +172,18 @@ class AsyncStream:
         if self._is_closed:
             raise StopAsyncIteration
         if self._mailbox is None:
-            self._mailbox = self._decoder.submit(await self._make(), self._news, streaming=True)
+            request = await self._make()
+            if self._is_closed:  # by another task, in the meantime
+                raise StopAsyncIteration
+            self._mailbox = self._decoder.submit(request, self._news, streaming=True)
         while True:
             self._news.clear()
             is_done = self._mailbox.is_done  # asked before taking: whatever came before the end is taken now
             if chunk := self._mailbox.take():
                 return chunk
             if is_done:
-                self._mailbox.request.result()
+                if not self._is_closed:  # a request that was cancelled has no result
+                    self._mailbox.request.result()
                 raise StopAsyncIteration
             await self._news.wait()
 

@@ -53,6 +53,7 @@ class SpecDecoder:
         self.settings, self.tokenizer = settings, tokenizer
         self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
         self.owner = EngineOwner(self._parts.engine)
+        self._closing = threading.Lock()  # whoever closes the decoder second waits until it is closed
         self._eos_ids = frozenset(model.config.eos_ids)
         # Ends the thread when the decoder is forgotten, or when the program ends.
         self._finalizer = weakref.finalize(self, self.owner.close)
@@ -109,15 +110,17 @@ class SpecDecoder:
     def close(self) -> None:
         """Ends all requests with an error, and frees the memory of models, caches and graphs, and the engine's thread.
 
-        Any other call of a closed decoder raises RuntimeError, but for `close`, which does nothing then.
+        Any other call of a closed decoder raises RuntimeError, but for `close`, which does nothing then.  Several threads may
+        close a decoder.  RuntimeError from inside a step, by the tokenizer for example.
         """
         self.owner.check_outside()
-        if self._parts is not None:
+        with self._closing:
             self.owner.close()
-            self._finalizer.detach()
-            self._parts = None
-            self.owner.release()
-            free_memory(self.settings.device)
+            if self._parts is not None and self.owner.is_closed:  # a fork can't close what belongs to its parent
+                self._finalizer.detach()
+                self._parts = None
+                self.owner.release()
+                free_memory(self.settings.device)
 
     def __enter__(self) -> SpecDecoder:
         self._open()

@@ -21,7 +21,8 @@ from specdec.engine.mailbox import Mailbox
 from specdec.engine.request import Request
 
 # After an error the engine tells its runner which rows have ended.  If that fails as well, in so many steps in a row, nothing
-# can run any more: most often the GPU has failed, after which every call to it fails.
+# can run any more: most often the GPU has failed, after which every call to it fails.  The same holds of errors that end no
+# request: the next step would raise them again, for ever.
 MOST_UNCLEAN_STEPS = 3
 
 
@@ -58,12 +59,17 @@ class EngineOwner:
         requests: each with whether its chunks are wanted while it runs.
         wake: see Mailbox; it is called for every one of these requests.
 
-        RuntimeError where no request can be taken (see `check_open`).  The requests must have passed `Engine.check`.
+        RuntimeError where no request can be taken (see `check_open`).  ValueError for a request that was submitted before.  The
+        requests must have passed `Engine.check`.
         """
         now = time.monotonic()
         mailboxes = [Mailbox(request, streaming, wake, now) for request, streaming in requests]
         with self._door:
             self.check_open()
+            if any(request.is_submitted for request, _ in requests):
+                raise ValueError("a request runs only once; nearest thing that works: make another one of the same prompt")
+            for request, _ in requests:
+                request.is_submitted = True
             self._commands.put(lambda: self._add(mailboxes))
             self._start()
         return mailboxes
@@ -99,7 +105,7 @@ class EngineOwner:
             raise RuntimeError(f"this decoder has failed for good and must be loaded again: {self.failure}") from self.failure
 
     def check_outside(self) -> None:
-        """RuntimeError if a step of this very thread is under way: whoever calls was called by it."""
+        """RuntimeError on the engine's own thread, which can't wait for itself."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "a decoder can't be called from inside itself, by its tokenizer for example; nearest thing that works: call it "
@@ -120,7 +126,7 @@ class EngineOwner:
     def release(self) -> None:
         """Lets the engine go after `close`, so that its memory can be freed."""
         assert self.is_closed
-        vars(self).pop("engine", None)  # two threads may close a decoder at once
+        del self.engine
 
     # ---- the thread ----
 
@@ -175,7 +181,7 @@ class EngineOwner:
             action()
             self._unclean = 0
         except BaseException as error:  # of any kind: a tokenizer may raise SystemExit
-            self._unclean = 0 if self.engine.is_clean else self._unclean + 1
+            self._unclean = 0 if self.engine.is_clean and self._ended else self._unclean + 1
             if self._unclean >= MOST_UNCLEAN_STEPS:
                 self.failure = error
                 self._fail(error)
@@ -191,8 +197,8 @@ class EngineOwner:
         """Puts all news into the mailboxes, and forgets the requests that have ended."""
         ended = [self._mailboxes.pop(self._ended.popleft()) for _ in range(len(self._ended))]
         running = [self._mailboxes[request] for request in self.engine.running if request in self._mailboxes]
-        for error in {mailbox.request.error for mailbox in ended}:
-            forget_locals(error)
+        for mailbox in ended:
+            forget_locals(mailbox.request.error)
         now, totals = time.monotonic(), self.engine.scheduler.totals
         for mailbox in (*ended, *running):
             try:

@@ -17,6 +17,7 @@ class Request:
     seed: the seed that sampling uses, which was drawn at random if the caller gave none.
     speculate: whether the drafter proposes tokens for this request.
     error: what made this request fail, or None.  Other requests go on.
+    is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
 
     prompt_ids: list[int]
@@ -27,6 +28,7 @@ class Request:
     stats: Stats = field(default_factory=Stats)
     error: BaseException | None = None
     cancelled: bool = False
+    is_submitted: bool = False
     _unread: int = 0
 
     @classmethod

@@ -81,5 +81,5 @@ def write_line(event: str, fields: dict[str, Any]) -> None:
     try:
         sys.stderr.write(json.dumps({"time": now, "event": event, **fields}) + "\n")
         sys.stderr.flush()
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal came while a line was being written
         pass

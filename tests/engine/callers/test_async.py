@@ -101,6 +101,37 @@ def test_an_event_loop_that_has_gone(zoo: Zoo, decoder: SpecDecoder) -> None:
     assert after.token_ids == zoo.greedy("llama", [3, 4], 24)[:20]
 
 
+def test_a_request_runs_once(decoder: SpecDecoder) -> None:
+    """Keeps out: a finished request that is submitted again and holds a row and pages that nobody frees any more."""
+    shared = AsyncSpecDecoder(decoder)
+
+    async def twice() -> None:
+        request = await shared.new_request([3, 4], GREEDY)
+        await shared.run(request)
+        with pytest.raises(ValueError, match="runs only once"):
+            await shared.run(request)
+        with pytest.raises(ValueError, match="runs only once"):
+            await anext(shared.chunks(request))
+
+    asyncio.run(twice())
+
+
+def test_a_stream_that_another_task_closes(decoder: SpecDecoder) -> None:
+    """Keeps out: a reader that is told of a result that a cancelled request does not have."""
+    shared = AsyncSpecDecoder(decoder)
+
+    async def close_while_reading() -> None:
+        stream = shared.stream([3, 4], LONG)
+        with decoder.owner.turn:  # the engine waits, so that the request ends before its first token
+            reading = asyncio.create_task(anext(stream, None))
+            while stream._mailbox is None:
+                await asyncio.sleep(0.001)
+            await stream.aclose()
+        assert await reading is None
+
+    asyncio.run(close_while_reading())
+
+
 def test_bad_input_is_refused_before_anything_runs(decoder: SpecDecoder) -> None:
     shared = AsyncSpecDecoder(decoder)
 

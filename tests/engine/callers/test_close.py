@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -29,7 +30,11 @@ def make(zoo: Zoo) -> Callable[[], SpecDecoder]:
 
 
 def engine_threads() -> int:
+<<<<<<< HEAD
     gc.collect()  # decoders of other tests end their threads when they are collected
+=======
+    gc.collect()  # decoders of other tests
+>>>>>>> review
     return sum(thread.name.startswith("specdec") for thread in threading.enumerate())
 
 
@@ -142,6 +147,66 @@ def test_an_engine_that_cannot_clean_up_says_so(make: Callable[[], SpecDecoder])
         with pytest.raises(RuntimeError, match="has failed for good and must be loaded again: the GPU has fallen"):
             decoder.generate([1], GREEDY)
     assert "fallen off the bus" in str(AsyncSpecDecoder(decoder).failure)
+    decoder.close()
+
+
+def test_an_error_that_ends_no_request_comes_to_an_end(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: a mistake in planning that every step raises again, for ever, while the caller waits for ever."""
+    decoder = make()
+    with patch.object(decoder.engine.scheduler.admission, "find", side_effect=KeyError("a mistake")):
+        with pytest.raises(RuntimeError, match="a mistake"):
+            decoder.generate([1, 2], GREEDY)
+    with pytest.raises(RuntimeError, match="has failed for good"):
+        decoder.generate([1, 2], GREEDY)
+    decoder.close()
+
+
+def test_several_threads_close_one_decoder(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: a second thread whose `close` fails, or returns before the decoder is closed."""
+    decoder, said = make(), []
+    decoder.generate([3, 4], GREEDY)
+    together = threading.Barrier(4)
+
+    def close() -> None:
+        together.wait()
+        decoder.close()
+        with pytest.raises(RuntimeError, match="this decoder is closed"):
+            said.append(decoder.model)
+        said.append("closed")
+
+    threads = [threading.Thread(target=close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert said == ["closed"] * 4
+
+
+def test_a_tokenizer_that_closes_its_decoder(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: an engine that is taken away in the middle of its own step, and a caller that waits for it for ever."""
+    decoder = make()
+    with patch.object(decoder.tokenizer, "decode", side_effect=lambda ids: decoder.close()):
+        with pytest.raises(RuntimeError, match="can't be called from inside itself"):
+            decoder.generate([3, 4], GREEDY)
+    assert decoder.generate([3, 4], GREEDY)[0].token_ids
+    decoder.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_that_closes_leaves_the_decoder_open(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: a child that leaves `with SpecDecoder...` with an error, or closes what its parent uses."""
+    decoder = make()
+    decoder.generate([3, 4], GREEDY)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            decoder.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert decoder.generate([3, 4], GREEDY)[0].token_ids
     decoder.close()
 
 
