@@ -30,11 +30,7 @@ def make(zoo: Zoo) -> Callable[[], SpecDecoder]:
 
 
 def engine_threads() -> int:
-<<<<<<< HEAD
     gc.collect()  # decoders of other tests end their threads when they are collected
-=======
-    gc.collect()  # decoders of other tests
->>>>>>> review
     return sum(thread.name.startswith("specdec") for thread in threading.enumerate())
 
 
@@ -82,36 +78,6 @@ def test_closing_ends_what_runs_and_what_waits(make: Callable[[], SpecDecoder]) 
             thread.join(timeout=20)
             assert not thread.is_alive()
     assert len(said) == 3 and all("closed while the request ran" in each for each in said)
-
-
-def test_closing_twice_at_once_and_from_inside(make: Callable[[], SpecDecoder]) -> None:
-    """Keeps out: a second `close` that fails since the first has let go of something; a `close` that waits for itself."""
-    decoder, inside = make(), []
-
-    def decode(ids: object) -> str:
-        try:
-            decoder.close()
-        except RuntimeError as error:
-            inside.append(str(error))
-        return ""
-
-    with patch.object(decoder.tokenizer, "decode", decode):
-        decoder.generate([3, 4], GREEDY)
-    assert inside and all("can't be called from inside itself" in said for said in inside)
-    errors: list[BaseException] = []
-
-    def close() -> None:
-        try:
-            decoder.close()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=close) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-    assert not errors and not any(thread.is_alive() for thread in threads)
 
 
 def test_a_forgotten_decoder_ends_its_thread(make: Callable[[], SpecDecoder]) -> None:
