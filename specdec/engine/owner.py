@@ -12,7 +12,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -198,7 +197,7 @@ class EngineOwner:
         ended = [self._mailboxes.pop(self._ended.popleft()) for _ in range(len(self._ended))]
         running = [self._mailboxes[request] for request in self.engine.running if request in self._mailboxes]
         for mailbox in ended:
-            forget_locals(mailbox.request.error)
+            without_frames(mailbox.request.error)
         now, totals = time.monotonic(), self.engine.scheduler.totals
         for mailbox in (*ended, *running):
             try:
@@ -212,15 +211,13 @@ class EngineOwner:
             self._ended.append(request)
 
 
-def forget_locals(error: BaseException | None) -> None:
-    """Empties the frames that an error came through; whoever kept it would keep tensors and other requests with them.
+def without_frames(error: BaseException | None) -> None:
+    """Turns the traceback of an error into text, and those of the errors that it came from.
 
-    Its traceback still names the lines.
+    Frames hold tensors and other requests, which would stay in memory for as long as somebody keeps the error.
     """
-    trace = None if error is None else error.__traceback__
-    traceback.clear_frames(trace)
-    frame = None if trace is None else trace.tb_frame.f_back  # the callers of the function that has caught it
-    while frame is not None:
-        with suppress(RuntimeError):  # a function that still runs
-            frame.clear()
-        frame = frame.f_back
+    while error is not None:
+        if error.__traceback__ is not None:
+            error.add_note("Raised in the engine's thread:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
+            error.__traceback__ = None
+        error = error.__cause__ or error.__context__
