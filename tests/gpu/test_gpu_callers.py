@@ -77,7 +77,7 @@ def test_close_gives_all_memory_back(prefix_caching: bool) -> None:
         gc.collect()
         left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert left[1:] == left[:1] * 3, "nothing stays but what the first decoder left"
-    assert left[0][0] < 1e6 and left[0][1] < 20e6, "small tensors of indices, which all decoders of a process share"
+    assert left[0][0] < 1e6 and left[0][1] < 64e6, "small tensors of indices, which all decoders of a process share"
     assert prefix_caching or len(pages) == 1
 
 
