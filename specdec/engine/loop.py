@@ -67,6 +67,10 @@ class Engine(Generic[R]):
         """ValueError if the KV pool could never hold the request.  Any thread may ask."""
         self.scheduler.admission.check(request)
 
+    def most_tokens(self, prompt_tokens: int) -> float:
+        """The largest max_tokens for which the KV pool can hold a request with so many prompt tokens.  Any thread may ask."""
+        return self.scheduler.admission.most_tokens(prompt_tokens)
+
     def cancel(self, request: Request) -> None:
         """Ends a request early, wherever it is, and frees its place.  A finished request stays as it is."""
         with self._all_or_none():

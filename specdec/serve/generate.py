@@ -27,7 +27,8 @@ async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) 
         if max_tokens is None:
             probe = await _checked(decoder, plan, prompt, plan.sampling_of(0, 1), index)
             prompt = probe.prompt_ids
-            left = decoder.decoder.settings.max_seq_len - len(prompt)
+            context, held = decoder.decoder.settings.max_seq_len - len(prompt), decoder.decoder.engine.most_tokens(len(prompt))
+            left = int(min(context, held))  # at least 1, since the probe asked for 1
             max_tokens = left if cap is None else min(left, cap)
         for choice in range(plan.n):
             request = await _checked(decoder, plan, prompt, plan.sampling_of(choice, max_tokens), index)

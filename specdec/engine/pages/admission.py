@@ -6,6 +6,7 @@ This module knows requests, pages and token ids; it knows no rows and no tensors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -88,14 +89,19 @@ class Admission:
 
     def check(self, request: Request) -> None:
         """ValueError if the pool could never hold the request."""
-        pages = self.pool.pages_for(self.tokens_needed(request))
-        if pages > self.pool.capacity:
-            most = self.pool.capacity * self.pool.page_size - self.lookahead - len(request.prompt_ids)
+        most = self.most_tokens(len(request.prompt_ids))
+        if request.sampling.max_tokens > most:
             raise ValueError(
                 f"prompt ({len(request.prompt_ids)} tokens) + max_tokens + look-ahead ({self.lookahead}) must fit the KV pool "
                 f"of {self.pool.capacity * self.pool.page_size} tokens, got max_tokens={request.sampling.max_tokens}; nearest "
                 + (f"setting that works: max_tokens={most}" if most > 0 else "thing that works: a shorter prompt")
             )
+
+    def most_tokens(self, prompt_tokens: int) -> float:
+        """The most tokens that can follow a prompt of that length in an empty pool; infinite if a ring holds any number."""
+        if self.pool.ring is not None and self.pool.ring <= self.pool.capacity:
+            return math.inf
+        return self.pool.capacity * self.pool.page_size - self.lookahead - prompt_tokens
 
     def find(self, request: Request, drafted: bool) -> Found | None:
         """What the prefix cache holds of the prompt; None if there are certainly not enough pages for the request.
