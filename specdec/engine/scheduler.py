@@ -109,8 +109,8 @@ class Scheduler:
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
         pool, free = self.admission.pool.capacity, self.admission.free_pages
-        held = {"running": len(self.seats), "waiting": len(self.waiting), "pages_used": pool - free, "pages_total": pool}
-        return replace(self.totals, **held)
+        running, waiting = len(self.seats), len(self.waiting)
+        return replace(self.totals, running=running, waiting=waiting, pages_used=pool - free, pages_total=pool)
 
     # ---- requests come and go ----
 
