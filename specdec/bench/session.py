@@ -148,7 +148,8 @@ class Session:
             self.decoder.new_request(prompt, params, speculate=speculate)
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
-        self.decoder.engine.submit(requests)
+        with self.decoder.owner.turn:
+            self.decoder.engine.submit(requests)
         self._submitted += requests
         return [Submitted(request) for request in requests]
 
@@ -164,18 +165,20 @@ class Session:
 
     def step(self) -> None:
         """Runs one chunk of prompts, or one round."""
-        self.decoder.engine.step()
+        with self.decoder.owner.turn:
+            self.decoder.engine.step()
 
     def timed_step(self) -> StepTime:
         readback = self.decoder.engine.runner.readback
         waited, start = readback.wait_seconds, time.perf_counter()
-        self.decoder.engine.step()
+        self.step()
         return StepTime(time.perf_counter() - start, readback.wait_seconds - waited)
 
     def cancel(self) -> None:
         """Ends everything that was submitted and is not finished, and frees its place."""
-        for request in self._submitted:
-            self.decoder.engine.cancel(request)
+        with self.decoder.owner.turn:
+            for request in self._submitted:
+                self.decoder.engine.cancel(request)
         self._submitted.clear()
 
     @contextmanager

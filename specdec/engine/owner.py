@@ -34,7 +34,7 @@ class EngineOwner:
     def __init__(self, engine: Engine[Any]) -> None:
         self.engine = engine
         self.failure: BaseException | None = None
-        self.turn = threading.Lock()  # held by whoever uses the engine; the benchmark steps it on another thread, for example
+        self.turn = threading.Lock()  # held by whoever uses the engine; the benchmark steps it on its own thread, for example
         # SimpleQueue.put may be called from anywhere, also by Python's garbage collector in the middle of another put.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._mailboxes: dict[Request, Mailbox] = {}

@@ -37,7 +37,7 @@ class ServeOptions:
     )
     max_body_bytes: int = option(4 << 20, "the longest body of a request; longer ones get status 413", low=1024, high=1 << 30)
     max_tokens_cap: int | None = option(
-        None, "the most output tokens that a request may ask for; default: what the context holds", low=1
+        None, "the most output tokens that a request may ask for; default: what the context and the KV pool hold", low=1
     )
     grace_seconds: int = option(
         30, "after SIGTERM or Ctrl-C, how long requests that run may take to finish", low=0, high=24 * 3600

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from toolkit.serving.server import Served, error_of
 
-from specdec import SamplingParams
+from specdec import SamplingParams, SpecDecoder
 
 HELLO: list[Any] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hé 日本"}]
 PATH = "/v1/chat/completions"
@@ -130,3 +131,16 @@ def test_a_model_without_a_template(served: Served) -> None:
     """Keeps out: a chat that becomes a prompt in a form that the model has never seen."""
     error = error_of(served.post(PATH, {"model": "tiny", "messages": HELLO}), 400)
     assert error["param"] == "messages" and "no chat template" in error["message"]
+
+
+def test_a_pool_that_is_smaller_than_the_context(chatty: SpecDecoder) -> None:
+    """Keeps out: every chat that names no max_tokens refused, where the GPU holds fewer tokens than the model's context."""
+    with patch("specdec.loading.build._pool_pages", return_value=5):
+        decoder = SpecDecoder(chatty.model, chatty.head, chatty.settings, chatty.tokenizer)
+    with decoder, Served(decoder) as served:
+        short = [{"role": "user", "content": "x"}]
+        answer = ask(served, messages=short, ignore_eos=True)
+        used = answer["usage"]["total_tokens"] + chatty.settings.lookahead
+        assert answer["choices"][0]["finish_reason"] == "length" and used == 4 * chatty.settings.options.page_size
+        one_more = {"model": "tiny", "messages": short, "max_tokens": answer["usage"]["completion_tokens"] + 1}
+        assert "must fit the KV pool" in error_of(served.post(PATH, one_more), 400)["message"]

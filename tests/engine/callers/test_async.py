@@ -118,18 +118,24 @@ def test_a_request_runs_once(decoder: SpecDecoder) -> None:
 
 def test_a_stream_that_another_task_closes(decoder: SpecDecoder) -> None:
     """Keeps out: a reader that is told of a result that a cancelled request does not have."""
-    shared = AsyncSpecDecoder(decoder)
+    shared, driver = AsyncSpecDecoder(decoder), Driver(decoder)
 
     async def close_while_reading() -> None:
-        stream = shared.stream([3, 4], LONG)
-        with decoder.owner.turn:  # the engine waits, so that the request ends before its first token
-            reading = asyncio.create_task(anext(stream, None))
-            while stream._mailbox is None:
-                await asyncio.sleep(0.001)
-            await stream.aclose()
+        first = asyncio.create_task(shared.generate([3, 4], GREEDY))
+        while not driver.running:  # its first round waits, so that the request below ends before it has a token
+            await asyncio.sleep(0.001)
+        request = await shared.new_request([5, 6], GREEDY, streaming=True)
+        stream = shared.chunks(request)
+        reading = asyncio.create_task(anext(stream, None))
+        while not request.is_submitted:
+            await asyncio.sleep(0.001)
+        await stream.aclose()
+        let_run.release(40)
         assert await reading is None
+        await first
 
-    asyncio.run(close_while_reading())
+    with driver.rounds_by_hand() as let_run:
+        asyncio.run(close_while_reading())
 
 
 def test_bad_input_is_refused_before_anything_runs(decoder: SpecDecoder) -> None:

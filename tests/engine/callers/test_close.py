@@ -119,7 +119,7 @@ def test_an_engine_that_cannot_clean_up_says_so(make: Callable[[], SpecDecoder])
 def test_an_error_that_ends_no_request_comes_to_an_end(make: Callable[[], SpecDecoder]) -> None:
     """Keeps out: a mistake in planning that every step raises again, for ever, while the caller waits for ever."""
     decoder = make()
-    with patch.object(decoder.engine.scheduler.admission, "find", side_effect=KeyError("a mistake")):
+    with Driver(decoder).fail_in_planning(KeyError("a mistake")):
         with pytest.raises(RuntimeError, match="a mistake"):
             decoder.generate([1, 2], GREEDY)
     with pytest.raises(RuntimeError, match="has failed for good"):

@@ -110,7 +110,7 @@ def test_a_slow_reader_holds_up_nobody(tmp_path: Path) -> None:
             slow, beside_slow = run(port, driver, stops=True)
             assert slow.texts == fast.texts and len(slow.texts) == LARGE["n"] and all(slow.texts.values())
             assert [other.texts for other in beside_slow] == [other.texts for other in beside_fast]
-            assert len(slow.times) < len(fast.times) / 2, (len(slow.times), len(fast.times))
+            assert len(slow.times) < LARGE["n"] * LARGE["max_tokens"] / 2, len(slow.times)  # rounds came together
             undisturbed, disturbed = (median(g for other in each for g in other.gaps) for each in (beside_fast, beside_slow))
             ratios.append(disturbed / undisturbed)
             if ratios[-1] < 1.25:

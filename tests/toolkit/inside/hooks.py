@@ -74,6 +74,12 @@ class Hooks:
         with patch.object(self._runner, "run", side_effect=error):
             yield
 
+    @contextmanager
+    def fail_in_planning(self, error: BaseException) -> Iterator[None]:
+        """Makes every look for a waiting request's pages raise inside the block, before the request has a row."""
+        with patch.object(self._scheduler.admission, "find", side_effect=error):
+            yield
+
     def before_step(self, kind: Any, call: int, action: Callable[[], None]) -> None:
         """`action` runs once: before the runner is given its step number `call` (from 0, from now on) of that kind or kinds."""
         calls = iter(range(10**9))
