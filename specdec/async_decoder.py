@@ -7,6 +7,7 @@ module knows requests and event loops; it knows no model.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,8 @@ class AsyncSpecDecoder:
             )
         self.decoder = decoder
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="specdec prompts")
+        end_threads = weakref.WeakMethod(self._end_threads)
+        decoder.owner.at_close.append(lambda: (end := end_threads()) and end())
         self._bell: Bell | None = None
 
     @classmethod
@@ -70,8 +73,10 @@ class AsyncSpecDecoder:
 
     async def close(self) -> None:
         """Closes the decoder: see `SpecDecoder.close`."""
-        self._encoders.shutdown(wait=False)
         await asyncio.to_thread(self.decoder.close)
+
+    def _end_threads(self) -> None:
+        self._encoders.shutdown(wait=False)
 
     @property
     def totals(self) -> Totals:

@@ -55,8 +55,7 @@ class SpecDecoder:
         self.owner = EngineOwner(self._parts.engine)
         self._closing = threading.Lock()  # whoever closes the decoder second waits until it is closed
         self._eos_ids = frozenset(model.config.eos_ids)
-        # Ends the thread when the decoder is forgotten, or when the program ends.
-        self._finalizer = weakref.finalize(self, self.owner.close)
+        self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
 
     @classmethod
     @shows_options

@@ -6,12 +6,15 @@ itself needs no locks.  This module knows requests and threads; it knows no devi
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,10 +28,21 @@ from specdec.engine.request import Request
 MOST_UNCLEAN_STEPS = 3
 
 
+_owners: weakref.WeakSet[EngineOwner] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the program: a thread that is still in a step when Python goes away would crash."""
+    for owner in list(_owners):
+        owner.close()
+
+
 class EngineOwner:
     """Runs an engine on a thread of its own, which begins with the first request.
 
     failure: what broke the engine for good; None while it works.
+    is_closed: whether no request is taken any more.
     """
 
     def __init__(self, engine: Engine[Any]) -> None:
@@ -43,14 +57,12 @@ class EngineOwner:
         self._unclean = 0
         self._thread: threading.Thread | None = None
         self._door = threading.Lock()  # no request comes in once the owner is closed
-        self._closed = threading.Event()
+        self.is_closed = False
         self._process = os.getpid()
+        self.at_close: list[Callable[[], object]] = []  # what ends with this owner, such as the threads of AsyncSpecDecoder
+        _owners.add(self)
 
     # ---- for any thread ----
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed.is_set()
 
     def submit(self, requests: Sequence[tuple[Request, bool]], wake: Callable[[], None]) -> list[Mailbox]:
         """Hands requests to the engine, and returns a mailbox for each.
@@ -113,14 +125,20 @@ class EngineOwner:
 
     def close(self) -> None:
         """Ends all requests with an error and the thread; waits for the step under way.  To be called once or more often."""
+        with self._door:
+            self.begin_to_close()
+        thread = self._thread
+        if self.is_closed and thread is not None and threading.current_thread() is not thread:
+            thread.join()
+
+    def begin_to_close(self) -> None:
+        """The same without waiting, for the garbage collector: whoever it interrupts may hold what a step waits for."""
         if os.getpid() != self._process:  # a fork has no such thread, and its locks may be held for ever
             return
-        with self._door:
-            self._closed.set()
-            self._commands.put(lambda: None)  # wakes the thread
-        thread = self._thread
-        if thread is not None and thread.is_alive() and threading.current_thread() is not thread:
-            thread.join()
+        self.is_closed = True
+        self._commands.put(lambda: None)  # wakes the thread
+        while self.at_close:
+            self.at_close.pop()()
 
     def release(self) -> None:
         """Lets the engine go after `close`, so that its memory can be freed."""
@@ -140,16 +158,27 @@ class EngineOwner:
         while not self.is_closed:
             command = None if self._mailboxes else self._commands.get()
             with self.turn:
-                if command is not None:
-                    command()
-                    command = None  # it holds requests, which would stay in memory for as long as the thread waits
-                while not self._commands.empty():
-                    self._commands.get()()
-                if self._mailboxes and not self.is_closed:
-                    self._step()
-                    self._deliver()
+                try:
+                    self._turn(command)
+                except BaseException as error:  # a fault of this class, or of a caller's `wake`: nobody may wait for ever
+                    self._give_up(error)
+            command = None  # it holds requests, which would stay in memory for as long as the thread waits
+        closed = RuntimeError("the decoder was closed while the request ran")
         with self.turn:
-            self._fail(RuntimeError("the decoder was closed while the request ran"))
+            try:
+                self._fail(closed)
+            except BaseException:  # as above
+                self._give_up(closed)
+
+    def _turn(self, command: Callable[[], None] | None) -> None:
+        """Carries out this command and all that have come meanwhile, and then one step."""
+        if command is not None:
+            command()
+        while not self._commands.empty():
+            self._commands.get()()
+        if self._mailboxes and not self.is_closed:
+            self._guarded(self.engine.step)
+            self._deliver()
 
     def _add(self, mailboxes: list[Mailbox]) -> None:
         for mailbox in mailboxes:
@@ -168,9 +197,6 @@ class EngineOwner:
         if request in self._mailboxes:
             self._guarded(lambda: self.engine.cancel(request))
             self._deliver()
-
-    def _step(self) -> None:
-        self._guarded(self.engine.step)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Runs something on the engine.  What it raises has reached the requests concerned; it must not end the thread."""
@@ -191,6 +217,17 @@ class EngineOwner:
             self._commands.get()()
         self.engine.fail_everything(error)
         self._deliver()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends everything with that error when the books of this class can't be trusted any more."""
+        self.failure = error
+        for mailbox in self._mailboxes.values():
+            mailbox.request.error = mailbox.request.error or error
+            mailbox.is_done = True
+            with suppress(BaseException):
+                mailbox.wake()
+        self._mailboxes.clear()
+        self._ended.clear()
 
     def _deliver(self) -> None:
         """Puts all news into the mailboxes, and forgets the requests that have ended."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -127,6 +128,12 @@ class Driver(Hooks):
     def pause(self) -> int:
         """The number of paused rounds since the drafter last caught up."""
         return self._scheduler.speculation.pause
+
+    @contextmanager
+    def break_owner(self, error: BaseException) -> Iterator[None]:
+        """Makes the decoder's thread fail inside the block in its own work, outside of the engine."""
+        with patch.object(self.decoder.owner, "_deliver", side_effect=error):
+            yield
 
     @property
     def ended(self) -> dict[str, int]:

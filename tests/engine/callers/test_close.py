@@ -116,6 +116,28 @@ def test_an_engine_that_cannot_clean_up_says_so(make: Callable[[], SpecDecoder])
     decoder.close()
 
 
+def test_a_fault_of_the_thread_itself_ends_every_wait(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: a thread that ends without a word, after which every caller waits for ever and all looks well."""
+    decoder = make()
+    with Driver(decoder).break_owner(ZeroDivisionError("a bug")), pytest.raises(RuntimeError, match="while it ran: a bug"):
+        decoder.generate([[1], [2], [3], [4], [5]], LONG)
+    with pytest.raises(RuntimeError, match="has failed for good and must be loaded again: a bug"):
+        decoder.generate([1], GREEDY)
+    with pytest.raises(RuntimeError, match="has failed for good"):
+        next(decoder.stream([1], GREEDY))
+    decoder.close()
+
+
+def test_close_ends_the_threads_of_coroutines(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: threads that turn prompts into ids and outlive their decoder, which the caller closed by itself."""
+    before, decoder = engine_threads(), make()
+    shared = AsyncSpecDecoder(decoder)
+    asyncio.run(shared.generate([3, 4], GREEDY))
+    assert engine_threads() == before + 2
+    decoder.close()
+    assert wait_for(lambda: engine_threads() == before)
+
+
 def test_an_error_that_ends_no_request_comes_to_an_end(make: Callable[[], SpecDecoder]) -> None:
     """Keeps out: a mistake in planning that every step raises again, for ever, while the caller waits for ever."""
     decoder = make()
