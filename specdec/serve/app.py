@@ -7,22 +7,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specdec.async_decoder import AsyncSpecDecoder
 from specdec.checks import nearest_name
 from specdec.serve.door import Door
 from specdec.serve.endpoints import Endpoints
 from specdec.serve.gate import ENTRY, OPEN_PATHS, Gate
 from specdec.serve.log import CLIENT_GONE
-from specdec.serve.options import ServeOptions
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
 
 PATHS = ("/v1/models", COMPLETIONS, CHAT, *OPEN_PATHS)
-
-
-def create_app(decoder: AsyncSpecDecoder, options: ServeOptions) -> FastAPI:
-    """The application that serves this decoder.  Whoever made the decoder closes it."""
-    return app_of(Door(decoder, options))
 
 
 def app_of(door: Door) -> FastAPI:

@@ -57,7 +57,7 @@ async def run_all(decoder: AsyncSpecDecoder, requests: Sequence[Request]) -> lis
         async with TaskGroup() as group:
             tasks = [group.create_task(decoder.run(request)) for request in requests]
     except BaseExceptionGroup as errors:
-        raise failure_of(decoder, errors.exceptions[0]) from errors
+        raise failure_of(decoder, errors.exceptions[0]) from errors.exceptions[0]
     return [task.result() for task in tasks]
 
 

@@ -14,11 +14,15 @@ from typing import Any
 
 from specdec.generation import Generation
 from specdec.serve.wire.answers import FINISH_REASONS, usage
-from specdec.serve.wire.errors import ApiError
+from specdec.serve.wire.errors import LONGEST_MESSAGE, REQUEST_FAILED, ApiError
 from specdec.serve.wire.fields import UNKNOWN_FIELD
 from specdec.serve.wire.requests import Plan
 
+DEVICE_MODULES = ("torch", "triton")  # their errors speak of memory and kernels; a tokenizer's may quote what it was given
 CLIENT_GONE = 499  # the status in the log where nobody was left to answer to
+
+
+LONGEST_PATH = 200  # callers choose the path
 
 
 @dataclass
@@ -48,9 +52,11 @@ class Entry:
 
     def failed(self, error: ApiError) -> None:
         """The message is noted where it is about the server; about a request it may quote the request, as does the name of a
-        field that does not exist."""
+        field that does not exist.  Of a request that failed while it ran, it is noted where the error came from."""
         self.notes["error"] = {"code": error.code, "param": None if error.code == UNKNOWN_FIELD else error.param}
-        if error.status >= 500:
+        if error.code == REQUEST_FAILED:
+            self.notes["error"] |= origin(error)
+        elif error.status >= 500:
             self.notes["error"]["message"] = error.message
 
     def crashed(self, error: BaseException) -> None:
@@ -61,11 +67,22 @@ class Entry:
 
     def write(self) -> None:
         seconds = time.perf_counter() - self.began
-        line = {"request_id": self.id, "method": self.method, "path": self.path, "status": self.status}
+        line = {"request_id": self.id, "method": self.method, "path": self.path[:LONGEST_PATH], "status": self.status}
         line |= {"seconds": round(seconds, 6), **self.notes}
         if self.first_text is not None:
             line["first_text_seconds"] = round(self.first_text - self.began, 6)
         write_line("request", line)
+
+
+def origin(error: BaseException) -> dict[str, Any]:
+    """The type and the traceback of the first error in a chain, and its message if that can't quote a request's text."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    kind = type(error)
+    found: dict[str, Any] = {"type": kind.__name__, "traceback": "".join(getattr(error, "__notes__", []))}
+    if kind.__module__.partition(".")[0] in DEVICE_MODULES or issubclass(kind, FloatingPointError | MemoryError):
+        found["message"] = str(error)[:LONGEST_MESSAGE]
+    return found
 
 
 class LineHandler(logging.Handler):

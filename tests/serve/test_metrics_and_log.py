@@ -96,7 +96,7 @@ def test_a_line_a_request_without_its_text(pair: SpecDecoder) -> None:
         served.post(PATH, {**good, "stream": True, "n": 2})
         for wrong in ({"prompt": [SECRET, 3]}, {"stop": [SECRET, 1]}, {SECRET: 1}, {"model": SECRET}, {"user": [SECRET]}):
             assert served.post(PATH, {**good, **wrong}).status_code in (400, 404)
-        with Driver(pair).fail_in("verify", RuntimeError("planted")):
+        with Driver(pair).fail_in("verify", RuntimeError(f"can't read {SECRET}")):
             error_of(served.post(PATH, good), 500)
         for path in ("/health", "/ready", "/metrics"):
             served.get(path)
@@ -109,7 +109,8 @@ def test_a_line_a_request_without_its_text(pair: SpecDecoder) -> None:
     assert (whole["completion_tokens"], whole["finish_reasons"]) == (12, ["length"]) and whole["prompt_tokens"] > 0
     assert stream["completion_tokens"] == 24 and 0 < stream["first_text_seconds"] < stream["seconds"]
     assert lines[3]["error"] == {"code": None, "param": "stop"}
-    assert failed["error"] == {"code": "request_failed", "param": None, "message": "the request failed while it ran: planted"}
+    assert (failed["error"]["code"], failed["error"]["type"]) == ("request_failed", "RuntimeError")
+    assert "raising" in failed["error"]["traceback"] and "message" not in failed["error"]
     assert len({line["request_id"] for line in lines}) == 8
 
 

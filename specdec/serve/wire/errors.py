@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 LONGEST_MESSAGE = 1000  # a message may quote what the caller sent
 INVALID, BUSY, SERVER = "invalid_request_error", "rate_limit_error", "server_error"  # values of "type"
+REQUEST_FAILED = "request_failed"  # a "code"
 RETRY_SECONDS = 1
 DISCARD_BYTES, DISCARD_SECONDS = 64 << 20, 2.0  # of a body that nobody reads, before its connection is closed
 
@@ -117,7 +118,7 @@ def engine_failed(reason: object) -> ApiError:
 
 
 def request_failed(reason: str) -> ApiError:
-    return ApiError(500, reason, kind=SERVER, code="request_failed")
+    return ApiError(500, reason, kind=SERVER, code=REQUEST_FAILED)
 
 
 def internal() -> ApiError:
