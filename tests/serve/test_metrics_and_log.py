@@ -133,7 +133,7 @@ def test_a_bug_is_a_500_with_its_place_in_the_log(served: Served, monkeypatch: p
     monkeypatch.setattr("specdec.serve.endpoints.read_plan", broken)
     error = error_of(served.post(PATH, {"model": "tiny", "prompt": "Once"}), 500)
     assert error["code"] == "internal_error" and SECRET not in error["message"]
-    wait_until(lambda: "crash" in served.lines[-1], "the log has the place")
+    wait_until(lambda: served.lines and "crash" in served.lines[-1], "the log has the place")
     crash = served.lines[-1]["crash"]
     assert crash["type"] == "KeyError" and any("endpoints.py" in place for place in crash["traceback"])
     assert SECRET not in json.dumps(served.lines)
