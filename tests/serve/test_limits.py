@@ -108,7 +108,7 @@ def test_a_body_that_ends_early(served: Served) -> None:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
-    wait_until(lambda: served.lines[-1].get("status") == 499, "the log says that the client went away")
+    wait_until(lambda: served.lines and served.lines[-1].get("status") == 499, "the log says that the client went away")
     assert served.door.queue.is_empty
 
 
