@@ -42,15 +42,24 @@ class EngineOwner:
         engine.scheduler.on_end = self._note_end
         self._unclean = 0
         self._thread: threading.Thread | None = None
-        self._door = threading.Lock()  # no request comes in once the owner is closed
-        self._closed = threading.Event()
+        self._is_served = threading.Lock()  # held by the thread that serves the engine
+        # No request comes in once the owner is closed.  A signal handler or the garbage collector may close it at any point,
+        # also while the same thread hands in a request.
+        self._door = threading.RLock()
+        self.is_closed = self._is_released = False
         self._process = os.getpid()
 
     # ---- for any thread ----
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed.is_set()
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the one that made the owner."""
+        return os.getpid() != self._process
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether the caller is the engine's own thread."""
+        return self._thread is not None and threading.get_ident() == self._thread.ident
 
     def submit(self, requests: Sequence[tuple[Request, bool]], wake: Callable[[], None]) -> list[Mailbox]:
         """Hands requests to the engine, and returns a mailbox for each.
@@ -58,14 +67,18 @@ class EngineOwner:
         requests: each with whether its chunks are wanted while it runs.
         wake: see Mailbox; it is called for every one of these requests.
 
-        RuntimeError where no request can be taken (see `check_open`).  The requests must have passed `Engine.check`.
+        RuntimeError where no request can be taken (see `check_open`), or one of them was handed in before.  The requests must
+        have passed `Engine.check`.
         """
         now = time.monotonic()
         mailboxes = [Mailbox(request, streaming, wake, now) for request, streaming in requests]
         with self._door:
             self.check_open()
+            for request, _ in requests:
+                request.take_turn()
             self._commands.put(lambda: self._add(mailboxes))
             self._start()
+            self.check_open()  # again: a signal handler may have closed the owner in the meantime
         return mailboxes
 
     def cancel(self, request: Request) -> None:
@@ -73,7 +86,7 @@ class EngineOwner:
 
         Nobody waits for that, so the garbage collector may call this at any point.
         """
-        if not self.is_closed and os.getpid() == self._process:
+        if not self.is_closed and not self.is_fork:
             self._commands.put(lambda: self._cancel(request))
 
     def settle(self) -> None:
@@ -87,12 +100,12 @@ class EngineOwner:
 
     def check_open(self) -> None:
         """RuntimeError if no request can be taken: in a forked process, from inside a step, after `close` or a failure."""
-        if os.getpid() != self._process:
+        if self.is_fork:
             raise RuntimeError(
                 f"this decoder was made by process {self._process} and can't be used in its fork {os.getpid()}: load the model "
                 "in the child, or start children with multiprocessing.get_context('spawn')"
             )
-        if self._thread is not None and threading.get_ident() == self._thread.ident:
+        if self._is_inside:
             raise RuntimeError(
                 "a decoder can't be called from inside itself, by its tokenizer for example; nearest thing that works: call it "
                 "from another thread"
@@ -104,29 +117,48 @@ class EngineOwner:
 
     def close(self) -> None:
         """Ends all requests with an error and the thread; waits for the step under way.  To be called once or more often."""
-        if os.getpid() != self._process:  # a fork has no such thread, and its locks may be held for ever
+        if self.is_fork:  # it has no such thread, and its locks may be held for ever
             return
         with self._door:
-            self._closed.set()
+            self.is_closed = True
             self._commands.put(lambda: None)  # wakes the thread
         thread = self._thread
-        if thread is not None and thread.is_alive() and threading.current_thread() is not thread:
+        if thread is not None and thread.is_alive() and not self._is_inside:
             thread.join()
 
     def release(self) -> None:
-        """Lets the engine go after `close`, so that its memory can be freed."""
+        """Lets the engine go after `close`, so that its memory can be freed.  From inside a step: at the end of the thread."""
         assert self.is_closed
-        del self.engine
+        self._is_released = True
+        if not self._is_inside:
+            self.__dict__.pop("engine", None)  # another thread may have closed the decoder at the same time
 
     # ---- the thread ----
 
     def _start(self) -> None:
-        if self._thread is None and not self.is_closed:
+        # An interrupt may have kept an earlier thread from starting.
+        if not self.is_closed and (self._thread is None or not self._thread.is_alive()):
             # A daemon, so that a program that forgets to close its decoder can end; whoever makes an owner closes it then.
             self._thread = threading.Thread(target=self._run, name="specdec engine", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
+        """Serves the engine until the owner is closed, unless another thread does."""
+        if not self._is_served.acquire(blocking=False):
+            return
+        self._thread = threading.current_thread()
+        try:
+            self._serve()
+            error: BaseException = RuntimeError("the decoder was closed while the request ran")
+        except BaseException as fault:  # an error in this module: nobody must wait for ever for what does not run
+            with self._door:
+                self.failure = error = fault
+        with self.turn:
+            self._fail(error)
+        if self._is_released:
+            self.__dict__.pop("engine", None)
+
+    def _serve(self) -> None:
         """Carries out commands and steps the engine while any of its requests is under way."""
         while not self.is_closed:
             command = None if self._mailboxes else self._commands.get()
@@ -139,8 +171,6 @@ class EngineOwner:
                 if self._mailboxes and not self.is_closed:
                     self._step()
                     self._deliver()
-        with self.turn:
-            self._fail(RuntimeError("the decoder was closed while the request ran"))
 
     def _add(self, mailboxes: list[Mailbox]) -> None:
         for mailbox in mailboxes:
@@ -187,7 +217,7 @@ class EngineOwner:
         """Puts all news into the mailboxes, and forgets the requests that have ended."""
         ended = [self._mailboxes.pop(self._ended.popleft()) for _ in range(len(self._ended))]
         running = [self._mailboxes[request] for request in self.engine.running if request in self._mailboxes]
-        for error in {mailbox.request.error for mailbox in ended}:
+        for error in {id(mailbox.request.error): mailbox.request.error for mailbox in ended}.values():
             forget_locals(error)
         now, totals = time.monotonic(), self.engine.scheduler.totals
         for mailbox in (*ended, *running):

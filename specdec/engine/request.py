@@ -27,6 +27,7 @@ class Request:
     stats: Stats = field(default_factory=Stats)
     error: BaseException | None = None
     cancelled: bool = False
+    _has_turn: bool = False
     _unread: int = 0
 
     @classmethod
@@ -47,6 +48,12 @@ class Request:
     def is_done(self) -> bool:
         """Whether the request has finished, failed or been cancelled."""
         return self.output.finish_reason is not None or self.error is not None or self.cancelled
+
+    def take_turn(self) -> None:
+        """Marks the request as handed in.  RuntimeError if it was before: it holds its output, so it runs once."""
+        if self._has_turn:
+            raise RuntimeError("this request has been handed in before, and a request runs once; make another one")
+        self._has_turn = True
 
     def take_first(self, token: int) -> None:
         """Takes the token that prefill sampled.  It belongs to no round."""

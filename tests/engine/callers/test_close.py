@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import io
+import os
+import pickle
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 from toolkit.driver import Driver
@@ -133,3 +139,100 @@ def test_progress_counts_requests_and_tokens(make: Callable[[], SpecDecoder], ca
     assert out == "" and "specdec: generate: " in err and "tokens" in err
     with pytest.raises(TypeError, match="progress must be a bool"):
         decoder.generate([3], progress=1)  # type: ignore[arg-type]
+
+
+def test_closing_at_the_same_time(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: an AttributeError in the second of two threads that close a decoder while it runs."""
+    for _ in range(5):
+        decoder, errors = make(), []
+
+        def close(decoder: SpecDecoder = decoder, errors: list[BaseException] = errors) -> None:
+            try:
+                decoder.close()
+            except BaseException as error:
+                errors.append(error)
+
+        stream = decoder.stream([3], LONG)
+        next(stream)
+        closing = [threading.Thread(target=close) for _ in range(4)]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(20)
+        assert not errors and not any(thread.is_alive() for thread in closing)
+
+
+def test_closing_from_inside_a_step(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: a close that the garbage collector happens to run on the engine's thread; that thread ended with an error, and
+    whoever waited for a request waited for ever."""
+    before, decoder = engine_threads(), make()
+    model = weakref.ref(decoder.model)
+    engine = decoder.engine
+    with (
+        patch.object(engine, "step", side_effect=decoder.close),
+        pytest.raises(RuntimeError, match="closed while the request ran"),
+    ):
+        decoder.generate([3], LONG)
+    del engine
+    assert wait_for(lambda: engine_threads() == before)
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_may_close_what_it_can_not_use(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: an AssertionError at the end of a `with` block in a forked child."""
+    with make() as decoder:
+        decoder.generate([3], GREEDY)
+        child = os.fork()
+        if not child:
+            try:
+                decoder.close()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert decoder.generate([3], GREEDY)
+
+
+def test_an_error_that_can_not_be_hashed_reaches_its_request(zoo: Zoo, make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: an engine's thread that ends with an error of its own, after which every caller waits for ever."""
+
+    @dataclass
+    class Unhashable(Exception):
+        code: int = 7
+
+    decoder = make()
+    with Driver(decoder).fail_in("verify", Unhashable()), pytest.raises(RuntimeError, match="failed while it ran"):
+        decoder.generate([1, 2], GREEDY)
+    assert decoder.generate([3, 4], GREEDY)[0].token_ids == zoo.greedy("llama", [3, 4], 24)[:20]
+
+
+def test_a_fault_of_the_thread_reaches_everybody(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: callers that wait for ever for a thread that has ended."""
+    decoder = make()
+    stream = decoder.stream([1], LONG)
+    with patch.object(decoder.owner, "_step", side_effect=ZeroDivisionError("a bug")):
+        with pytest.raises(RuntimeError, match="a bug"):
+            decoder.generate([[1], [2], [3], [4]], LONG)
+    with pytest.raises(RuntimeError, match="has failed for good"):
+        list(stream)
+    decoder.close()
+
+
+def test_a_decoder_is_not_copied(make: Callable[[], SpecDecoder]) -> None:
+    """Keeps out: two objects of which one closes the other's engine."""
+    decoder = make()
+    for each in (decoder, AsyncSpecDecoder(decoder)):
+        for make_another in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="can't be copied or pickled"):
+                make_another(each)
+
+
+def test_progress_without_a_console(make: Callable[[], SpecDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: an AttributeError in programs whose stderr is None (pythonw, some services) or closed."""
+    decoder, closed = make(), io.StringIO()
+    closed.close()
+    for stderr in (None, closed):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert decoder.generate([3], GREEDY, progress=True)
