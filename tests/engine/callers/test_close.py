@@ -22,6 +22,8 @@ from toolkit.inside.hooks import wait_for
 from toolkit.models import Zoo
 
 from specdec import AsyncSpecDecoder, SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.engine.owner import EngineOwner
+from specdec.steps import RunRound
 
 GREEDY = SamplingParams(max_tokens=20)
 LONG = SamplingParams(max_tokens=80)
@@ -167,13 +169,9 @@ def test_closing_from_inside_a_step(make: Callable[[], SpecDecoder]) -> None:
     whoever waited for a request waited for ever."""
     before, decoder = engine_threads(), make()
     model = weakref.ref(decoder.model)
-    engine = decoder.engine
-    with (
-        patch.object(engine, "step", side_effect=decoder.close),
-        pytest.raises(RuntimeError, match="closed while the request ran"),
-    ):
+    Driver(decoder).before_step(RunRound, 1, decoder.close)
+    with pytest.raises(RuntimeError, match="closed while the request ran"):
         decoder.generate([3], LONG)
-    del engine
     assert wait_for(lambda: engine_threads() == before)
     gc.collect()
     assert model() is None
@@ -212,7 +210,7 @@ def test_a_fault_of_the_thread_reaches_everybody(make: Callable[[], SpecDecoder]
     """Keeps out: callers that wait for ever for a thread that has ended."""
     decoder = make()
     stream = decoder.stream([1], LONG)
-    with patch.object(decoder.owner, "_step", side_effect=ZeroDivisionError("a bug")):
+    with patch.object(EngineOwner, "_step", side_effect=ZeroDivisionError("a bug")):
         with pytest.raises(RuntimeError, match="a bug"):
             decoder.generate([[1], [2], [3], [4]], LONG)
     with pytest.raises(RuntimeError, match="has failed for good"):

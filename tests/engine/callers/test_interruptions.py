@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from toolkit.driver import Driver, new_request
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.engine.request import Request
 from specdec.steps import LeaveRows, RunChunk, RunRound
 
 PROMPTS = [[3, 4], [5, 6, 7], [8] * 9]
@@ -172,20 +173,12 @@ def test_ctrl_c_at_any_moment_leaves_a_decoder_that_answers(zoo: Zoo, decoder: S
 def test_a_signal_handler_may_close_the_decoder(decoder: SpecDecoder, moment: str) -> None:
     """Keeps out: a program that closes its decoder on SIGTERM and hangs, because the signal came while the same thread handed
     in a request."""
-    owner: Any = decoder.owner
-    start = owner._start
-
-    def start_and_be_signalled() -> None:
-        start()
-        signal.raise_signal(signal.SIGALRM)
-
     before = signal.signal(signal.SIGALRM, lambda *_signal: decoder.close())
     try:
-        if moment == "handing in":
-            owner._start = start_and_be_signalled
-        else:
+        if moment == "waiting":
             signal.setitimer(signal.ITIMER_REAL, 0.02)
-        with pytest.raises(RuntimeError, match="closed"):
+        sent = patch.object(Request, "take_turn", lambda request: signal.raise_signal(signal.SIGALRM))
+        with sent if moment == "handing in" else nullcontext(), pytest.raises(RuntimeError, match="closed"):
             while True:
                 decoder.generate(PROMPTS, SamplingParams(max_tokens=60))
     finally:
