@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder, check_one_prompt
@@ -61,6 +61,9 @@ class AsyncSpecDecoder:
         `asyncio.to_thread`.
         """
         return cls(SpecDecoder.from_pretrained(target, draft, spec, options=options, **settings))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of tasks may share one")
 
     async def __aenter__(self) -> AsyncSpecDecoder:
         self.decoder.owner.check_open()
@@ -131,7 +134,7 @@ class AsyncSpecDecoder:
     async def run(self, request: Request) -> Generation:
         """Runs a request to its end.  ValueError if it has run before, RuntimeError if it fails."""
         ended = asyncio.Event()
-        self.submit(request, ended, streaming=False)
+        self.submit(request, ended, streaming=False)  # if it is refused, it may be somebody else's, and is not cancelled
         try:
             await ended.wait()
         finally:
@@ -148,6 +151,8 @@ class AsyncSpecDecoder:
 
     def submit(self, request: Request, news: asyncio.Event, *, streaming: bool) -> Mailbox:
         """Hands a request to the engine.  news: is set in the running event loop when the mailbox has something."""
+        if not isinstance(request, Request):
+            raise TypeError(f"request must come from new_request, got {request!r} of type {type(request).__name__}"[:400])
         loop = asyncio.get_running_loop()
         if self._bell is None or self._bell.loop is not loop:
             self._bell = Bell(loop)
@@ -167,30 +172,41 @@ class AsyncStream:
         self._owner: EngineOwner = decoder.decoder.owner
         self._news = asyncio.Event()
         self._mailbox: Mailbox | None = None
-        self._is_closed = False
+        self._is_closed = self._is_read = False
 
     def __aiter__(self) -> AsyncStream:
         return self
 
     async def __anext__(self) -> Chunk:
         """The next chunk; waits for it.  RuntimeError if the request has failed."""
-        if self._is_closed:
-            raise StopAsyncIteration
-        if self._mailbox is None:
-            request = await self._make()
-            if self._is_closed:  # by another task, in the meantime
+        if self._is_read:
+            raise RuntimeError(
+                "another task waits for this stream's next chunk; nearest thing that works: a stream for each task"
+            )
+        self._is_read = True
+        try:
+            if (chunk := await self._next()) is None:
                 raise StopAsyncIteration
-            self._mailbox = self._decoder.submit(request, self._news, streaming=True)
-        while True:
+            return chunk
+        finally:
+            self._is_read = False
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk; None at the end, and as soon as the stream is closed, which another task may do meanwhile."""
+        if self._mailbox is None and not self._is_closed:
+            request = await self._make()
+            if not self._is_closed:
+                self._mailbox = self._decoder.submit(request, self._news, streaming=True)
+        while self._mailbox is not None and not self._is_closed:
             self._news.clear()
             is_done = self._mailbox.is_done  # asked before taking: whatever came before the end is taken now
             if chunk := self._mailbox.take():
                 return chunk
             if is_done:
-                if not self._is_closed:  # a request that was cancelled has no result
-                    self._mailbox.request.result()
-                raise StopAsyncIteration
+                self._mailbox.request.result()
+                break
             await self._news.wait()
+        return None
 
     async def aclose(self) -> None:
         """Ends the request."""

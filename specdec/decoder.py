@@ -9,8 +9,9 @@ import weakref
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
@@ -53,7 +54,8 @@ class SpecDecoder:
         self.settings, self.tokenizer = settings, tokenizer
         self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
         self.owner = EngineOwner(self._parts.engine)
-        self._closing = threading.Lock()  # whoever closes the decoder second waits until it is closed
+        # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
+        self._closing = threading.RLock()
         self._eos_ids = frozenset(model.config.eos_ids)
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
 
@@ -112,14 +114,19 @@ class SpecDecoder:
         Any other call of a closed decoder raises RuntimeError, but for `close`, which does nothing then.  Several threads may
         close a decoder.  RuntimeError from inside a step, by the tokenizer for example.
         """
+        if self.owner.is_fork:  # what belongs to the parent process can't be closed here
+            return
         self.owner.check_outside()
         with self._closing:
             self.owner.close()
-            if self._parts is not None and self.owner.is_closed:  # a fork can't close what belongs to its parent
+            if self._parts is not None:
                 self._finalizer.detach()
                 self._parts = None
                 self.owner.release()
                 free_memory(self.settings.device)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")
 
     def __enter__(self) -> SpecDecoder:
         self._open()
@@ -154,10 +161,11 @@ class SpecDecoder:
             self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
             for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
         ]
-        ended = threading.Semaphore(0)
+        # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
+        ended: SimpleQueue[None] = SimpleQueue()
         try:
             with show_progress("generate", "requests") if progress else nullcontext() as show:
-                self.owner.submit([(request, False) for request in requests], ended.release)
+                self.owner.submit([(request, False) for request in requests], lambda: ended.put(None))
                 _wait(requests, ended, show)
         finally:
             for request in requests:
@@ -182,18 +190,17 @@ class SpecDecoder:
 
     def _chunks(self, request: Request) -> Generator[Chunk, None, Generation]:
         """The chunks of one request.  It is submitted with the first `next`, so an unused iterator has nothing to free."""
-        news = threading.Event()
+        news: SimpleQueue[None] = SimpleQueue()  # see `generate`; it never holds more than one
         try:
-            (mailbox,) = self.owner.submit([(request, True)], news.set)
+            (mailbox,) = self.owner.submit([(request, True)], lambda: news.put(None) if news.empty() else None)
             while True:
-                news.clear()
                 is_done = mailbox.is_done  # asked before taking: whatever came before the end is taken now
                 if chunk := mailbox.take():
                     yield chunk
                 elif is_done:
                     return request.result()
                 else:
-                    news.wait()
+                    news.get()
         finally:
             self.owner.cancel(request)
 
@@ -239,8 +246,8 @@ def check_one_prompt(prompt: Any) -> None:
         )
 
 
-def _wait(requests: list[Request], ended: threading.Semaphore, show: Progress | None) -> None:
-    """Waits until all requests have ended.  ended: is released by each that has.  show: gets the numbers now and then."""
+def _wait(requests: list[Request], ended: SimpleQueue[None], show: Progress | None) -> None:
+    """Waits until all requests have ended.  ended: gets an item from each that has.  show: gets the numbers now and then."""
     start = time.perf_counter()
 
     def report(count: int) -> None:
@@ -249,8 +256,12 @@ def _wait(requests: list[Request], ended: threading.Semaphore, show: Progress | 
             show(f"{tokens:,} tokens, {tokens / max(seconds, 1e-3):,.0f} tok/s", count, len(requests))
 
     for count in range(len(requests)):
-        while not ended.acquire(timeout=None if show is None else SHOW_SECONDS):
-            report(count)
+        while True:
+            try:
+                ended.get(timeout=None if show is None else SHOW_SECONDS)
+                break
+            except Empty:
+                report(count)
     report(len(requests))
 
 

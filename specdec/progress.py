@@ -22,6 +22,9 @@ def show_progress(name: str, parts: str, stream: TextIO | None = None) -> Iterat
     name: of the call, and what its parts are called, for plain lines.  stream: stderr if None.
     """
     stream = sys.stderr if stream is None else stream
+    if stream is None or stream.closed:  # a program without a console has none
+        yield lambda what, done, of: None
+        return
     if not stream.isatty():
         yield PlainLines(name, parts, stream)
         return

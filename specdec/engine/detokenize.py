@@ -9,6 +9,7 @@ output alone would give another text: many decoders strip the first space of wha
 from __future__ import annotations
 
 import os.path
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that do not form a whole character yet
@@ -104,13 +105,37 @@ def context_of(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
     return list(prompt_ids)
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of the text must not be shown yet, because a stop string may begin with them."""
-    longest = max((len(stop) for stop in stops), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0
+class StopStrings:
+    """The stop strings of one request.
+
+    A request may hold thousands of them, and other requests wait while they are looked for.  So the time that one token takes
+    hardly grows with their number.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = frozenset(stops)
+        self._sorted = sorted(self._stops)
+        self._sizes = sorted({len(stop) for stop in stops})
+
+    def held_back(self, text: str) -> int:
+        """How many characters at the end of the text must not be shown yet, because a stop string may begin with them."""
+        longest = self._sizes[-1] if self._sizes else 0
+        for size in range(min(longest - 1, len(text)), 0, -1):
+            end = text[-size:]
+            at = bisect_left(self._sorted, end)  # strings that begin alike stand together, from here on
+            if at < len(self._sorted) and self._sorted[at].startswith(end):
+                return size
+        return 0
+
+    def find(self, text: str, seen: int) -> int | None:
+        """Where the first stop string begins that ends after the first `seen` characters; None: there is none."""
+        begins = (
+            end - size
+            for end in range(seen + 1, len(text) + 1)
+            for size in self._sizes[: bisect_right(self._sizes, end)]
+            if text[end - size : end] in self._stops
+        )
+        return min(begins, default=None)
 
 
 def _is_context(text: str) -> bool:

@@ -56,13 +56,21 @@ class EngineOwner:
         engine.scheduler.on_end = self._note_end
         self._unclean = 0
         self._thread: threading.Thread | None = None
-        self._door = threading.Lock()  # no request comes in once the owner is closed
+        self._is_served = threading.Lock()  # held by the thread that serves the engine
+        # No request comes in once the owner is closed.  A signal handler may close it at any point, also while the thread that
+        # it interrupts hands in a request.
+        self._door = threading.RLock()
         self.is_closed = False
         self._process = os.getpid()
         self.at_close: list[Callable[[], object]] = []  # what ends with this owner, such as the threads of AsyncSpecDecoder
         _owners.add(self)
 
     # ---- for any thread ----
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the one that made the owner."""
+        return os.getpid() != self._process
 
     def submit(self, requests: Sequence[tuple[Request, bool]], wake: Callable[[], None]) -> list[Mailbox]:
         """Hands requests to the engine, and returns a mailbox for each.
@@ -83,6 +91,7 @@ class EngineOwner:
                 request.is_submitted = True
             self._commands.put(lambda: self._add(mailboxes))
             self._start()
+            self.check_open()  # again: a signal handler may have closed the owner in the meantime
         return mailboxes
 
     def cancel(self, request: Request) -> None:
@@ -90,7 +99,7 @@ class EngineOwner:
 
         Nobody waits for that, so the garbage collector may call this at any point.
         """
-        if not self.is_closed and os.getpid() == self._process:
+        if not self.is_closed and not self.is_fork:
             self._commands.put(lambda: self._cancel(request))
 
     def settle(self) -> None:
@@ -104,7 +113,7 @@ class EngineOwner:
 
     def check_open(self) -> None:
         """RuntimeError if no request can be taken: in a forked process, from inside a step, after `close` or a failure."""
-        if os.getpid() != self._process:
+        if self.is_fork:
             raise RuntimeError(
                 f"this decoder was made by process {self._process} and can't be used in its fork {os.getpid()}: load the model "
                 "in the child, or start children with multiprocessing.get_context('spawn')"
@@ -133,7 +142,7 @@ class EngineOwner:
 
     def begin_to_close(self) -> None:
         """The same without waiting, for the garbage collector: whoever it interrupts may hold what a step waits for."""
-        if os.getpid() != self._process:  # a fork has no such thread, and its locks may be held for ever
+        if self.is_fork:  # it has no such thread, and its locks may be held for ever
             return
         self.is_closed = True
         self._commands.put(lambda: None)  # wakes the thread
@@ -148,13 +157,17 @@ class EngineOwner:
     # ---- the thread ----
 
     def _start(self) -> None:
-        if self._thread is None and not self.is_closed:
-            # A daemon, so that a program that forgets to close its decoder can end; whoever makes an owner closes it then.
+        # An interrupt may have kept an earlier thread from starting.
+        if not self.is_closed and (self._thread is None or not self._thread.is_alive()):
+            # A daemon, so that a program that forgets to close its decoder can end; `_close_all` ends the thread then.
             self._thread = threading.Thread(target=self._run, name="specdec engine", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        """Carries out commands and steps the engine while any of its requests is under way."""
+        """Carries out commands and steps the engine while any of its requests is under way, unless another thread does."""
+        if not self._is_served.acquire(blocking=False):
+            return
+        self._thread = threading.current_thread()
         while not self.is_closed:
             command = None if self._mailboxes else self._commands.get()
             with self.turn:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from specdec.config import SamplingParams
-from specdec.engine.detokenize import Decode, Detokenizer, decode_all, held_back
+from specdec.engine.detokenize import Decode, Detokenizer, StopStrings, decode_all
 from specdec.generation import FinishReason
 
 
@@ -37,11 +37,10 @@ class Trimmer:
         self.finish_reason: FinishReason | None = None
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_ids
         self._stop_ids = frozenset(sampling.stop_token_ids or ())
-        self._stops = sampling.stop_strings
-        self._longest_stop = max(map(len, self._stops), default=0)
+        self._stops = StopStrings(sampling.stop_strings)
         self._decode = decode
         self._prompt_ids = prompt_ids
-        self._incremental = streaming or bool(self._stops)
+        self._incremental = streaming or bool(sampling.stop_strings)
         self._shown = 0
 
     def take(self, emitted: Sequence[int]) -> int:
@@ -56,7 +55,7 @@ class Trimmer:
         """The text that has become certain since the last call, which is what a stream shows next."""
         certain = len(self.text)
         if self.finish_reason is None:
-            certain -= held_back(self.text, self._stops)
+            certain -= self._stops.held_back(self.text)
         piece = self.text[self._shown : certain]
         self._shown = max(self._shown, certain)
         return piece
@@ -93,9 +92,9 @@ class Trimmer:
 
     def _append(self, piece: str) -> bool:
         """Adds the piece to the text, and cuts the text where a stop string begins.  Returns whether one was found."""
-        begin = max(0, len(self.text) - self._longest_stop + 1)  # a stop string not found so far reaches into the piece
+        seen = len(self.text)
         self.text += piece
-        found = [at for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+        begin = self._stops.find(self.text, seen)
+        if begin is not None:
+            self.text = self.text[:begin]
+        return begin is not None

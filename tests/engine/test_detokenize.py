@@ -4,13 +4,14 @@ Keeps out: characters split between chunks, and text shown that a stop string th
 """
 
 import random
+import time
 
 import pytest
 from toolkit.models import Zoo
 from toolkit.tokenizers import CHARACTERS, byte_tokenizer
 
 from specdec import SamplingParams, SpecConfig
-from specdec.engine.detokenize import Detokenizer, held_back
+from specdec.engine.detokenize import Detokenizer, StopStrings
 from specdec.engine.trim import Trimmer
 
 
@@ -37,7 +38,7 @@ def test_held_back_is_the_longest_beginning_of_a_stop() -> None:
         ("abc", ["cd"], 1), ("abc", ["bcd", "cd"], 2), ("abc", ["abc"], 0), ("", ["a"], 0), ("aab", ["aaa"], 0),
         ("xaa", ["aaa"], 2), ("abc", [], 0), ("ab", ["babab", "c"], 1), ("abab", ["ababx"], 4),
     ]:  # fmt: skip
-        assert held_back(text, stops) == want, (text, stops)
+        assert StopStrings(stops).held_back(text) == want, (text, stops)
 
 
 def slow_end(ids: list[int], word: list[str], stops: list[str]) -> tuple[list[int], str, str]:
@@ -86,4 +87,26 @@ def test_a_streams_chunks_joined_are_the_final_text(zoo: Zoo, target: str, stop:
         assert "".join(chunk.text for chunk in chunks) == whole.text
         assert not stop or stop not in whole.text
         if stop is None:
-            assert len(chunks) == whole.stats.rounds + 1
+            assert 1 < len(chunks) <= whole.stats.rounds + 1
+
+
+def test_stop_strings_are_found_as_by_looking_for_each() -> None:
+    """Keeps out: another end than that of the first stop string, where stops overlap, nest, or begin in earlier pieces."""
+    rng = random.Random(5)
+    for _ in range(400):
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 4))]
+        text, found = "", None
+        while found is None and len(text) < 20:
+            seen, text = len(text), text + "".join(rng.choices("abc", k=rng.randint(0, 4)))
+            found = StopStrings(stops).find(text, seen)
+            assert found == min((at for stop in stops if (at := text.find(stop)) >= 0), default=None), (text, stops)
+
+
+def test_thousands_of_stop_strings_hold_nobody_up() -> None:
+    """Keeps out: a request with 10,000 long stop strings, of which each token kept the engine's thread from all other requests
+    for 0.2 seconds."""
+    stops, text = StopStrings([f"z{i}" + "x" * 370 for i in range(10_000)]), "once upon a time " * 40
+    began = time.process_time()
+    for end in range(len(text) - 20, len(text)):
+        assert stops.find(text[: end + 1], end) is None and stops.held_back(text[: end + 1]) == 0
+    assert time.process_time() - began < 1

@@ -61,8 +61,9 @@ GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once"}
         ({"stop_token_ids": [5, 4000]}, "stop_token_ids", "stop_token_ids holds 4000"),
         ({"ignore_eos": 1}, "ignore_eos", "ignore_eos must be a bool"),
         ({"speculate": "no"}, "speculate", "speculate must be a bool"),
-        ({"n": 0}, "n", "n must be >= 1"),
+        ({"n": 0}, "n", "nearest setting that works: n=1"),
         ({"n": 10**9}, "n", "this server takes at most 260 at once"),
+        ({"n": 10**4299, "prompt": ["Once"] * 10}, "n", "n must be in [1, 2147483647]"),  # times 10, too long to be shown
         ({"stream": "yes"}, "stream", "stream must be a bool"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
         ({"stream": True, "stream_options": []}, "stream_options", "stream_options must be an object"),

@@ -26,6 +26,7 @@ DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
 LARGEST_SEED = 2**63 - 1
+LARGEST_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in an error
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
     """The plan of a body.  ApiError 400 or 404 with the name of the field that is wrong."""
     values = used_fields(body, path)
     _check_model(values.get("model"), model_name)
-    n = _checked("n", require_int, values.get("n", 1), 1)
+    n = _checked("n", require_int, values.get("n", 1), 1, LARGEST_N)
     stream, include_usage = _streaming(values)
     prompts, is_list = _messages(values) if path == CHAT else _prompts(values)
     _checked("user", _require_text, values.get("user", ""))

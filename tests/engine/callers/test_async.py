@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -174,3 +175,58 @@ def test_a_request_that_fails_tells_its_own_coroutine(zoo: Zoo, decoder: SpecDec
     failed, fine = asyncio.run(both())
     assert isinstance(failed, RuntimeError) and "no text today" in str(failed)
     assert fine.token_ids == zoo.greedy("llama", [3, 4], 24)[:20]  # type: ignore[attr-defined]
+
+
+def test_a_request_that_is_run_twice_at_once(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Keeps out: a request that is run twice: one caller waited for ever while the engine's thread span, and the other's output
+    was cancelled."""
+    shared = AsyncSpecDecoder(decoder)
+
+    async def twice() -> None:
+        request = await shared.new_request([3, 4], GREEDY)
+        both = asyncio.gather(shared.run(request), shared.run(request), return_exceptions=True)
+        first, second = await asyncio.wait_for(both, 20)
+        assert isinstance(second, ValueError) and "runs only once" in str(second)
+        assert not isinstance(first, BaseException) and first.token_ids == zoo.greedy("llama", [3, 4], 24)[:20]
+        with pytest.raises(ValueError, match="runs only once"):
+            await shared.run(request)
+
+    asyncio.run(twice())
+
+
+@pytest.mark.parametrize("wrong", ["text", None, [3, 4]])
+def test_what_is_no_request_is_refused(decoder: SpecDecoder, wrong: Any) -> None:
+    """Keeps out: a prompt handed to `run` or `chunks`, which ended the engine's thread, and with it every answer."""
+    shared = AsyncSpecDecoder(decoder)
+
+    async def ask() -> None:
+        with pytest.raises(TypeError, match="request must come from new_request"):
+            await shared.run(wrong)
+        with pytest.raises(TypeError, match="request must come from new_request"):
+            await anext(shared.chunks(wrong))
+        assert (await asyncio.wait_for(shared.generate([3], GREEDY), 20)).token_ids
+
+    asyncio.run(ask())
+
+
+def test_a_stream_that_another_task_closes_or_reads(decoder: SpecDecoder) -> None:
+    """Keeps out: an AssertionError in the task that waits for a chunk of a stream that is closed; a request that runs on for a
+    stream that was closed while its prompt was encoded; two tasks that read one stream, of which one request is lost."""
+    shared = AsyncSpecDecoder(decoder)
+
+    async def ask() -> None:
+        for has_begun in (False, True):
+            stream = shared.stream([3], LONG)
+            if has_begun:
+                await anext(stream)
+            with Driver(decoder).rounds_by_hand() as let_run:
+                reading = asyncio.create_task(anext(stream, None))
+                await asyncio.sleep(0)
+                with pytest.raises(RuntimeError, match="another task waits"):
+                    await anext(stream)
+                await stream.aclose()
+                let_run.release(3)
+                assert await asyncio.wait_for(reading, 20) is None
+            assert await anext(stream, None) is None
+
+    asyncio.run(ask())

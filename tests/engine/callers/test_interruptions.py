@@ -3,9 +3,12 @@
 Python runs signal handlers, finalisers and the tokenizer's code wherever a step happens to be.
 """
 
+import io
+import random
 import signal
 import threading
 import time
+from contextlib import nullcontext, redirect_stderr
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +17,7 @@ from toolkit.driver import Driver, new_request
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.engine.owner import EngineOwner
 from specdec.steps import LeaveRows, RunChunk, RunRound
 
 PROMPTS = [[3, 4], [5, 6, 7], [8] * 9]
@@ -124,3 +128,58 @@ def test_a_call_from_inside_is_refused(zoo: Zoo, decoder: SpecDecoder) -> None:
     got = [token for chunk in beside for token in chunk.token_ids]
     assert got == zoo.greedy("llama", PROMPTS[1], 24)[:20]
     driver.assert_nothing_leaked()
+
+
+def test_ctrl_c_at_any_moment_leaves_a_decoder_that_answers(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Keeps out: a caller that is interrupted while it holds the lock inside an event or a semaphore; the engine's thread then
+    waited for that lock for ever, and so did everybody else."""
+    rng, interrupts = random.Random(0), 0
+
+    def call(kind: int) -> None:
+        params = SamplingParams(max_tokens=rng.randint(1, 12))
+        if kind == 0:
+            decoder.generate(PROMPTS, params, progress=True)
+        elif kind == 1:
+            list(decoder.stream(PROMPTS[0], params))
+        else:
+            next(decoder.stream(PROMPTS[1], params))
+
+    decoder.generate([3], SamplingParams(max_tokens=1))
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with redirect_stderr(io.StringIO()):
+            while interrupts < 300:
+                try:
+                    # One that is swallowed, in a finalizer for example, is followed by others.
+                    signal.setitimer(signal.ITIMER_REAL, 1e-6 + rng.random() * 2e-3, 5e-3)
+                    while True:
+                        call(rng.randrange(3))
+                except KeyboardInterrupt:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    answers: list[list[int]] = []
+    params = SamplingParams(max_tokens=20)
+    asking = threading.Thread(target=lambda: answers.append(decoder.generate([3, 4], params)[0].token_ids), daemon=True)
+    asking.start()
+    asking.join(30)
+    assert answers == [zoo.greedy("llama", [3, 4], 24)[:20]]
+    Driver(decoder).assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("moment", ["handing in", "waiting"])
+def test_a_signal_handler_may_close_the_decoder(decoder: SpecDecoder, moment: str) -> None:
+    """Keeps out: a program that closes its decoder on SIGTERM and hangs, because the signal came while the same thread handed
+    in a request."""
+    before = signal.signal(signal.SIGALRM, lambda *_signal: decoder.close())
+    try:
+        if moment == "waiting":
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+        sent = patch.object(EngineOwner, "_start", lambda owner: signal.raise_signal(signal.SIGALRM))
+        with sent if moment == "handing in" else nullcontext(), pytest.raises(RuntimeError, match="closed"):
+            while True:
+                decoder.generate(PROMPTS, SamplingParams(max_tokens=60))
+    finally:
+        signal.signal(signal.SIGALRM, before)
