@@ -134,15 +134,17 @@ class EngineOwner:
 
     def close(self) -> None:
         """Ends all requests with an error and the thread; waits for the step under way.  To be called once or more often."""
+        if self.is_fork:  # it has no such thread, and its locks may be held for ever
+            return
         with self._door:
             self.begin_to_close()
         thread = self._thread
-        if self.is_closed and thread is not None and threading.current_thread() is not thread:
+        if thread is not None and threading.current_thread() is not thread:
             thread.join()
 
     def begin_to_close(self) -> None:
         """The same without waiting, for the garbage collector: whoever it interrupts may hold what a step waits for."""
-        if self.is_fork:  # it has no such thread, and its locks may be held for ever
+        if self.is_fork:
             return
         self.is_closed = True
         self._commands.put(lambda: None)  # wakes the thread
@@ -157,8 +159,9 @@ class EngineOwner:
     # ---- the thread ----
 
     def _start(self) -> None:
-        # An interrupt may have kept an earlier thread from starting.
-        if not self.is_closed and (self._thread is None or not self._thread.is_alive()):
+        # An interrupt may have kept an earlier thread from starting, or from being seen to have started.
+        has_thread = self._is_served.locked() or (self._thread is not None and self._thread.is_alive())
+        if not self.is_closed and not has_thread:
             # A daemon, so that a program that forgets to close its decoder can end; `_close_all` ends the thread then.
             self._thread = threading.Thread(target=self._run, name="specdec engine", daemon=True)
             self._thread.start()
@@ -266,7 +269,9 @@ def without_frames(error: BaseException | None) -> None:
 
     Frames hold tensors and other requests, which would stay in memory for as long as somebody keeps the error.
     """
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # whoever sets causes by hand may close a circle
+        seen.add(id(error))
         if error.__traceback__ is not None:
             error.add_note("Raised in the engine's thread:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
             error.__traceback__ = None
