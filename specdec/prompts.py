@@ -44,7 +44,7 @@ class Tokenizer:
         ValueError without a tokenizer or a chat template, and if the template refuses the messages or fails on them.
         """
         inner = self._need("chat messages")
-        if not inner.chat_template:
+        if not self.has_chat_template:
             raise ValueError(f"{name} holds chat messages, but this tokenizer has no chat template; expected a string or ids")
         try:
             ids = inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
@@ -62,6 +62,11 @@ class Tokenizer:
     def is_present(self) -> bool:
         """Whether the target's folder holds a tokenizer."""
         return self._inner is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be prompts."""
+        return bool(self._inner is not None and self._inner.chat_template)
 
     def _need(self, what: str) -> Any:
         if self._inner is None:

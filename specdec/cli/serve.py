@@ -59,6 +59,10 @@ def _options(args: argparse.Namespace) -> ServeOptions:
     given: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(ServeOptions)}
     if given["api_key"] is None and KEY_VARIABLE in os.environ:
         given["api_key"] = os.environ[KEY_VARIABLE]
+        if not given["api_key"]:
+            raise ValueError(
+                f"{KEY_VARIABLE} is set in the environment, but empty; nearest thing that works: unset it, for no key"
+            )
     if given["model_name"] is None and args.target:
         given["model_name"] = Path(args.target).resolve().name
     return ServeOptions(**given)

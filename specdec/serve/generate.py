@@ -11,6 +11,7 @@ from specdec.config import SamplingParams
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.serve.wire.errors import ApiError, engine_failed, request_failed, wrong
+from specdec.serve.wire.fields import COMPLETIONS
 from specdec.serve.wire.requests import Plan
 
 
@@ -45,6 +46,9 @@ async def _checked(decoder: AsyncSpecDecoder, plan: Plan, prompt: object, sampli
     except PromptTooLong as error:
         raise wrong(plan.prompt_field, str(error), "context_length_exceeded") from None
     except (ValueError, TypeError) as error:
+        if plan.is_chat and not decoder.decoder.tokenizer.has_chat_template:
+            path = f"{COMPLETIONS} with a prompt"
+            raise wrong("messages", f"this model has no chat template; nearest thing that works: {path}") from None
         about = next((name for name in ("stop_token_ids", "stop") if str(error).startswith(f"{name} ")), plan.prompt_field)
         raise wrong(about, str(error)) from None
     except RuntimeError as error:
