@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class GraphSet:
 
     def _capture(self, fn: Callable[[], Any], mutable: list[Tensor], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, Any]:
         saved = [tensor.clone() for tensor in mutable]
-        stream = torch.cuda.Stream()
+        stream = _warm_up_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(warm_ups):  # kernels compile and libraries allocate, which capture forbids
@@ -73,6 +74,12 @@ class GraphSet:
         with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = fn()  # recorded, not executed: no tensor changes here
         return graph, outputs
+
+
+@cache
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """One stream of a GPU for all warm-ups: cuBLAS keeps a workspace of 32 MiB for every stream that it has worked on."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def test_the_client_talks_to_a_server(tmp_path: Path) -> None:
         "accepted_prediction_tokens",
         "choice 1:",
         "32 tokens streamed",
-        "no chat: messages holds",
+        "no chat: this model has no chat template",
         "refused: logprobs",
     ):
         assert said in done.stdout, done.stdout
