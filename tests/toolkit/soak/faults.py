@@ -17,6 +17,11 @@ WINDOW = 0.5  # seconds for which a fault waits to happen
 class InjectedFault(RuntimeError):
     """What the soak raises inside the decoder."""
 
+    @property
+    def was_raised(self) -> bool:
+        """Whether it has a traceback, which the engine's thread turns into a note."""
+        return self.__traceback__ is not None or bool(getattr(self, "__notes__", []))
+
 
 class Faults:
     """Makes one thing at a time fail, once, in a decoder that serves nothing but the soak from now on.
@@ -54,8 +59,8 @@ class Faults:
         else:
             fault = InjectedFault(f"injected: {kind}")
             with self._driver.fail_in(kind, fault, call=0):
-                self._wait(lambda: fault.__traceback__ is not None or is_over())
-            self.happened[kind] += fault.__traceback__ is not None  # it has one once it was raised
+                self._wait(lambda: fault.was_raised or is_over())
+            self.happened[kind] += fault.was_raised
 
     def _wait(self, is_enough: Callable[[], bool]) -> None:
         end = time.monotonic() + WINDOW
