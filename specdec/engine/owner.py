@@ -203,7 +203,7 @@ class EngineOwner:
                 if self.failure is not None:  # the request came while the engine broke
                     raise self.failure
                 self.engine.submit([mailbox.request])
-            except BaseException as error:
+            except BaseException as error:  # of any kind: this request gets it, and the thread goes on
                 mailbox.request.error = error
                 self._ended.append(mailbox.request)
         if self._ended:

@@ -41,11 +41,11 @@ class Gate:
             else:
                 entry.failed(error)
                 await ErrorAnswer(error)(scope, receive, noted)
-        except Exception as crash:
+        except Exception as crash:  # a bug of any kind is answered with 500, and the log says where it is
             entry.crashed(crash)
             if not entry.status:
                 await ErrorAnswer(internal())(scope, receive, noted)
-        except BaseException:
+        except BaseException:  # the task was cancelled: noted for the log, and raised again
             entry.status = entry.status or CLIENT_GONE
             raise
         finally:
