@@ -81,13 +81,13 @@ class RMSNorm(nn.Module):
 class HeadsRMSNorm(nn.Module):
     """Weights of Qwen3's query and key norm, an RMS norm over the D values of each head.
 
-    A checkpoint brings one weight vector for all query heads and one for all key heads.  Here each head has a row of its own,
+    num_heads: how many query and key heads there are together.  A checkpoint brings one weight vector for all query heads and one for all key heads.  Here each head has a row of its own,
     [Q + K, D], because one kernel norms all heads.  The norm itself runs inside of attention.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, num_heads: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_heads + config.num_kv_heads, config.head_dim))
+        self.weight = nn.Parameter(torch.empty(num_heads, config.head_dim))
         self.eps = config.rms_norm_eps
 
 
@@ -136,14 +136,18 @@ class SelfAttention(nn.Module):
     """Self-attention: one projection to queries, keys and values, then attention, then the output projection.
 
     in_features: width of the input; EAGLE-3 heads read two hidden states side by side.
+    shares_kv: whether the layer reads the keys and values of an earlier layer.  It then projects queries only, and has no kv
+        heads of its own (num_kv_heads is 0).
     """
 
-    def __init__(self, config: ModelConfig, in_features: int) -> None:
+    def __init__(self, config: ModelConfig, in_features: int, shares_kv: bool = False) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.shares_kv = shares_kv
+        self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
+        self.head_dim = config.head_dim
         self.qkv_proj = Linear(in_features, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
-        self.qk_norm = HeadsRMSNorm(config) if config.qk_norm else None
+        self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
