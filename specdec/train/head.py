@@ -59,6 +59,8 @@ def train_head(
     torch.manual_seed(run.seed)
     train, held = load_documents(texts, run.held_out)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
+    if refusal := decoder.model.config.features_refusal:
+        raise ValueError(f"target: an EAGLE-3 head can't be trained for {target}: {refusal}")
     set_training_threads(decoder.settings.device, threads)
     rows = _rows(decoder, train, run, folder / "self_text.pt", resume).to(decoder.settings.device)
     model = decoder.model
