@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn
+from specdec.attention.inputs import AttentionFn, LayerInputs
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, Linear, RMSNorm, Rotary, SelfAttention
 from specdec.models.target import Target, TargetOutput

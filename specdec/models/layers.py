@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn, HeadInputs
+from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, rms_norm
@@ -59,8 +59,9 @@ class RMSNorm(nn.Module):
 class HeadsRMSNorm(nn.Module):
     """Weights of Qwen3's query and key norm, an RMS norm over the D values of each head.
 
-    num_heads: how many query and key heads there are together.  A checkpoint brings one weight vector for all query heads and one for all key heads.  Here each head has a row of its own,
+    A checkpoint brings one weight vector for all query heads and one for all key heads.  Here each head has a row of its own,
     [Q + K, D], because one kernel norms all heads.  The norm itself runs inside of attention.
+    num_heads: Q + K.
     """
 
     def __init__(self, config: ModelConfig, num_heads: int) -> None:
@@ -133,7 +134,8 @@ class SelfAttention(nn.Module):
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attn(layer, HeadInputs(qkv_TXD, prep), rows_R).flatten(1))
+        inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
+        return self.o_proj(attn(layer, inputs, rows_R).flatten(1))
 
 
 class MLP(nn.Module):

@@ -83,8 +83,8 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     """
     config = model.config
     shape = replace(
-        config, num_layers=1, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False,
-        intermediate_size=run.intermediate_size or config.intermediate_size,
+        config, num_layers=1, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False,
+        mlp_bias=False, intermediate_size=run.intermediate_size or config.intermediate_size,
     )  # fmt: skip
     head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
     device = model.embed_tokens.weight.device

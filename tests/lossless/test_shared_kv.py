@@ -58,7 +58,7 @@ def test_generate_equals_the_oracle(
 
 @pytest.mark.parametrize("head", ["eagle3", "eagle1"])
 def test_prompts_in_chunks(zoo: SharingZoo, head: str) -> None:
-    """EAGLE-1 reads all final states of a prompt, EAGLE-3 only outputs of early layers: the last layers run all rows, or few."""
+    """EAGLE-1 reads all final states of a prompt, EAGLE-3 only outputs of layers: the last layers run all rows, or few."""
     decoder = zoo.decoder("half", head, SpecConfig(4, 2, 10), page_size=4, prefill_chunk=5)
     outputs = decoder.generate(PROMPTS, SAMPLING)
     assert [out.token_ids for out in outputs] == expected(zoo, "half")
