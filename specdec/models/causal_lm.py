@@ -119,7 +119,7 @@ class CausalLM(Target):
         layers = [cast(PreNormLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         normed, captured = layers[0].input_layernorm(x), []
-        last, first = len(layers) - 1, self.first_of_rows(aux_layers)
+        last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
         asked = rows_R  # None as soon as x has these rows only
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             if asked is not None and index == first:
@@ -134,13 +134,6 @@ class CausalLM(Target):
                 captured.append(x)
         hidden = normed if asked is None else select_rows(normed, asked)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
-
-    def first_of_rows(self, aux_layers: Sequence[int]) -> int:
-        """The first layer of a pass that needs the asked rows alone: after it no layer stores keys and values or is captured.
-
-        It is the number of layers if there is none.
-        """
-        return max(self.config.first_sharing_layer, *(layer + 1 for layer in aux_layers), 0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of final hidden states [..., H]."""

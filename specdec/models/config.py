@@ -6,6 +6,7 @@ A key that would change the computation and that we don't compute is an error, n
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,13 @@ class ModelConfig:
     def first_sharing_layer(self) -> int:
         """The first layer of the model's end in which no layer stores keys and values; num_layers if the last one does."""
         return max(self.kv_source) + 1
+
+    def first_of_rows(self, aux_layers: Sequence[int]) -> int:
+        """The first layer that needs only the rows of a pass that somebody reads; num_layers or more if there is none.
+
+        No layer from there on stores keys and values, nor is its output captured (aux_layers) for all tokens.
+        """
+        return max(self.first_sharing_layer, *(layer + 1 for layer in aux_layers), 0)
 
 
 def read_json(path: Path) -> dict[str, Any]:
