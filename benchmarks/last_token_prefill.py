@@ -3,8 +3,8 @@
 
     python benchmarks/last_token_prefill.py --out benchmarks/results/last_token_prefill.json
 
-Llama-3.1-8B shape, whose layers 16 to 31 read the keys and values of layer 15, with an EAGLE-3 head of the real shape that reads
-the outputs of layers 1, 7 and 14; random bf16 weights, through the engine, host included.  For comparison, the same shape with
+Llama-3.1-8B shape, whose layers 16 to 31 read the keys and values of layer 15, with an EAGLE-3 head of the real shape
+over the outputs of layers 1, 7 and 14; random bf16 weights, through the engine, host included.  For comparison, the same shape with
 keys and values of each layer's own.
 """
 
