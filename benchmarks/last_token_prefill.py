@@ -3,9 +3,9 @@
 
     python benchmarks/last_token_prefill.py --out benchmarks/results/last_token_prefill.json
 
-Llama-3.1-8B shape, whose layers 16 to 31 read the keys and values of layer 15, with an EAGLE-3 head of the real shape
-over the outputs of layers 1, 7 and 14; random bf16 weights, through the engine, host included.  For comparison, the same shape with
-keys and values of each layer's own.
+Llama-3.1-8B shape, whose layers 16 to 31 read the keys and values of layer 15, with an EAGLE-3 head of the real shape over the
+outputs of layers 1, 7 and 14; random bf16 weights, through the engine, host included.  For comparison, the same shape with keys
+and values of each layer's own.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def random_models(config: ModelConfig, max_positions: int) -> tuple[CausalLM, Dr
     """The target and its head with normal weights, made on the GPU."""
     device = torch.device("cuda", 0)
     model = build(lambda: CausalLM(config, max_positions), device, torch.bfloat16)
-    shape = HeadConfig(
-        replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", (1, HALF // 2 - 1, HALF - 2), TARGET.hidden_size, DRAFT_VOCAB
-    )
+    shape = HeadConfig(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", (1, 7, 14), TARGET.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
     for parameter in {*model.parameters(), *head.parameters()}:
