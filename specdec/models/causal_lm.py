@@ -70,12 +70,12 @@ class DecoderLayer(PreNormLayer):
         super().__init__(config, SelfAttention(config, config.hidden_size, shares_kv), MLP(config))
 
 
-def rows_of(attn: AttentionFn, rows_R: Tensor) -> AttentionFn:
+def rows_of(attn: AttentionFn, asked_R: Tensor) -> AttentionFn:
     """The attention of layers that have the queries of these rows only, and no keys and values."""
 
-    def asked(layer: int, inputs: LayerInputs, rows: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        assert rows is None
-        return attn(layer, inputs, rows_R, scoring)
+    def asked(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        assert rows_R is None
+        return attn(layer, inputs, asked_R, scoring)
 
     return asked
 

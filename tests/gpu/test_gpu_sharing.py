@@ -6,7 +6,7 @@ import pytest
 import torch
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
-from toolkit.sharing import SharingZoo
+from toolkit.oracles.sharing import SharingZoo
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.kernels.rope_store_triton import launch_rope

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
-from toolkit.sharing import SHARING, SharingZoo
+from toolkit.oracles.sharing import SHARING, SharingZoo
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.eager.dense import DenseAttention

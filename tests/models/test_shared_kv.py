@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.models import save_eagle1, save_eagle3, save_target
 from toolkit.oracles.reference import ReferenceBackend
-from toolkit.sharing import SHARING, SharingZoo, write_sources
+from toolkit.oracles.sharing import SHARING, SharingZoo, write_sources
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables

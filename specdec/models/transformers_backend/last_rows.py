@@ -10,7 +10,7 @@ Shapes: T tokens of a pass, R rows asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class LastRows:
     layers: all layers of the decoder.  first: the first one that can be limited to some rows.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], first: int) -> None:
+    def __init__(self, layers: nn.ModuleList, first: int) -> None:
         self._cut: ContextVar[Cut | None] = ContextVar("cut", default=None)
         for number in range(first, len(layers)):
             layers[number].register_forward_pre_hook(self._hook(number), with_kwargs=True)
