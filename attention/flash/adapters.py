@@ -2,7 +2,7 @@
 
 They translate argument names, layouts of lse and conventions for empty rows; they hold no kernel.  They answer segments without
 first keys, over keys in the models' own dtype, in pages that the library can read.  Sinks are never passed to a library:
-whoever merges the states adds them, once.
+they are added once, above the backend.
 
 Shapes: T queries, H heads, K kv heads, D head dim, R rows, n queries of each row, P page size.
 """
