@@ -34,7 +34,7 @@ def fa2_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
     """
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-    k, v = _pages(q_THD, view, segment)
+    k, v = _pages(q_THD, view, segment, scoring)
     rows, n = segment.rows, segment.max_seqlen_q
     options = dict(
         softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0, block_table=segment.pages.table
@@ -57,7 +57,7 @@ def fa3_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
-    k, v = _pages(q_THD, view, segment)
+    k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(
         q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.pages.table, cu_seqlens_q=segment.cu_seqlens_q,
         max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
@@ -73,7 +73,7 @@ def fa4_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
     capture.
     """
     flash_attn_varlen_func = _fa4()
-    k, v = _pages(q_THD, view, segment)
+    k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_varlen_func(
         q_THD, k, v, cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q, seqused_k=segment.cache_seqlens,
         page_table=segment.pages.table, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
@@ -94,7 +94,7 @@ def _fa4() -> Callable[..., tuple[Tensor, Tensor]]:
 ADAPTERS: dict[str, Adapter] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_state}
 
 
-def _pages(q_THD: Tensor, view: MHAView, segment: Segment) -> tuple[Tensor, Tensor]:
+def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
     assert isinstance(view, MHAView), f"the flash-attn adapters read plain caches, got {type(view).__name__}"
     assert segment.starts_T is None, "first keys differ by query: our kernel reads such segments"

@@ -6,6 +6,7 @@ that somebody reads.
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,22 @@ def test_sharing_layers_store_nothing(zoo: SharingZoo, name: str) -> None:
     cache.move(torch.tensor([[3, 5, 7]]), torch.tensor([[0, 2]]))
     before[:, 5] = before[:, 7]
     assert torch.equal(kv, before)
+
+
+def test_fp8_scales_go_to_the_layers_that_store(zoo: SharingZoo, tmp_path: Path) -> None:
+    """Keeps out: scales of a checkpoint counted by the layers that store, and scales of a layer that stores nothing, unread."""
+    folder = shutil.copytree(zoo.target("pairs"), tmp_path / "scaled")
+    tensors = load_file(folder / "model.safetensors")
+    scales = {f"model.layers.2.self_attn.{letter}_scale": torch.tensor(0.5 * n) for n, letter in enumerate("kv", start=1)}
+    save_file(tensors | scales, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder)
+    cache = make_cache(model, model.config, 8, "fp8", torch.float32, CPU)
+    assert [cache.view(layer).needs_scale for layer in range(4)] == [True, True, False, False]  # type: ignore[attr-defined]
+    assert cache.view(3).scale_2K.tolist() == [[0.5, 0.5], [1.0, 1.0]]  # type: ignore[attr-defined]
+    stray = {name.replace("layers.2", "layers.3"): scale for name, scale in scales.items()}
+    save_file(tensors | stray, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.3\.self_attn\.k_scale"):
+        load(folder)
 
 
 @pytest.mark.parametrize(

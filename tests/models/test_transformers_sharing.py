@@ -25,6 +25,8 @@ from specdec.models.transformers_backend.last_rows import Cut, rows_in
 from specdec.models.transformers_backend.parts import Unsupported
 from specdec.models.transformers_backend.target import TransformersTarget, rows_are_enough
 from specdec.models.transformers_backend.trace import _kv_source
+from specdec.train.head import train_head
+from specdec.train.settings import HeadRun
 
 CPU = torch.device("cpu")
 NAMES = ("gemma3n", "gemma4")
@@ -95,6 +97,14 @@ def test_features_of_several_streams_are_refused(families: Families, tmp_path: P
     head = save_eagle3(tmp_path, families.target("gemma3n"))
     with pytest.raises(ValueError, match=r"EAGLE-3 head reads .* of this gemma3n_text target its layers hand on .*EAGLE-1/2"):
         decoder_of(families, "gemma3n", SpecConfig(3, 2, 6), head)
+
+
+def test_no_head_is_trained_on_several_streams(families: Families, tmp_path: Path) -> None:
+    """Keeps out: hours of a target's writing, before the first step of training says that it can't be."""
+    text = tmp_path / "text.txt"
+    text.write_text("a tale\n\n" * 400)
+    with pytest.raises(ValueError, match="target: an EAGLE-3 head can't be trained for .*gemma3n: its layers hand on"):
+        train_head(HeadRun(width=64, longest_prompt=16), families.target("gemma3n"), [text], tmp_path / "out", device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
