@@ -102,7 +102,7 @@ def test_features_of_several_streams_are_refused(families: Families, tmp_path: P
 def test_no_head_is_trained_on_several_streams(families: Families, tmp_path: Path) -> None:
     """Keeps out: hours of a target's writing, before the first step of training says that it can't be."""
     text = tmp_path / "text.txt"
-    text.write_text("a tale\n\n" * 400)
+    text.write_text("a tale<|endoftext|>" * 400)
     with pytest.raises(ValueError, match="target: an EAGLE-3 head can't be trained for .*gemma3n: its layers hand on"):
         train_head(HeadRun(width=64, longest_prompt=16), families.target("gemma3n"), [text], tmp_path / "out", device="cpu")
 
