@@ -47,6 +47,7 @@ class Parts:
         self.layers = lists[0]
         _freeze_rope(self.decoder)
         _freeze_cutoffs(self.decoder)
+        _guard_per_layer_table(self.decoder)
         setattr(model, name, _PassThroughDecoder())
         self.head = model
 
@@ -108,6 +109,22 @@ def _above_cutoff(inputs: Tensor, deviations: Tensor) -> Tensor:
     number = deviations.to(inputs.dtype).item()
     cutoff = inputs.mean(dim=-1, keepdim=True) + inputs.std(dim=-1, keepdim=True, unbiased=False) * number
     return F.relu(inputs - cutoff)
+
+
+def _guard_per_layer_table(decoder: nn.Module) -> None:
+    """Gives tokens that a table of per-layer embeddings (Gemma 3n) has no row for the first row.
+
+    The table may have fewer rows than the vocabulary.  transformers does the same in later releases; earlier ones read after the
+    table's end, which on a GPU ends the process.
+    """
+    table = getattr(decoder, "embed_tokens_per_layer", None)
+    if isinstance(table, nn.Embedding):
+        table.register_forward_pre_hook(_within_table)
+
+
+def _within_table(table: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    ids, *rest = args
+    return torch.where(ids < table.num_embeddings, ids, 0), *rest
 
 
 @dataclass
