@@ -5,11 +5,13 @@ left out of layers that take their tokens in another way.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toolkit.driver import Driver
 from toolkit.families import Families, assert_greedy, save_family
 from toolkit.models import ragged_prompts, save_eagle1, save_eagle3
@@ -114,6 +116,27 @@ def test_cutoffs_are_transformers_own(families: Families, dtype: torch.dtype) ->
     x = torch.randn(6, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     want = Gemma3nTextMLP._gaussian_topk(mlp, x)
     assert torch.equal(mlp._gaussian_topk(x), want) and 0.05 < (want > 0).float().mean() < 0.4
+
+
+@torch.inference_mode()
+def test_tokens_beyond_the_per_layer_table_take_its_first_row(families: Families, tmp_path: Path) -> None:
+    """Keeps out: a read after the table's end, which on a GPU ends the process.  Two rows with the first row's values, at the
+    end of a longer table, say the same."""
+    whole, short = families.target("gemma3n"), tmp_path / "short"
+    shutil.copytree(whole, short)
+    name = "model.embed_tokens_per_layer.weight"
+    tensors = load_file(whole / "model.safetensors")
+    raw = json.loads((whole / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(raw | {"vocab_size_per_layer_input": 38}))
+    save_file(tensors | {name: tensors[name][:38].clone()}, short / "model.safetensors", metadata={"format": "pt"})
+    target = load(whole)
+    target.decoder.embed_tokens_per_layer.weight[38:] = tensors[name][0]  # type: ignore[union-attr,index]
+    ids, positions = torch.tensor([5, 38, 7, 39]), torch.arange(4)
+    states = [
+        model(ids, positions, DenseAttention(model.config.layer_kinds, sources=SOURCES)).hidden_TH
+        for model in (target, load(short))
+    ]
+    torch.testing.assert_close(*states)
 
 
 # ---- what is written ----
