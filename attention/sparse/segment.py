@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import Candidates
 from specdec.attention.sparse.indexer import IndexRows, indexer_scores, select_rows, to_slots
+from specdec.ops.launch import use_kernels
 
 GATHERED = 1 << 24  # numbers of keys that the pure version gathers at once
 
@@ -29,13 +30,17 @@ def sparse_segment(
     candidates = Candidates.of(plan, q_THD.shape[0]) if candidates is None else candidates
     assert topk > 0 and candidates.paged_T.shape[0] == q_THD.shape[0] == w_TH.shape[0]
     assert q_THD.shape[2] == keys_XD.shape[1]
+    if use_kernels(q_THD):
+        from specdec.attention.sparse.launch import launch_sparse_segment
+
+        return launch_sparse_segment(q_THD, w_TH, keys_XD, candidates, topk)
     return pure_segment(q_THD, w_TH, keys_XD, candidates, topk)
 
 
 def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int) -> Segment:
     """`sparse_segment` by its definition, a few queries at a time.  The kernels compute the same."""
     T, N = q_THD.shape[0], candidates.width
-    I = min(topk, N)  # noqa: E741
+    I = min(topk, N)
     slots_TI = torch.zeros(T, I, dtype=torch.int32, device=q_THD.device)
     counts_T = torch.zeros(T, dtype=torch.int32, device=q_THD.device)
     step = max(1, GATHERED // max(1, N * keys_XD.shape[1]))
