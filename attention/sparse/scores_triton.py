@@ -36,7 +36,7 @@ def block_scores(q_HD, w_H, k_ND):
     """[N]: the weighted sum of the heads' products, of which negative ones count as 0."""
     s_NH = tl.dot(k_ND, tl.trans(q_HD), input_precision="ieee")
     s_N = tl.sum(tl.maximum(s_NH, 0.0) * w_H[None, :], 1)
-    return tl.minimum(tl.maximum(s_N, -LARGEST), LARGEST)
+    return tl.minimum(tl.maximum(tl.where(s_N == s_N, s_N, -LARGEST), -LARGEST), LARGEST)  # NaN counts as the lowest
 
 
 @triton.jit
