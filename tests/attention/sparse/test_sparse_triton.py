@@ -63,7 +63,7 @@ def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int) -> None
 
 @pytest.mark.parametrize("weight", [0.0, 1e-30, 1e30, float("inf"), float("nan")])
 def test_scores_of_any_size(weight: float) -> None:
-    """All equal, tiny, huge and undefined scores.  Keeps out: bins of a range that is 0 or infinite, a search that never ends."""
+    """All equal, tiny, huge and undefined scores.  Keeps out: bins of an infinite range, a search that never ends."""
     world = IndexWorld.make("causal", [70, 33], 1, 5, seed=4, device=DEVICE)
     world.w_TH.mul_(weight)
     scores = kernel_scores(world, 10, TINY)
