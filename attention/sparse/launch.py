@@ -8,6 +8,7 @@ Shapes: T queries, H heads, D indexer dim, N candidates, B bins, S slices, E ran
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from specdec.attention.sparse.scores_triton import row_scores_kernel, rows_score
 from specdec.attention.sparse.select_triton import border_kernel, compact_kernel, histogram_kernel
 from specdec.ops.launch import chained
 
+START = 4  # the time before a program of scores reads its first key, in blocks
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 
@@ -73,7 +75,7 @@ def launch_sparse_segment(
     programs = programs_at_once(device) if programs is None else programs
     assert q_THD.dtype == keys_XD.dtype and keys_XD.shape[1] == D and w_TH.shape == q_THD.shape[:2]
     assert q_THD.stride()[1:] == (D, 1) and w_TH.stride(1) == keys_XD.stride(1) == 1
-    assert candidates.segment.page_table.stride(1) == 1
+    assert candidates.segment.pages.table.stride(1) == 1
     slots_TI = torch.empty(T, min(topk, N), dtype=torch.int32, device=device)
     counts_T = candidates.counts_T(topk)
     part = max(1, min(T, scratch_bytes // (12 * max(1, N))))
@@ -97,6 +99,20 @@ def _scratch(queries: int, candidates: Candidates, ranges: int, sizes: Sizes, pr
     )  # fmt: skip
 
 
+@lru_cache
+def score_splits(rows: int, blocks: int, at_once: int) -> int:
+    """Into how many parts each row's keys are divided, by a simple model: a program takes the time of its blocks and of START
+    more.
+
+    rows: of one query.  blocks: of a row's keys, by the table's capacity.  at_once: programs that the GPU runs at once.
+    """
+
+    def time(splits: int) -> int:
+        return -(-rows * splits // at_once) * (-(-blocks // splits) + START)
+
+    return min(range(1, max(1, min(blocks, 4 * at_once // rows)) + 1), key=time)
+
+
 def launch_scores(
     q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int, first: int, queries: int, sizes: Sizes,
     programs: int,
@@ -104,27 +120,28 @@ def launch_scores(
     """Scores a part of the queries.  Returns what it leaves, and into how many splits a row's keys were divided (0: blocks)."""
     (_, H, D), device = q_THD.shape, q_THD.device
     segment, suffix = candidates.segment, candidates.suffix
-    keys = segment.page_table.shape[1] * segment.page_size
-    table = segment.page_table if suffix is None else suffix.page_table
-    strides = (q_THD.stride(0), w_TH.stride(0), keys_XD.stride(0), segment.page_table.stride(0), table.stride(0))
+    pages = segment.pages.table
+    paths = pages if suffix is None else suffix.pages.table
+    strides = (q_THD.stride(0), w_TH.stride(0), keys_XD.stride(0), pages.stride(0), paths.stride(0))
     shared = {
-        "HEADS": H, "BLOCK_H": padded(H), "DIM": D, "BLOCK_D": padded(D), "PAGE_SIZE": segment.page_size, "BINS": sizes.bins,
-        "HAS_SUFFIX": suffix is not None, **chained(device),
+        "HEADS": H, "BLOCK_H": padded(H), "DIM": D, "BLOCK_D": padded(D), "PAGE_SIZE": segment.pages.page_size,
+        "BINS": sizes.bins, "HAS_SUFFIX": suffix is not None, **chained(device),
     }  # fmt: skip
     if segment.max_seqlen_q == 1:
-        splits = max(1, min(triton.cdiv(keys, sizes.row), triton.cdiv(sizes.an_sm * programs, queries)))
+        splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.row), sizes.an_sm * programs)
         scratch = _scratch(queries, candidates, 1 + splits, sizes, programs)
         row_scores_kernel[(queries * (1 + splits),)](
-            q_THD, w_TH, keys_XD, segment.page_table, table, candidates.rows_T, candidates.paged_T, candidates.path_T,
+            q_THD, w_TH, keys_XD, pages, paths, candidates.rows_T, candidates.paged_T, candidates.path_T,
             *scratch[:4], D**-0.5, first, queries, splits, topk, *strides, scratch.scores.stride(0),
             BLOCK_N=sizes.row, STAGES=sizes.row_stages, num_warps=sizes.row_warps, num_stages=sizes.row_stages, **shared,
         )  # fmt: skip
         return scratch, splits
-    groups, blocks = triton.cdiv(min(segment.max_seqlen_q, queries), sizes.group), triton.cdiv(keys, sizes.rows)
+    groups = triton.cdiv(min(segment.max_seqlen_q, queries), sizes.group)
+    blocks = triton.cdiv(segment.pages.capacity, sizes.rows)
     scratch = _scratch(queries, candidates, 1 + blocks, sizes, programs)
-    width = 0 if suffix is None else table.shape[1]
+    width = 0 if suffix is None else paths.shape[1]
     rows_scores_kernel[(queries + segment.rows * groups * blocks,)](
-        q_THD, w_TH, keys_XD, segment.page_table, table, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,
+        q_THD, w_TH, keys_XD, pages, paths, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,
         candidates.path_T, *scratch[:4], D**-0.5, first, queries, groups, blocks, width, topk, *strides,
         scratch.scores.stride(0),
         BLOCK_N=sizes.rows, GROUP=sizes.group, CAUSAL=segment.causal, STAGES=sizes.rows_stages, num_warps=sizes.rows_warps,
@@ -139,7 +156,8 @@ def launch_selection(
 ) -> None:  # fmt: skip
     """Selects a part of the queries' best keys, into their rows of slots_TI."""
     segment, suffix = candidates.segment, candidates.suffix
-    table = segment.page_table if suffix is None else suffix.page_table
+    pages = segment.pages.table
+    paths = pages if suffix is None else suffix.pages.table
     slices, ranges = scratch.counts.shape[1], scratch.extremes.shape[1]
     numbers = (first, splits, ranges, topk, scratch.scores.stride(0))
     shared = {
@@ -151,8 +169,8 @@ def launch_selection(
     histogram_kernel[grid](scratch.scores, scratch.extremes, *visible, scratch.histogram, *numbers, **shared)
     border_kernel[grid](scratch.scores, scratch.extremes, *visible, *scratch[2:], *numbers, **shared)
     compact_kernel[grid](
-        scratch.scores, scratch.extremes, candidates.rows_T, *visible, *scratch[2:], segment.page_table, table, slots_TI,
-        *numbers, segment.page_table.stride(0), table.stride(0), slots_TI.stride(0),
-        PAGE_SIZE=segment.page_size, HAS_SUFFIX=suffix is not None, BLOCK_S=triton.next_power_of_2(slices),
+        scratch.scores, scratch.extremes, candidates.rows_T, *visible, *scratch[2:], pages, paths, slots_TI,
+        *numbers, pages.stride(0), paths.stride(0), slots_TI.stride(0),
+        PAGE_SIZE=segment.pages.page_size, HAS_SUFFIX=suffix is not None, BLOCK_S=triton.next_power_of_2(slices),
         BLOCK_C=sizes.few, **shared,
     )  # fmt: skip

@@ -8,7 +8,8 @@ of them ran, nor on whether the key lies in a page or on the query's path in a d
 The first programs of either kernel, one for each query, score the query's path and clear what the selection counts with.
 Every program also leaves the smallest and largest score of each query and range of keys, for the bins of the selection.
 
-Order of chained launches (specdec/ops/launch.py): both kernels read everything after gdc_wait, and trigger late.
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernels read page tables, lengths and what a pass's
+layers share about its candidates, as attention's kernels read tables and lengths.  They trigger late.
 
 Shapes: T queries, H heads, D indexer dim, N keys of a block, X slots, E ranges of keys.
 """
@@ -53,17 +54,20 @@ def score_path(
     q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, token, place,
     stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, ranges,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BINS: tl.constexpr, HAS_SUFFIX: tl.constexpr,
+    BINS: tl.constexpr, HAS_SUFFIX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores one query's own path, and clears the query's histogram and its cursor."""
+    paged = tl.load(paged_T + token)
+    length = tl.load(path_T + token)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(histogram + place * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
     tl.store(cursor + place, 0)
     low = float("inf")
     high = -float("inf")
     if HAS_SUFFIX:
         n = tl.arange(0, BLOCK_N)
-        paged = tl.load(paged_T + token)
-        length = tl.load(path_T + token)
         q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
         for start in tl.range(0, length, BLOCK_N, num_stages=1):
             ok_N = start + n < length
@@ -115,16 +119,13 @@ def row_scores_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program < queries:
         place = program.to(tl.int64)
         score_path(
             q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, first_token + place, place,
             stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, 1 + splits,
-            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX,
+            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX, PDL,
         )  # fmt: skip
         return
     program -= queries
@@ -132,15 +133,18 @@ def row_scores_kernel(
     split = program % splits
     token = first_token + place
     paged = tl.load(paged_T + token)
+    visible = paged + tl.load(path_T + token)
+    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
     per_split = tl.cdiv(tl.cdiv(paged, splits), BLOCK_N) * BLOCK_N
     low = split * per_split
     high = tl.minimum(low + per_split, paged)
-    if (low >= high) | (paged + tl.load(path_T + token) <= topk):  # a query that sees so few keys selects all of them
-        return
-    row = tl.load(rows_T + token).to(tl.int64)
-    pages = page_table + row * stride_row
     n = tl.arange(0, BLOCK_N)
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (low >= high) | (visible <= topk):  # a query that sees so few keys selects all of them
+        return
     q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
     low_N = tl.full([BLOCK_N], float("inf"), tl.float32)
     high_N = tl.full([BLOCK_N], -float("inf"), tl.float32)
@@ -204,16 +208,13 @@ def rows_scores_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program < queries:
         place = program.to(tl.int64)
         score_path(
             q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, first_token + place, place,
             stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, 1 + blocks,
-            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX,
+            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX, PDL,
         )  # fmt: skip
         return
     program -= queries
@@ -227,14 +228,15 @@ def rows_scores_kernel(
     start = block * BLOCK_N
     if CAUSAL:  # from the first query that sees the block
         begin = tl.maximum(begin, start + row_end - length)
-    if (begin >= end) | (start >= length):
-        return
-    most = tl.load(paged_T + end - 1)  # the last query sees the most keys
-    if most + path_width <= topk:  # queries that see so few keys select all of them
-        return
+    most = tl.where(begin < end, tl.load(paged_T + tl.maximum(end - 1, 0)), 0)  # the last query sees the most keys
     key_N = start + tl.arange(0, BLOCK_N)
     ok_N = key_N < most
     page_N = tl.load(page_table + row.to(tl.int64) * stride_row + key_N // PAGE_SIZE, mask=ok_N, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (start >= most) | (most + path_width <= topk):  # queries that see so few keys select all of them
+        return
     k_ND = keys_at(keys, page_N * PAGE_SIZE + key_N % PAGE_SIZE, ok_N, stride_slot, DIM, BLOCK_D)
     for t in tl.range(begin, end, num_stages=STAGES):
         token = begin.to(tl.int64) + (t - begin)

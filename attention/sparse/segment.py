@@ -65,5 +65,5 @@ def _every_candidate(candidates: Candidates, part: slice) -> IndexRows:
 
 def _slots(rows: IndexRows, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
     segment, suffix = candidates.segment, candidates.suffix
-    path_tP = None if suffix is None else suffix.page_table[part]
-    return to_slots(rows, segment.page_table, candidates.rows_T[part], segment.page_size, candidates.paged_T[part], path_tP)
+    path_tP = None if suffix is None else suffix.pages.table[part]
+    return to_slots(rows, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)

@@ -8,6 +8,7 @@ import torch
 from toolkit.attention.sparse import IndexWorld, tree_mask
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import Candidates
@@ -44,18 +45,18 @@ def test_selection_takes_the_best_and_the_earlier_of_equals() -> None:
 def test_positions_become_slots_without_gaps() -> None:
     """Gaps, pages beyond the table, and a path.  Keeps out: a gap that becomes slot 0, a path looked up in the table."""
     rows = IndexRows(torch.tensor([[-1, 0, 5, -1, 9, 11], [3, -1, 6, 7, 8, 40]], dtype=torch.int32), ints(4, 5))
-    tables = torch.tensor([[7, 2, 4], [1, 9, 3]], dtype=torch.int32)
-    slots, counts = to_slots(rows, tables, ints(1, 0), 4, ints(12, 6))
+    tables = PageTable(torch.tensor([[7, 2, 4], [1, 9, 3]], dtype=torch.int32), 4)
+    slots, counts = to_slots(rows, tables, ints(1, 0), ints(12, 6))
     assert counts.tolist() == [4, 1] and slots[0].tolist() == [4, 37, 13, 15, 0, 0] and slots[1].tolist() == [31, 0, 0, 0, 0, 0]
     path = torch.tensor([[90, 91], [80, 81]], dtype=torch.int32)
-    slots, counts = to_slots(rows, tables, ints(1, 0), 4, ints(9, 6), path)
+    slots, counts = to_slots(rows, tables, ints(1, 0), ints(9, 6), path)
     assert counts.tolist() == [3, 3] and slots[:, :3].tolist() == [[4, 37, 90], [31, 80, 81]]
 
 
 def test_candidates_of_a_plan() -> None:
     """Causal rows of unequal length, a row that holds nothing yet, padding after the last row."""
     table = torch.arange(6, dtype=torch.int32).view(3, 2)
-    segment = Segment(table, ints(7, 0, 4), ints(0, 3, 3, 4), 3, True, 4, ragged=True)
+    segment = Segment(PageTable(table, 4), ints(7, 0, 4), ints(0, 3, 3, 4), 3, True, ragged=True)
     candidates = Candidates.of(AttentionPlan((segment,)), 6)
     assert candidates.rows_T[:4].tolist() == [0, 0, 0, 2] and candidates.visible_T.tolist() == [5, 6, 7, 4, 0, 0]
     assert candidates.width == 8 and candidates.counts_T(6).tolist() == [5, 6, 6, 4, 0, 0]
@@ -69,15 +70,15 @@ def test_trees_select_what_their_paths_select(page_size: int) -> None:
     got = sparse_segment(tree.q_THD, tree.w_TH, tree.keys_XD, tree.plan, topk)
     prefix, suffix = tree.plan.segments[0], tree.plan.suffix
     assert suffix is not None
-    for t, (slots, count) in enumerate(zip(got.page_table, got.cache_seqlens.tolist())):
+    for t, (slots, count) in enumerate(zip(got.pages.table, got.cache_seqlens.tolist())):
         row, node = divmod(t, n)
         path = int(tree_mask(n)[node].sum())
         at = torch.arange(lens[row])
-        before = prefix.page_table[row, at // page_size] * page_size + at % page_size
-        table = torch.cat((before, suffix.page_table[t, :path])).int()[None]
-        chain = causal_segment(table, ints(lens[row] + path), 1, 1)
+        before = prefix.pages.table[row, at // page_size] * page_size + at % page_size
+        table = torch.cat((before, suffix.pages.table[t, :path])).int()[None]
+        chain = causal_segment(PageTable(table), ints(lens[row] + path), 1)
         want = sparse_segment(tree.q_THD[t][None], tree.w_TH[t][None], tree.keys_XD, AttentionPlan((chain,)), topk)
-        assert count == int(want.cache_seqlens) and torch.equal(slots[:count], want.page_table[0, :count])
+        assert count == int(want.cache_seqlens) and torch.equal(slots[:count], want.pages.table[0, :count])
 
 
 def test_few_keys_are_all_selected() -> None:
@@ -86,5 +87,5 @@ def test_few_keys_are_all_selected() -> None:
     got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, 100)
     slots, visible_T = world.all_slots()
     assert torch.equal(got.cache_seqlens, visible_T)
-    for row, every, count in zip(got.page_table, slots, visible_T.tolist()):
+    for row, every, count in zip(got.pages.table, slots, visible_T.tolist()):
         assert torch.equal(row[:count].long(), every[:count])

@@ -14,7 +14,8 @@ from torch import Tensor
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import Scoring
-from specdec.attention.segment import AttentionPlan
+from specdec.attention.pages import PageTable
+from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.segment import sparse_segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_new_memory")]
@@ -54,14 +55,13 @@ def test_trees_and_chains_score_alike() -> None:
     tree = IndexWorld.make("tree", [length], n, 64, **SHAPE)
     path = [0, 2, 6]
     tree_scores = kernel_scores(tree, TOPK)
-    segment = tree.plan.segments[0]
     keys = torch.cat((tree.keys_XD[tree.all_slots()[0][6, : length + 3]], tree.keys_XD[:61]))
     table = torch.arange(keys.shape[0] // 64, device="cuda").int()[None]
     for many in (True, False):
         rows = path if many else path[-1:]
         lens = torch.tensor([length + 3], dtype=torch.int32, device="cuda")
         cu = torch.tensor([0, len(rows)], dtype=torch.int32, device="cuda")
-        chain = replace(segment, page_table=table, cache_seqlens=lens, cu_seqlens_q=cu, max_seqlen_q=len(rows), causal=many)
+        chain = Segment(PageTable(table, 64), lens, cu, len(rows), causal=many)
         world = IndexWorld(tree.q_THD[rows], tree.w_TH[rows], keys, AttentionPlan((chain,)))
         scores = kernel_scores(world, TOPK)
         for i, node in enumerate(rows):
@@ -76,7 +76,7 @@ def test_a_captured_graph_follows_the_lengths() -> None:
 
     def run() -> tuple[Tensor, Tensor]:
         got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, TOPK)
-        return got.page_table, got.cache_seqlens
+        return got.pages.table, got.cache_seqlens
 
     with torch.no_grad():
         run()
@@ -87,14 +87,13 @@ def test_a_captured_graph_follows_the_lengths() -> None:
             lens_B.copy_(torch.tensor(lens))
             graph.replay()
             got = run()
-            same_rows(replace(world.plan.segments[0], page_table=slots, cache_seqlens=counts), *got)
+            same_rows(replace(world.plan.segments[0], pages=PageTable(slots), cache_seqlens=counts), *got)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_latents_of_rows(rows: int) -> None:
     """Attention over rows of slots against float64.  Keeps out: slots read past a row's count, empty rows that are not 0."""
     from specdec.attention.kernels.triton_backend import TritonBackend
-    from specdec.attention.segment import Segment
 
     torch.manual_seed(rows)
     counts_T = torch.tensor([2048, 0, 1, 64, 65, 700, 2047, 129][:rows], dtype=torch.int32, device="cuda")

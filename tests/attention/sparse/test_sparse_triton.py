@@ -81,7 +81,7 @@ def test_queries_in_parts(kind: str, n: int) -> None:
     bytes_a_query = 12 * world.candidates.width
     for queries in (1, 3, 5):
         parts = launched(world, 10, TINY, scratch=queries * bytes_a_query)
-        same_rows(parts, whole.page_table, whole.cache_seqlens)
+        same_rows(parts, whole.pages.table, whole.cache_seqlens)
 
 
 def test_padding_tokens_select_nothing() -> None:
@@ -90,7 +90,7 @@ def test_padding_tokens_select_nothing() -> None:
     more = IndexWorld(world.q_THD.repeat(2, 1, 1), world.w_TH.repeat(2, 1), world.keys_XD, world.plan)
     T, got, want = world.q_THD.shape[0], launched(more, 10, TINY), launched(world, 10, TINY)
     assert got.cache_seqlens[T:].eq(0).all() and got.rows == 2 * T
-    same_rows(want, got.page_table[:T], got.cache_seqlens[:T])
+    same_rows(want, got.pages.table[:T], got.cache_seqlens[:T])
 
 
 def test_the_choice_of_sizes_for_float32() -> None:

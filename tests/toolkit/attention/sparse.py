@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import Candidates
@@ -46,16 +47,17 @@ class IndexWorld:
         if distinct:
             of_X = torch.arange(pages.num_slots, device=device) * 7919 % distinct
             keys_XD = torch.where(keys_XD.isnan(), keys_XD, pages.randn(distinct, dim, dtype=dtype)[of_X])
+        table = PageTable(pages.table_BW, page_size)
         counts = [1 + b % n for b in range(len(lens))] if kind == "ragged" else [n] * len(lens)
         if kind == "ragged":
-            plan = AttentionPlan((ragged_causal_segment(pages.table_BW, counts, lens, page_size),))
+            plan = AttentionPlan((ragged_causal_segment(table, counts, lens),))
         elif kind == "causal":
-            plan = AttentionPlan((causal_segment(pages.table_BW, pages.lens_B, n, page_size),))
+            plan = AttentionPlan((causal_segment(table, pages.lens_B, n),))
         else:
             mask_BNN = tree_mask(n).to(device).expand(len(lens), n, n)
             suffix = Segment.empty(len(lens) * n, n, 1, device=device)
             fill_tree_suffix(suffix, pages.fresh_slots(), mask_BNN)
-            plan = AttentionPlan((prefix_segment(pages.table_BW, pages.lens_B, n, page_size),), suffix=suffix)
+            plan = AttentionPlan((prefix_segment(table, pages.lens_B, n),), suffix=suffix)
         T = sum(counts)
         return cls(pages.randn(T, heads, dim, dtype=dtype), pages.randn(T, heads), keys_XD, plan)
 
@@ -83,8 +85,8 @@ class IndexWorld:
 
     def _slots(self, rows: IndexRows) -> tuple[Tensor, Tensor]:
         c = self.candidates
-        path = None if c.suffix is None else c.suffix.page_table
-        return to_slots(rows, c.segment.page_table, c.rows_T, c.segment.page_size, c.paged_T, path)
+        path = None if c.suffix is None else c.suffix.pages.table
+        return to_slots(rows, c.segment.pages, c.rows_T, c.paged_T, path)
 
 
 def tree_mask(n: int) -> Tensor:
@@ -99,5 +101,5 @@ def same_rows(got: Segment, slots_TI: Tensor, counts_T: Tensor) -> None:
     """Asserts that a segment lists these slots, in this order."""
     assert torch.equal(got.cache_seqlens.long(), counts_T.long()), (got.cache_seqlens, counts_T)
     listed_TI = torch.arange(slots_TI.shape[1], device=slots_TI.device) < counts_T[:, None]
-    wrong_TI = listed_TI & (got.page_table != slots_TI)
+    wrong_TI = listed_TI & (got.pages.table != slots_TI)
     assert not wrong_TI.any(), wrong_TI.nonzero()[:10]
