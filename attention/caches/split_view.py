@@ -1,0 +1,42 @@
+"""Keys and values of one layer as two tensors, each with strides, head counts and a width of its own.
+
+Two kinds of layers need this: ordinary heads whose values are not as wide as their keys, and differential attention, where two
+key heads share one value head of twice their width.  This module knows slots, not who owns them, and no kernel.
+
+Shapes: T tokens, N slots, K key heads, V value heads, D key dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SplitView:
+    """One layer's keys [slots, K, D] and values [slots, V, E], in the model's own dtype.
+
+    V divides K: the key heads i * K / V to (i + 1) * K / V - 1 share value head i.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.k.shape[0] == self.v.shape[0] and self.k.shape[1] % self.v.shape[1] == 0, (self.k.shape, self.v.shape)
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        raise TypeError("keys and values of different width are no single tensor; layers use write_heads")
+
+    def write_heads(self, slots_T: Tensor, k_TKD: Tensor, v_TVE: Tensor) -> None:
+        """Stores keys [T, K, D], already normed and rotated, and values [T, V, E] at the slots (int64 [T])."""
+        self.k.index_copy_(0, slots_T, k_TKD)
+        self.v.index_copy_(0, slots_T, v_TVE)
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]): a shared value head is repeated for each of its keys."""
+        k_NKD, v_NVE = (x.index_select(0, slots_N).to(dtype) for x in (self.k, self.v))
+        share = self.k.shape[1] // self.v.shape[1]
+        return k_NKD, v_NVE if share == 1 else v_NVE.repeat_interleave(share, dim=1)
