@@ -36,7 +36,7 @@ class SplitView:
         self.v.index_copy_(0, slots_T, v_TVE)
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]).  A shared value head is repeated for each of its keys."""
+        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), shared value heads repeated."""
         k_NKD, v_NVE = (x.index_select(0, slots_N).to(dtype) for x in (self.k, self.v))
         share = self.k.shape[1] // self.v.shape[1]
         return k_NKD, v_NVE if share == 1 else v_NVE.repeat_interleave(share, dim=1)
