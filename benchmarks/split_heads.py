@@ -171,9 +171,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = measure(args.replays, args.bandwidth)
     for row in rows:
-        print(
-            f"{row['heads']:18} {row['B']:3} {row['L']:6} {row['N']:3} {row['way']:22} {row['us']:8.2f} us, limit {row['limit_us']:.2f}"
-        )
+        shape = f"{row['heads']:18} {row['B']:3} {row['L']:6} {row['N']:3} {row['way']:22}"
+        print(f"{shape} {row['us']:8.2f} us, limit {row['limit_us']:.2f}")
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "bandwidth": args.bandwidth}
         args.out.write_text(json.dumps({**about, "cells": rows}, indent=1) + "\n")
