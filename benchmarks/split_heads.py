@@ -32,7 +32,8 @@ from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.caches.split_view import SplitView
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.plan import fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 
 DEVICE = torch.device("cuda")
@@ -62,16 +63,16 @@ class World:
         slots, self.bytes = B * width * PAGE_SIZE, B * L * K * (D + E) * 2
         layers = max(2, min(24, 2 * L2_BYTES // (slots * K * (D + E) * 2)))
         self.rows = [torch.randn(slots, K * (D + E), device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)]
-        table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
+        table = PageTable(torch.randperm(B * width, device=DEVICE).view(B, width).int(), PAGE_SIZE)
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
-        slots_BN = slots_at(table, (L + torch.arange(N, device=DEVICE)).expand(B, N), PAGE_SIZE)
+        slots_BN = table.slots_at((L + torch.arange(N, device=DEVICE)).expand(B, N))
         mask = torch.eye(N, dtype=torch.bool, device=DEVICE)
         for n in range(1, N):
             mask[n] |= mask[(n - 1) // 2]
         suffix = replace(Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE), base_B=lens)
         fill_tree_suffix(suffix, slots_BN, mask.expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B)
-        self.plan = AttentionPlan((prefix_segment(table, lens, N, PAGE_SIZE),), positions_T, suffix)
+        self.plan = AttentionPlan((prefix_segment(table, lens, N),), positions_T, suffix)
         self.q_THD = torch.randn(B * N, H, D, device=DEVICE, dtype=torch.bfloat16)
 
 

@@ -23,6 +23,7 @@ from specdec.attention.caches.split_view import SplitView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 
@@ -58,17 +59,17 @@ def split_view(pages: Scattered, sizes: Sizes, dtype: torch.dtype) -> SplitView:
 
 
 def plan_of(shape: str, pages: Scattered, N: int) -> AttentionPlan:
-    P, table = pages.page_size, pages.table_BW
+    table = PageTable(pages.table_BW, pages.page_size)
     if shape == "prompts":
         lens = [n + N for n in LENS]
-        return AttentionPlan((ragged_causal_segment(table, [n + N if n else N for n in LENS], lens, P),))
+        return AttentionPlan((ragged_causal_segment(table, [n + N if n else N for n in LENS], lens),))
     if shape == "chain":
-        return AttentionPlan((causal_segment(table, pages.lens_B + N, N, P),))
+        return AttentionPlan((causal_segment(table, pages.lens_B + N, N),))
     mask_NN = mask_of(PARENTS).to(DEVICE)
     suffix = replace(Segment.empty(len(LENS) * N, int(mask_NN.sum(1).max()), 1, device=DEVICE), base_B=pages.lens_B)
     fill_tree_suffix(suffix, pages.fresh_slots(), mask_NN.expand(len(LENS), N, N))
     positions_T = (pages.lens_B.long()[:, None] + mask_NN.sum(1) - 1).flatten()
-    return AttentionPlan((prefix_segment(table, pages.lens_B, N, P),), positions_T, suffix)
+    return AttentionPlan((prefix_segment(table, pages.lens_B, N),), positions_T, suffix)
 
 
 def attend(backend: Backend, q_THD: Tensor, view: SplitView, plan: AttentionPlan, scoring: Scoring) -> Tensor:

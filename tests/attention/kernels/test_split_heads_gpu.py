@@ -22,6 +22,7 @@ from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 
@@ -51,18 +52,18 @@ class World:
         pages = Scattered([L] * B, P, extra=N, seed=B + L, device=DEVICE)
         row = pages.fill(K * D + (K // share) * E, dtype=dtype)
         self.view = SplitView(row[:, : K * D].unflatten(1, (K, D)), row[:, K * D :].unflatten(1, (K // share, E)))
-        self.lens_B, table = pages.lens_B, pages.table_BW
+        self.lens_B, table = pages.lens_B, PageTable(pages.table_BW, P)
         self.q_THD = pages.randn(B * (L + N if kind == "prompts" else N), H, D, dtype=dtype)
         if kind == "prompts":
-            self.plan = AttentionPlan((ragged_causal_segment(table, [L + N] * B, [L + N] * B, P),))
+            self.plan = AttentionPlan((ragged_causal_segment(table, [L + N] * B, [L + N] * B),))
         elif kind == "chain":
-            self.plan = AttentionPlan((causal_segment(table, self.lens_B, N, P),))
+            self.plan = AttentionPlan((causal_segment(table, self.lens_B, N),))
         else:
             mask = mask_of([0, *((n - 1) // 2 for n in range(1, N))]).to(DEVICE)
             suffix = replace(Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE), base_B=self.lens_B)
             fill_tree_suffix(suffix, pages.fresh_slots(), mask.expand(B, N, N))
             positions_T = (L + mask.sum(1) - 1).repeat(B)
-            self.plan = AttentionPlan((prefix_segment(table, self.lens_B, N, P),), positions_T, suffix)
+            self.plan = AttentionPlan((prefix_segment(table, self.lens_B, N),), positions_T, suffix)
 
     def attend(self, plan: AttentionPlan) -> Tensor:
         backend = TritonBackend()
