@@ -18,11 +18,18 @@ from specdec.attention.caches.quant_cache import QuantCache, kv_bytes_per_token
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.diffllama.config import DiffLlamaConfig
 
 
 def keeps_latents(config: ModelConfig) -> bool:
     """Whether the model stores one latent vector a token that all heads share (multi-head latent attention, MLA)."""
     return isinstance(config, DeepseekConfig)
+
+
+def split_widths(*configs: ModelConfig) -> tuple[int, ...]:
+    """The widths of values that are not as wide as their keys; those of differential attention are as wide as two heads."""
+    widths = [2 * c.head_dim if isinstance(c, DiffLlamaConfig) else c.value_width for c in configs]
+    return tuple(dict.fromkeys(width for width in widths if width))
 
 
 def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
