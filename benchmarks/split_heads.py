@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
-from specdec.attention.caches.split_view import SplitView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.pages import PageTable

@@ -20,7 +20,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVView, MHAView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.quant_cache import QuantView
-from specdec.attention.caches.split_view import SplitView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel

@@ -19,7 +19,7 @@ from toolkit.trees import mask_of
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.split_view import SplitView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from specdec.attention.caches.split_view import SplitView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend

@@ -8,10 +8,13 @@ Shapes: T tokens, N slots, K key heads, V value heads, D key dim, E value dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from specdec.attention.caches.planes import CacheLayout, Plane
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,25 @@ class SplitView:
         k_NKD, v_NVE = (x.index_select(0, slots_N).to(dtype) for x in (self.k, self.v))
         share = self.k.shape[1] // self.v.shape[1]
         return k_NKD, v_NVE if share == 1 else v_NVE.repeat_interleave(share, dim=1)
+
+
+@dataclass(frozen=True)
+class SplitLayout(CacheLayout):
+    """A token's K keys and then its K values in one row, so that a token is moved in one piece.
+
+    num_kv_heads, key_dim, value_dim: K, D and E.  dtype: the model's own.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane("kv", (self.num_kv_heads * (self.key_dim + self.value_dim),), self.dtype),)
+
+    def view(self, layer: int, planes: Mapping[str, Tensor]) -> SplitView:
+        K = self.num_kv_heads
+        k, v = planes["kv"].split((K * self.key_dim, K * self.value_dim), dim=1)
+        return SplitView(k.unflatten(1, (K, self.key_dim)), v.unflatten(1, (K, self.value_dim)))
