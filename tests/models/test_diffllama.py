@@ -97,9 +97,7 @@ CASES = [
 
 @pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("name", "head", "shape", "page_size"), CASES, ids=lambda v: str(v).replace(" ", ""))
-def test_text_is_that_of_transformers(
-    zoo: Zoo, name: str, head: str, shape: tuple[int, int, int], page_size: int
-) -> None:
+def test_text_is_that_of_transformers(zoo: Zoo, name: str, head: str, shape: tuple[int, int, int], page_size: int) -> None:
     """Chains and trees at any page size, prompts longer than a chunk, rows that change owners."""
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
     Driver(decoder).set_chunk(10)
