@@ -30,6 +30,11 @@ class SplitView:
     def __post_init__(self) -> None:
         assert self.k.shape[0] == self.v.shape[0] and self.k.shape[1] % self.v.shape[1] == 0, (self.k.shape, self.v.shape)
 
+    @property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self.k, self.v
+
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         raise TypeError("keys and values of different width are no single tensor; layers use write_heads")
 

@@ -10,15 +10,14 @@ Shapes: T queries, H heads, K kv heads, V value heads, G = H/K, D key dim, E val
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import KVView, MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
@@ -42,7 +41,7 @@ class TritonBackend(Backend):
     programs: how many programs the GPU is taken to run at once; None: one for each SM.
 
     A backend that reads paged segments by a kernel of its own overrides `partial_splits` and `paged_partial`, and calls
-    `super()` for the segments that it leaves to this class.  Suffixes, sinks and the merge of all states stay here.
+    `super()` for the segments that it leaves to this class.  Suffixes and the merge of all states stay here.
     """
 
     name = "triton"
@@ -58,11 +57,11 @@ class TritonBackend(Backend):
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments, plan.suffix)
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> Tensor:
-        return self._state(q_THD, view, prepared, scoring).out_THD
+    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
+        return self._state(q_THD, view, prepared, scoring)
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._state(q_THD, view, TritonPlan((segment,)), replace(scoring, sinks_H=None))
+        return self._state(q_THD, view, TritonPlan((segment,)), scoring)
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
         """How many partial states for each query and head `paged_partial` will leave in the scratch for this segment.
@@ -82,11 +81,11 @@ class TritonBackend(Backend):
           is not -inf.  The rest of out may stay unwritten.
         - A query's empty states come after its other states, unless the segment has first keys.
         - Both tensors are slices of something larger; only their last dim, the values' width, is contiguous.
-        - out_THSD is float32, or has the queries' dtype if it is the final output.  In that case S is 1, all of out must be
-          written, and sinks must be added here if scoring.sinks_H is set.  In every other call scoring.sinks_H is None.
+        - out_THSD is float32, or has the queries' dtype if it is the final output.  In that case S is 1, and all of out must
+          be written.
 
         If S == 0, it returns a state in memory of its own: out [T, H, E] of any float type, contiguous along E; lse [T, H],
-        float32, natural log, any strides; 0 and -inf where no key was read.  Sinks are left out: this class adds them.
+        float32, natural log, any strides; 0 and -inf where no key was read.
         """
         tiles, splits = self._tiles(q_THD, view, segment)
         assert out_THSD.shape[2] == splits
@@ -95,7 +94,7 @@ class TritonBackend(Backend):
 
     def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> tuple[PagedTiles, int]:
         """The paged kernel's tiles for this segment, and the number of splits."""
-        H, (k, v) = q_THD.shape[1], heads_of(view)
+        H, (k, v) = q_THD.shape[1], view.heads
         K, widest = k.shape[1], max(k.shape[2], v.shape[2])
         packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
         waves = segment.rows * K / programs
@@ -111,7 +110,7 @@ class TritonBackend(Backend):
             return attend_latent(q_THD, view, plan, scoring, self.programs or programs_at_once(q_THD.device))
         assert isinstance(view, PlannedView)
         check_view(q_THD, view)
-        E = heads_of(view)[1].shape[2]
+        E = view.heads[1].shape[2]
         state = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device)
         if not T:
             return state
@@ -121,14 +120,14 @@ class TritonBackend(Backend):
         if suffix is None and counts == [1]:
             self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
             return state
-        partial, within = plan.scratch(T, H, sum(counts), E, q_THD.device), replace(scoring, sinks_H=None)
+        partial = plan.scratch(T, H, sum(counts), E, q_THD.device)
         outs, lses = partial.out_THD.split(counts, 2), partial.lse_TH.split(counts, 2)
         whole: AttentionState | None = None
         for segment, out_THSD, lse_THS in zip(paged, outs, lses, strict=True):
-            answer = self.paged_partial(q_THD, view, segment, within, out_THSD, lse_THS)
+            answer = self.paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
             if answer is not None:
                 whole = answer if whole is None else merge_states(whole, answer)
-        if whole is not None and suffix is None and scoring.sinks_H is None and not any(counts):
+        if whole is not None and suffix is None and not any(counts):
             return whole
         left_filled = len(paged) == 1 and paged[0].starts_T is None
         launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled)
@@ -139,24 +138,24 @@ def launch_paged(
     q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
 ) -> None:
     """Launches the paged kernel for one segment, with as many splits as out_THSD has."""
-    (T, H, D), (k, v), splits = q_THD.shape, heads_of(view), out_THSD.shape[2]
+    (T, H, D), (k, v), splits = q_THD.shape, view.heads, out_THSD.shape[2]
     K, E = k.shape[1], v.shape[2]
     num_tiles = triton.cdiv(segment.max_seqlen_q * (H // K), tiles.block_m)
     states = lse_THS.stride(1)  # states of a query and head in the whole scratch
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
-    starts_T, sinks_H, quant = segment.starts_T, scoring.sinks_H, quant_of(view)
+    starts_T, quant = segment.starts_T, quant_of(view)
     in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
         q_THD, k, v, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
-        segment.cu_seqlens_q if starts_T is None else starts_T, lse_THS if sinks_H is None else sinks_H, out_THSD, lse_THS,
+        segment.cu_seqlens_q if starts_T is None else starts_T, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *k.stride()[:2], *v.stride()[:2], segment.pages.table.stride(0), states,
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), VALUE_DIM=E, PADDED_VALUE=padded(E),
         VALUE_SHARE=K // v.shape[1], PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant,
+        SOFTCAP=scoring.softcap is not None, QUANT=quant,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
         STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
@@ -179,24 +178,24 @@ def launch_suffix_merge(
     left_filled: True if a query's empty splits come last.
     whole: one more state, [T, H, E] with any strides, or None.
     """
-    (T, H, D), (k, v), splits = q_THD.shape, heads_of(view), partial.lse_TH.shape[2]
+    (T, H, D), (k, v), splits = q_THD.shape, view.heads, partial.lse_TH.shape[2]
     K, E = k.shape[1], v.shape[2]
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
-    starts_T, sinks_H = suffix.starts_T if suffix else None, scoring.sinks_H
+    starts_T = suffix.starts_T if suffix else None
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
         q_THD, k, v, scales_of(view), table, lens, lens if starts_T is None else starts_T,
-        lse if sinks_H is None else sinks_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
+        partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *k.stride()[:2], *v.stride()[:2], table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D), VALUE_DIM=E,
         PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1], BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
-        HAS_STARTS=starts_T is not None, SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None,
+        HAS_STARTS=starts_T is not None, SOFTCAP=scoring.softcap is not None,
         QUANT=quant_of(view) if suffix else "", HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
@@ -210,20 +209,12 @@ def factors(scoring: Scoring, D: int) -> tuple[float, float]:
 def check_view(q_THD: Tensor, view: PlannedView) -> None:
     """Asserts that the kernels can read this view with these queries."""
     _, H, D = q_THD.shape
-    k, v = heads_of(view)
+    k, v = view.heads
     assert k.shape[2] == D and H % k.shape[1] == 0 and k.stride(2) == v.stride(2) == 1
     if isinstance(view, QuantView):
         assert scales_of(view).is_contiguous() and scales_of(view).dtype == torch.float32
     else:
         assert q_THD.dtype == k.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache is {k.dtype}"
-
-
-def heads_of(view: PlannedView) -> tuple[Tensor, Tensor]:
-    """The view's keys [slots, K, D] and values [slots, V, E]."""
-    if isinstance(view, SplitView):
-        return view.k, view.v
-    k, v = view.kv.unbind(1)
-    return k, v
 
 
 def quant_of(view: PlannedView) -> str:
@@ -234,7 +225,7 @@ def quant_of(view: PlannedView) -> str:
 def scales_of(view: PlannedView) -> Tensor:
     """The view's scales.  A view without scales gives its keys and values: kernels need some pointer, and do not read it."""
     if not isinstance(view, QuantView):
-        return heads_of(view)[0]
+        return view.heads[0]
     scales = view.scale_2K if view.scales_N2K is None else view.scales_N2K
     assert scales is not None
     return scales

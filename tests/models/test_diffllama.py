@@ -17,16 +17,14 @@ from toolkit.prompts import packed_prompts
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.attend import PagedAttention, PassTables
-from specdec.attention.caches.cache import KVCache
+from specdec.attention.attend import PagedAttention
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
-from specdec.attention.pages import PageTable
+from specdec.models.config import read_json
 from specdec.models.diffllama.config import parse_diffllama
 from specdec.models.diffllama.loader import load_diffllama
 from specdec.models.diffllama.modules import DiffLlamaLM
-from specdec.models.config import read_json
-from specdec.models.kv import cache_layout
+from specdec.models.kv import make_cache
 
 CPU = torch.device("cpu")
 NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]
@@ -39,16 +37,14 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffLlamaLM:
 def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:
     """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
     config, P, width = model.config, 5, 12
-    layout = cache_layout(model, config, "auto", model.norm.weight.dtype)
-    cache = KVCache(layout, config.layer_kinds, 400, device=CPU)
-    for plane in cache.planes.values():
-        plane.fill_(torch.nan)
+    cache = make_cache(model, config, 400, "auto", model.norm.weight.dtype, CPU)
+    cache.planes["kv"].fill_(torch.nan)
     table = torch.randperm(len(prompts) * width, generator=torch.Generator().manual_seed(0)).view(-1, width).int() + 1
     parts: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
-        packed = packed_prompts([prompts[i] for i in live], PageTable(table[live], P), start, chunk)
-        attn = PagedAttention(TorchBackend(), cache, PassTables(packed.plan, packed.slots_T, packed.last_plan))
+        packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
+        attn = PagedAttention(TorchBackend(), cache, packed.tables)
         logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
         for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
             parts[index].append(part)
@@ -186,7 +182,7 @@ def test_broken_lambdas_are_refused(zoo: Zoo, tmp_path: Path) -> None:
     name, folder = "model.layers.1.self_attn.lambda_q1", zoo.target("diffllama")
     with pytest.raises(ValueError, match=f"{name}.*holds NaN or infinity"):
         load(rewritten(folder, tmp_path / "nan", {name: torch.full((8,), torch.nan)}))
-    with pytest.raises(ValueError, match="lambda is inf"):
+    with pytest.raises(ValueError, match="lambda of inf"):
         large = {name.replace("q1", letter): torch.full((8,), 9.0) for letter in ("q1", "k1")}
         load(rewritten(folder, tmp_path / "large", large))
     with pytest.raises(ValueError, match="must have shape"):

@@ -1,4 +1,4 @@
-"""DeepSeek computed twice: by the native module over latents, and by transformers' code over keys and values of their own width.
+"""DeepSeek computed twice: by the native module over latents, and by transformers' code over keys and values of two widths.
 
 Keeps out: an error that the native module shares with nobody, such as an absorbed projection that is right for one page size or
 for chains only; and values that are read with the width or the stride of keys.

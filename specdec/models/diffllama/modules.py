@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference
+from specdec.attention.inputs import AttentionFn
 from specdec.models.causal_lm import CausalLM, PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import lambda_init
-from specdec.models.layers import MLP, AttentionFn, Linear
+from specdec.models.layers import MLP, Linear
 from specdec.ops.rope import HeadPrep, Rotation
 
 
