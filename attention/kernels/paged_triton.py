@@ -171,10 +171,8 @@ def paged_attention_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    d = tl.arange(0, PADDED_DIM)
-    ok_D = d < HEAD_DIM
-    e = tl.arange(0, PADDED_VALUE)
-    ok_E = e < VALUE_DIM
+    d, e = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE)
+    ok_D, ok_E = d < HEAD_DIM, e < VALUE_DIM
     token_M = (first + query_M).to(tl.int64)
     ok_MD = ok_M[:, None] & ok_D[None, :]
     q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + d[None, :], mask=ok_MD, other=0.0)
