@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.kernels.triton_backend import TritonBackend
