@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.pages import PageTable
@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 
 WIDE = Heads("192/128", 16, 16, 192, 128)
 DIFFERENTIAL = [Heads("diff 32/16 of 64", 32, 16, 64, 64), Heads("diff 32/8 of 128", 32, 8, 128, 128)]
-Call = tuple[Tensor, MHAView | SplitView]
+Call = tuple[Tensor, MHAView | SplitView | PairedView]
 
 
 class World:
@@ -139,7 +139,10 @@ def ways(heads: Heads) -> dict[str, Callable[[Tensor, Tensor], list[Call]]]:
     def ordinary(q_THD: Tensor, row: Tensor) -> list[Call]:
         return [(q_THD, MHAView(kv_of(row)[0]))]
 
-    return {"1 x 2D": one, "2 x 2D": by_softmax, "2 x D": by_value, "4 x D": four, "ordinary": ordinary}
+    def paired(q_THD: Tensor, row: Tensor) -> list[Call]:
+        return [(q_THD, PairedView(kv_of(row)[0]))]
+
+    return {"paired": paired, "1 x 2D": one, "2 x 2D": by_softmax, "2 x D": by_value, "4 x D": four, "ordinary": ordinary}
 
 
 def measure(replays: int, bandwidth: float) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -70,3 +71,24 @@ class SplitLayout(CacheLayout):
         K = self.num_kv_heads
         k, v = planes["kv"].split((K * self.key_dim, K * self.value_dim), dim=1)
         return SplitView(k.unflatten(1, (K, self.key_dim)), v.unflatten(1, (K, self.value_dim)))
+
+
+@dataclass(frozen=True)
+class PairedView:
+    """The same layer as pairs of heads side by side.  kv: [num_slots, 2, K, D] of an ordinary cache."""
+
+    kv: Tensor
+
+    @cached_property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pairs, [num_slots, K / 2, 2 D] each.  A query reads one half of a key."""
+        k, v = self.kv.unflatten(2, (-1, 2)).flatten(3).unbind(1)
+        return k, v
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        self.kv.index_copy_(0, slots_T, kv_T2KD)
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [N, K, D] and values [N, K, 2 D] of the slots (int64 [N])."""
+        k_NKD, v_NKD = self.kv.index_select(0, slots_N).to(dtype).unbind(1)
+        return k_NKD, v_NKD.unflatten(1, (-1, 2)).flatten(2).repeat_interleave(2, dim=1)

@@ -55,6 +55,20 @@ def widened(x, to: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def own_part(head_G, d, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_PARTS: tl.constexpr):
+    """Where a query's numbers stand that go with the numbers d of a key, and which of these are its own part of the key.
+
+    head_G: the query's place among the heads of its group.
+    """
+    if KEY_PARTS == 1:
+        at_GD, ok_GD = d[None, :], (d < HEAD_DIM)[None, :]
+    else:
+        part_G1 = (head_G // (GROUP // KEY_PARTS))[:, None]
+        at_GD, ok_GD = d[None, :] - part_G1 * (HEAD_DIM // KEY_PARTS), d[None, :] // (HEAD_DIM // KEY_PARTS) == part_G1
+    return at_GD, ok_GD
+
+
+@triton.jit
 def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
     """Queries divided by a power of two so that they fit float16, and that power, by which their products are to be multiplied.
 
@@ -120,6 +134,7 @@ def paged_attention_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
     VALUE_SHARE: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
@@ -174,8 +189,9 @@ def paged_attention_kernel(
     d, e = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE)
     ok_D, ok_E = d < HEAD_DIM, e < VALUE_DIM
     token_M = (first + query_M).to(tl.int64)
-    ok_MD = ok_M[:, None] & ok_D[None, :]
-    q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + d[None, :], mask=ok_MD, other=0.0)
+    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    ok_MD &= ok_M[:, None]
+    q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
     scale2 = scale * LOG2E
     if SOFTCAP:
         scale2 = scale

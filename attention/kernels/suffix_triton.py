@@ -16,7 +16,7 @@ block, S splits, C splits of a chunk.
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.paged_triton import capped
+from specdec.attention.kernels.paged_triton import capped, own_part
 
 
 @triton.jit(
@@ -59,6 +59,7 @@ def suffix_merge_kernel(
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
     VALUE_SHARE: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
@@ -87,8 +88,9 @@ def suffix_merge_kernel(
 
     if HAS_SUFFIX:
         length = tl.load(cache_seqlens + token)
-        ok_GD = ok_G[:, None] & ok_D[None, :]
-        q_GD = tl.load(q + token * stride_qt + head_G[:, None] * stride_qh + d[None, :], mask=ok_GD, other=0.0)
+        at_GD, ok_GD = own_part(g, d, GROUP, HEAD_DIM, KEY_PARTS)
+        at_GD += token * stride_qt + head_G[:, None] * stride_qh
+        q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
         k += kv_head.to(tl.int64) * stride_k_head
         v += (kv_head // VALUE_SHARE).to(tl.int64) * stride_v_head
         begin = 0

@@ -19,7 +19,7 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
@@ -32,7 +32,7 @@ from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl
 from specdec.ops.rope import HeadPrep
 
-PlannedView = MHAView | QuantView | SplitView
+PlannedView = MHAView | QuantView | SplitView | PairedView
 
 
 class TritonBackend(Backend):
@@ -152,8 +152,8 @@ def launch_paged(
         segment.cu_seqlens_q if starts_T is None else starts_T, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *k.stride()[:2], *v.stride()[:2], segment.pages.table.stride(0), states,
-        num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), VALUE_DIM=E, PADDED_VALUE=padded(E),
-        VALUE_SHARE=K // v.shape[1], PAGE_SIZE=segment.pages.page_size,
+        num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E,
+        PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1], KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         SOFTCAP=scoring.softcap is not None, QUANT=quant,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
@@ -192,8 +192,9 @@ def launch_suffix_merge(
         partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *k.stride()[:2], *v.stride()[:2], table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
-        KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D), VALUE_DIM=E,
-        PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1], BLOCK_N=16,
+        KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
+        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1],
+        KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=starts_T is not None, SOFTCAP=scoring.softcap is not None,
         QUANT=quant_of(view) if suffix else "", HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
@@ -210,7 +211,7 @@ def check_view(q_THD: Tensor, view: PlannedView) -> None:
     """Asserts that the kernels can read this view with these queries."""
     _, H, D = q_THD.shape
     k, v = view.heads
-    assert k.shape[2] == D and H % k.shape[1] == 0 and k.stride(2) == v.stride(2) == 1
+    assert k.shape[2] % D == 0 and H % (k.shape[1] * (k.shape[2] // D)) == 0 and k.stride(2) == v.stride(2) == 1
     if isinstance(view, QuantView):
         assert scales_of(view).is_contiguous() and scales_of(view).dtype == torch.float32
     else:
