@@ -106,8 +106,7 @@ def capped(logits, softcap):
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
-    k,  # [slots, K, D]
-    v,  # [slots, V, E]
+    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, V, E] begin stride_v numbers later
     scales,  # float32: [2, K] or [slots, 2, K]
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
@@ -120,9 +119,9 @@ def paged_attention_kernel(
     softcap,
     stride_qt,
     stride_qh,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_slot,
+    stride_slot,
+    stride_v,
+    stride_kv_head,
     stride_v_head,
     stride_row,
     states,
@@ -176,8 +175,9 @@ def paged_attention_kernel(
     low = begin + split * per_split
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
-    k += kv_head.to(tl.int64) * stride_k_head
-    v += (kv_head // VALUE_SHARE).to(tl.int64) * stride_v_head
+    kv += kv_head.to(tl.int64) * stride_kv_head
+    if VALUE_DIM != HEAD_DIM:
+        stride_v += (kv_head // VALUE_SHARE) * stride_v_head - kv_head * stride_kv_head
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
@@ -210,7 +210,7 @@ def paged_attention_kernel(
         ok_N = key_N < high
         slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
-        at_ND = k + (slot_N * stride_k_slot)[:, None] + d[None, :]
+        at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
         if QUANT == "token":
             scales_N = scales + slot_N * (2 * KV_HEADS) + kv_head
@@ -234,9 +234,9 @@ def paged_attention_kernel(
         p_MN = tl.exp2(s_MN - (shift_M - LIFT)[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
-        at_NE = v + (slot_N * stride_v_slot)[:, None] + e[None, :]
+        at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
         ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
-        v_NE = widened(tl.load(at_NE, mask=ok_NE, other=0.0), q_MD.dtype, ASM)
+        v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), q_MD.dtype, ASM)
         if QUANT == "token":
             v_NE *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
         acc_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, acc_ME * decay_M[:, None], input_precision="ieee")

@@ -25,8 +25,7 @@ from specdec.attention.kernels.paged_triton import capped, own_part
 )
 def suffix_merge_kernel(
     q,  # [T, H, D]
-    k,  # [slots, K, D]
-    v,  # [slots, V, E]
+    kv,  # as in the paged kernel
     scales,  # float32: [2, K] or [slots, 2, K]
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
@@ -41,9 +40,9 @@ def suffix_merge_kernel(
     softcap,
     stride_qt,
     stride_qh,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_slot,
+    stride_slot,
+    stride_v,
+    stride_kv_head,
     stride_v_head,
     stride_row,
     splits,
@@ -91,8 +90,9 @@ def suffix_merge_kernel(
         at_GD, ok_GD = own_part(g, d, GROUP, HEAD_DIM, KEY_PARTS)
         at_GD += token * stride_qt + head_G[:, None] * stride_qh
         q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
-        k += kv_head.to(tl.int64) * stride_k_head
-        v += (kv_head // VALUE_SHARE).to(tl.int64) * stride_v_head
+        kv += kv_head.to(tl.int64) * stride_kv_head
+        if VALUE_DIM != HEAD_DIM:
+            stride_v += (kv_head // VALUE_SHARE) * stride_v_head - kv_head * stride_kv_head
         begin = 0
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token), 0)
@@ -103,11 +103,11 @@ def suffix_merge_kernel(
             key_N = start + tl.arange(0, BLOCK_N)
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
-            at_ND = k + (slot_N * stride_k_slot)[:, None] + d[None, :]
-            at_NE = v + (slot_N * stride_v_slot)[:, None] + e[None, :]
+            at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
+            at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
             k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0)
-            v_NE = tl.load(at_NE, mask=ok_N[:, None] & ok_E[None, :], other=0.0)
+            v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0)
             if QUANT != "":
                 k_ND, v_NE = k_ND.to(q_GD.dtype), v_NE.to(q_GD.dtype)
             s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale

@@ -148,10 +148,10 @@ def launch_paged(
     in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
-        q_THD, k, v, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
+        q_THD, k, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         segment.cu_seqlens_q if starts_T is None else starts_T, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
-        *factors(scoring, D), *q_THD.stride()[:2], *k.stride()[:2], *v.stride()[:2], segment.pages.table.stride(0), states,
+        *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E,
         PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1], KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
@@ -188,9 +188,9 @@ def launch_suffix_merge(
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
-        q_THD, k, v, scales_of(view), table, lens, lens if starts_T is None else starts_T,
+        q_THD, k, scales_of(view), table, lens, lens if starts_T is None else starts_T,
         partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
-        *factors(scoring, D), *q_THD.stride()[:2], *k.stride()[:2], *v.stride()[:2], table.stride(0), splits,
+        *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
         PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1],
@@ -212,10 +212,16 @@ def check_view(q_THD: Tensor, view: PlannedView) -> None:
     _, H, D = q_THD.shape
     k, v = view.heads
     assert k.shape[2] % D == 0 and H % (k.shape[1] * (k.shape[2] // D)) == 0 and k.stride(2) == v.stride(2) == 1
+    assert k.stride(0) == v.stride(0) and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(), "not of one row"
     if isinstance(view, QuantView):
         assert scales_of(view).is_contiguous() and scales_of(view).dtype == torch.float32
     else:
         assert q_THD.dtype == k.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache is {k.dtype}"
+
+
+def strides_of(k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """A slot's stride; how far values begin after keys; the strides of key heads and of value heads.  All in numbers."""
+    return k.stride(0), v.storage_offset() - k.storage_offset(), k.stride(1), v.stride(1)
 
 
 def quant_of(view: PlannedView) -> str:
