@@ -1,9 +1,8 @@
-"""Keys and values of one layer as two tensors, each with strides, head counts and a width of its own.
+"""Keys and values of ordinary heads that differ in width, and pairs of ordinary heads as one head of twice the width.
 
-Two kinds of layers need this: ordinary heads whose values are not as wide as their keys, and differential attention, where two
-key heads share one value head of twice their width.  This module knows slots, not who owns them, and no kernel.
+This module knows slots, not the sequences that own them, and no kernel.
 
-Shapes: T tokens, N slots, K key heads, V value heads, D key dim, E value dim.
+Shapes: T tokens, N slots, K kv heads, D key dim (head dim of an ordinary cache), E value dim.
 """
 
 from __future__ import annotations
@@ -20,16 +19,10 @@ from specdec.attention.caches.planes import CacheLayout, Plane
 
 @dataclass(frozen=True)
 class SplitView:
-    """One layer's keys [slots, K, D] and values [slots, V, E], in the model's own dtype.
-
-    V divides K: the key heads i * K / V to (i + 1) * K / V - 1 share value head i.
-    """
+    """One layer's keys [slots, K, D] and values [slots, K, E], views of one row of numbers a token in the model's own dtype."""
 
     k: Tensor
     v: Tensor
-
-    def __post_init__(self) -> None:
-        assert self.k.shape[0] == self.v.shape[0] and self.k.shape[1] % self.v.shape[1] == 0, (self.k.shape, self.v.shape)
 
     @property
     def heads(self) -> tuple[Tensor, Tensor]:
@@ -39,16 +32,14 @@ class SplitView:
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         raise TypeError("keys and values of different width are no single tensor; layers use write_heads")
 
-    def write_heads(self, slots_T: Tensor, k_TKD: Tensor, v_TVE: Tensor) -> None:
-        """Stores keys [T, K, D], already normed and rotated, and values [T, V, E] at the slots (int64 [T])."""
+    def write_heads(self, slots_T: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> None:
+        """Stores keys, already normed and rotated, and values at the slots (int64 [T])."""
         self.k.index_copy_(0, slots_T, k_TKD)
-        self.v.index_copy_(0, slots_T, v_TVE)
+        self.v.index_copy_(0, slots_T, v_TKE)
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), shared value heads repeated."""
-        k_NKD, v_NVE = (x.index_select(0, slots_N).to(dtype) for x in (self.k, self.v))
-        share = self.k.shape[1] // self.v.shape[1]
-        return k_NKD, v_NVE if share == 1 else v_NVE.repeat_interleave(share, dim=1)
+        k_NKD, v_NKE = (x.index_select(0, slots_N).to(dtype) for x in (self.k, self.v))
+        return k_NKD, v_NKE
 
 
 @dataclass(frozen=True)
@@ -75,13 +66,16 @@ class SplitLayout(CacheLayout):
 
 @dataclass(frozen=True)
 class PairedView:
-    """The same layer as pairs of heads side by side.  kv: [num_slots, 2, K, D] of an ordinary cache."""
+    """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.
+
+    Heads 2i and 2i + 1 are a pair.  The softmax of each of its two keys weighs the pair's two values side by side.
+    """
 
     kv: Tensor
 
     @cached_property
     def heads(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pairs, [num_slots, K / 2, 2 D] each.  A query reads one half of a key."""
+        """Keys and values of the pairs, [num_slots, K / 2, 2 D] each: views.  A query reads one half of a pair's key."""
         k, v = self.kv.unflatten(2, (-1, 2)).flatten(3).unbind(1)
         return k, v
 
@@ -91,4 +85,9 @@ class PairedView:
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, K, D] and values [N, K, 2 D] of the slots (int64 [N])."""
         k_NKD, v_NKD = self.kv.index_select(0, slots_N).to(dtype).unbind(1)
-        return k_NKD, v_NKD.unflatten(1, (-1, 2)).flatten(2).repeat_interleave(2, dim=1)
+        return k_NKD, paired_values(v_NKD)
+
+
+def paired_values(v_NKD: Tensor) -> Tensor:
+    """[N, K, 2 D]: for each key head, the two values of its pair side by side."""
+    return v_NKD.unflatten(1, (-1, 2)).flatten(2).repeat_interleave(2, dim=1)

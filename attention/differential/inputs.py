@@ -1,9 +1,9 @@
 """What a layer of differential attention hands to a forward pass's attention.
 
 Both softmaxes of a pair of heads weigh the same values: the pair's two value heads side by side.  The layer keeps its keys and
-values in an ordinary cache, where these two heads are neighbours, so a view of that cache gives values of twice the width
-without a copy.  One call of attention then answers all heads over a whole plan (prefix and suffix are merged in it), and only
-its output is subtracted.
+values in an ordinary cache, where the heads of a pair are neighbours, so a view of that cache gives pairs without a copy.  One
+call of attention then answers all heads over a whole plan (prefix and suffix are merged in it), and only its output is
+subtracted.
 
 Shapes: T tokens, R asked-for tokens, H query heads, K kv heads, X = H + 2K, D head dim, E = 2D.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import PairedView, paired_values
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.ops.rope import HeadPrep
@@ -38,22 +38,11 @@ class DifferentialInputs(LayerInputs):
         view = call.view
         assert isinstance(view, MHAView), f"differential attention needs a cache in the model's own dtype, got {view}"
         q_THD = call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)
-        return self.finish(call.attend(call.asked(q_THD), paired(view)))
+        return self.finish(call.attend(call.asked(q_THD), PairedView(view.kv)))
 
     def dense(self) -> DenseHeads:
         q_THD, kv_T2KD = self.prep.apply_(self.qkv_TXD)
-        return DenseHeads(q_THD, kv_T2KD[:, 0], side_by_side(kv_T2KD[:, 1]).repeat_interleave(2, dim=1))
+        return DenseHeads(q_THD, kv_T2KD[:, 0], paired_values(kv_T2KD[:, 1]))
 
     def finish(self, out_TQE: Tensor) -> Tensor:
         return subtract_halves(out_TQE, self.prep.num_kv_heads, self.difference)
-
-
-def paired(view: MHAView) -> SplitView:
-    """The same keys, and each pair's two value heads as one."""
-    k_NKD, v_NKD = view.heads
-    return SplitView(k_NKD, side_by_side(v_NKD))
-
-
-def side_by_side(v_NKD: Tensor) -> Tensor:
-    """[N, K / 2, 2 D]: a view."""
-    return v_NKD.unflatten(1, (-1, 2)).flatten(2)

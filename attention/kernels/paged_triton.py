@@ -14,11 +14,12 @@ Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel re
 a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
 other caller has to make sure of the same.
 
-Keys and values have strides and widths of their own.  Several adjacent key heads may share one value head (VALUE_SHARE of
-them): differential attention has two key heads for each value head, which is twice as wide.
+Values may have another width than keys; a token's keys and values lie in one row of numbers.  A key may consist of KEY_PARTS
+equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
+in the other parts its numbers are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, D key dim, E value dim, R rows, T queries, H heads, K key heads,
-V value heads (K for ordinary attention), S splits.
+Shapes: M packed queries x heads of a tile, N keys of a block, D key dim, E value dim, R rows, T queries, H heads, K kv heads,
+S splits.
 """
 
 import triton
@@ -106,7 +107,7 @@ def capped(logits, softcap):
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
-    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, V, E] begin stride_v numbers later
+    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v numbers later
     scales,  # float32: [2, K] or [slots, 2, K]
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
@@ -132,7 +133,6 @@ def paged_attention_kernel(
     PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
-    VALUE_SHARE: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -177,7 +177,7 @@ def paged_attention_kernel(
     pages = page_table + row.to(tl.int64) * stride_row
     kv += kv_head.to(tl.int64) * stride_kv_head
     if VALUE_DIM != HEAD_DIM:
-        stride_v += (kv_head // VALUE_SHARE) * stride_v_head - kv_head * stride_kv_head
+        stride_v += kv_head * (stride_v_head - stride_kv_head)
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)

@@ -7,9 +7,9 @@ query reads.
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads queries, the suffix's keys and its table.
 The paged kernel lets this kernel start only after its own wait, so the store of the queries and keys is complete by then.
 
-Keys and values have strides and widths of their own, as in the paged kernel.
+Values may have another width than keys, and keys may have parts, as in the paged kernel.
 
-Shapes: T queries (one a row), H heads, K key heads, V value heads, G heads of a group, D key dim, E value dim, N keys of a
+Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D key dim, E value dim, N keys of a
 block, S splits, C splits of a chunk.
 """
 
@@ -57,7 +57,6 @@ def suffix_merge_kernel(
     PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
-    VALUE_SHARE: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -92,7 +91,7 @@ def suffix_merge_kernel(
         q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
         kv += kv_head.to(tl.int64) * stride_kv_head
         if VALUE_DIM != HEAD_DIM:
-            stride_v += (kv_head // VALUE_SHARE) * stride_v_head - kv_head * stride_kv_head
+            stride_v += kv_head * (stride_v_head - stride_kv_head)
         begin = 0
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token), 0)

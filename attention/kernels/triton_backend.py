@@ -5,7 +5,7 @@ split.  Otherwise every paged segment leaves partial states in a common scratch,
 all states.  This module knows nothing of the kernels' inner workings.  It reads nothing from the device: every decision depends
 on shapes, so a captured graph stays right when lengths change.
 
-Shapes: T queries, H heads, K kv heads, V value heads, G = H/K, D key dim, E value dim, S splits.
+Shapes: T queries, H heads, K kv heads, G = H/K, D key dim, E value dim, S splits.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def launch_paged(
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
         num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E,
-        PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1], KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
+        PADDED_VALUE=padded(E), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         SOFTCAP=scoring.softcap is not None, QUANT=quant,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
@@ -193,7 +193,7 @@ def launch_suffix_merge(
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
-        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E), VALUE_SHARE=K // v.shape[1],
+        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=starts_T is not None, SOFTCAP=scoring.softcap is not None,

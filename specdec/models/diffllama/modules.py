@@ -2,7 +2,7 @@
 
 The forward pass is CausalLM's; only a layer's attention differs.  Checkpoints hold all first heads of the pairs before all
 second ones; here the two key heads of a pair are neighbours, and so are their value heads and their groups of query heads.
-With that order the values of a pair are one head of twice the width as they lie in an ordinary cache.
+With that order a pair's keys, and its values, are one head of twice the width as they lie in an ordinary cache.
 
 Shapes: T tokens, K key heads, D head dim.
 """

@@ -1,12 +1,12 @@
-"""Keys and values of different width, with strides of their own, and key heads that share a value head.
+"""Keys and values of different width, with strides of their own, and pairs of heads read as one of twice the width.
 
 Every backend that reads them is compared with the definition in float64, over caches that hold NaN wherever nobody may read.
 Without a GPU the Triton kernels run in the interpreter.
 
-Shapes: B sequences, N queries of each, T = B * N, H heads, K key heads, V value heads, D key dim, E value dim.
+Shapes: B sequences, N queries of each, T = B * N, H heads, K kv heads, D key dim, E value dim.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ from toolkit.trees import mask_of
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
@@ -27,35 +27,38 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 
+View = SplitView | PairedView
 BOUNDS = {torch.float32: 2e-5, torch.float16: 4e-3}
 PARENTS = [0, 0, 1, 1, 3]  # of a tree's nodes
 LENS = [41, 0, 9]
 
 
 class Sizes(NamedTuple):
-    """G: query heads of a key head.  share: key heads of a value head."""
+    """G: query heads of a key head.  paired: of an ordinary cache, whose values go in pairs, E = 2D."""
 
     K: int
     G: int
     D: int
     E: int
-    share: int = 1
-
-    @property
-    def V(self) -> int:
-        return self.K // self.share
+    paired: bool = False
 
 
-SIZES = [Sizes(2, 3, 24, 16), Sizes(4, 1, 16, 40), Sizes(4, 2, 16, 32, share=2), Sizes(1, 5, 48, 8)]
+SIZES = [Sizes(2, 3, 24, 16), Sizes(4, 1, 16, 40), Sizes(4, 2, 16, 32, paired=True), Sizes(1, 5, 48, 8)]
 KINDS = [FULL, LayerKind(window=7)]
 
 
-def split_view(pages: Scattered, sizes: Sizes, dtype: torch.dtype) -> SplitView:
+def view_of(pages: Scattered, sizes: Sizes, dtype: torch.dtype) -> View:
     """Keys and values in one row a token, with unused numbers between them: nothing has the strides of another tensor."""
-    K, _, D, E, share = sizes
-    row = pages.fill(K * D + 3 + (K // share) * E + 5, dtype=dtype)
-    v = row[:, K * D + 3 :][:, : (K // share) * E]
-    return SplitView(row[:, : K * D].unflatten(1, (K, D)), v.unflatten(1, (K // share, E)))
+    K, _, D, E, paired = sizes
+    if paired:
+        return PairedView(pages.fill(2, K, D, dtype=dtype))
+    row = pages.fill(K * D + 3 + K * E + 5, dtype=dtype)
+    return SplitView(row[:, : K * D].unflatten(1, (K, D)), row[:, K * D + 3 :][:, : K * E].unflatten(1, (K, E)))
+
+
+def exact(view: View) -> View:
+    """The same numbers in float64."""
+    return type(view)(*(getattr(view, field.name).double() for field in fields(view)))
 
 
 def plan_of(shape: str, pages: Scattered, N: int) -> AttentionPlan:
@@ -72,7 +75,7 @@ def plan_of(shape: str, pages: Scattered, N: int) -> AttentionPlan:
     return AttentionPlan((prefix_segment(table, pages.lens_B, N),), positions_T, suffix)
 
 
-def attend(backend: Backend, q_THD: Tensor, view: SplitView, plan: AttentionPlan, scoring: Scoring) -> Tensor:
+def attend(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scoring: Scoring) -> Tensor:
     state = backend.attend(q_THD, view, backend.prepare(plan), scoring)
     return state if isinstance(state, Tensor) else state.out_THD
 
@@ -92,27 +95,31 @@ def test_against_the_definition(backend: Backend, shape: str, page_size: int, si
     """Keeps out: a value read with a key's stride, width or head; a padded column that is summed; NaN of an unread slot."""
     N = len(PARENTS)
     pages = Scattered(LENS, page_size, extra=N, seed=page_size, device=DEVICE)
-    view, plan = split_view(pages, sizes, dtype), plan_of(shape, pages, N)
+    view, plan = view_of(pages, sizes, dtype), plan_of(shape, pages, N)
     T = int(plan.segments[0].cu_seqlens_q[-1])
     q_THD = pages.randn(T, sizes.K * sizes.G, sizes.D, dtype=dtype)
-    exact = SplitView(view.k.double(), view.v.double())
     kinds = [FULL] if shape == "prompts" else KINDS
     for kind, scoring in [(kind, PLAIN) for kind in kinds] + [(FULL, Scoring(0.3, 5.0))]:
         local = plan.local(kind)
         out_THE = attend(backend, q_THD, view, local, scoring)
-        want_THE = attend(ReferenceBackend(), q_THD.double(), exact, local, scoring)
+        want_THE = attend(ReferenceBackend(), q_THD.double(), exact(view), local, scoring)
         assert out_THE.shape == (T, sizes.K * sizes.G, sizes.E) and out_THE.dtype == dtype
         torch.testing.assert_close(out_THE.double(), want_THE, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
 
 
-def test_a_shared_value_head_is_read_as_its_copies_would_be() -> None:
-    """Keeps out: neighbouring key heads that read different value heads.  Bit for bit, in the Triton kernels."""
+def test_a_pair_reads_both_values_with_each_key() -> None:
+    """Keeps out: a query that is multiplied with the other half of its pair's key.  By four calls of half the width."""
     sizes, pages = SIZES[2], Scattered(LENS, 4, extra=len(PARENTS), device=DEVICE)
-    view, plan = split_view(pages, sizes, torch.float32), plan_of("tree", pages, len(PARENTS))
-    q_THD = pages.randn(len(LENS) * len(PARENTS), sizes.K * sizes.G, sizes.D)
-    copied = SplitView(view.k, view.v.repeat_interleave(sizes.share, dim=1))
-    outs = [attend(TritonBackend(6), q_THD, each, plan, PLAIN) for each in (view, copied)]
-    assert torch.equal(*outs)
+    plan, (K, G, D, _, _) = plan_of("tree", pages, len(PARENTS)), sizes
+    kv = pages.fill(2, K, D)
+    q_THD = pages.randn(len(LENS) * len(PARENTS), K * G, D)
+    out_THE = attend(TritonBackend(6), q_THD, PairedView(kv), plan, PLAIN).unflatten(1, (K // 2, 2, G))
+    for c in range(2):
+        q = q_THD.unflatten(1, (K // 2, 2, G))[:, :, c].flatten(1, 2)
+        for half in range(2):
+            view = SplitView(kv[:, 0, c::2], kv[:, 1, half::2])
+            want_THD = attend(TritonBackend(6), q, view, plan, PLAIN)
+            torch.testing.assert_close(out_THE[:, :, c, :, half * D : (half + 1) * D].flatten(1, 2), want_THD)
 
 
 def test_stored_heads_are_read_back() -> None:

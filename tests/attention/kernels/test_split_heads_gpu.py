@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.caches.split_cache import PairedView, SplitLayout, SplitView
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -32,26 +32,28 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # nor
 
 
 class Heads(NamedTuple):
-    """H query heads.  share: key heads of a value head."""
+    """H query heads.  paired: of an ordinary cache, whose values go in pairs, E = 2D."""
 
     H: int
     K: int
     D: int
     E: int
-    share: int = 1
+    paired: bool = False
 
 
-DEEPSEEK, DIFF_128, DIFF_64 = Heads(16, 16, 192, 128), Heads(32, 8, 128, 256, 2), Heads(32, 16, 64, 128, 2)
+DEEPSEEK, DIFF_128, DIFF_64 = Heads(16, 16, 192, 128), Heads(32, 8, 128, 256, True), Heads(32, 16, 64, 128, True)
 
 
 class World:
     """Sequences of L tokens and N more each.  One row a token holds keys, then values; unread slots hold NaN."""
 
     def __init__(self, kind: str, B: int, L: int, N: int, heads: Heads, dtype: torch.dtype, P: int = 16) -> None:
-        H, K, D, E, share = heads
+        H, K, D, E, paired = heads
         pages = Scattered([L] * B, P, extra=N, seed=B + L, device=DEVICE)
-        row = pages.fill(K * D + (K // share) * E, dtype=dtype)
-        self.view = SplitView(row[:, : K * D].unflatten(1, (K, D)), row[:, K * D :].unflatten(1, (K // share, E)))
+        row = pages.fill(2 * K * D if paired else K * (D + E), dtype=dtype)
+        self.view: SplitView | PairedView = PairedView(row.unflatten(1, (2, K, D)))
+        if not paired:
+            self.view = SplitLayout(K, D, E, dtype).view(0, {"kv": row})
         self.lens_B, table = pages.lens_B, PageTable(pages.table_BW, P)
         self.q_THD = pages.randn(B * (L + N if kind == "prompts" else N), H, D, dtype=dtype)
         if kind == "prompts":
@@ -70,8 +72,8 @@ class World:
         return out_of(backend.attend(self.q_THD, self.view, backend.prepare(plan)))
 
     def error(self, out_THE: Tensor, plan: AttentionPlan) -> float:
-        oracle, exact = TorchBackend(), SplitView(self.view.k.double(), self.view.v.double())
-        want = out_of(oracle.attend(self.q_THD.double(), exact, oracle.prepare(plan)))
+        oracle = TorchBackend()  # the view hands its numbers out in the queries' dtype
+        want = out_of(oracle.attend(self.q_THD.double(), self.view, oracle.prepare(plan)))
         return float((out_THE.double() - want).norm() / want.norm())
 
 

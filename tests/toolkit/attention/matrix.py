@@ -17,9 +17,9 @@ from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.caches.quant_cache import QuantLayout
-from specdec.attention.caches.split_cache import SplitLayout
+from specdec.attention.caches.split_cache import PairedView, SplitLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
-from specdec.attention.differential.inputs import DifferentialInputs, paired
+from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, SplitInputs
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
@@ -216,7 +216,7 @@ class World:
         for b, q_NHD in enumerate(q_THD.unflatten(0, (len(LENS), N))):
             L = int(self.lens_B[b])
             view = self.cache.view(layer)
-            view = paired(view) if self.cell.cache == "differential" else view  # type: ignore[arg-type]
+            view = PairedView(view.kv) if self.cell.cache == "differential" else view  # type: ignore[attr-defined]
             k, v = view.read(self.slots(b, L + N), torch.float64)
             at_X = torch.cat((torch.arange(L, device=DEVICE), L + self.depth_N))
             seen_NX = torch.cat((torch.ones(N, L, dtype=torch.bool, device=DEVICE), self.mask_NN), dim=1)
