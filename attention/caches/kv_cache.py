@@ -20,23 +20,36 @@ class KVCache:
 
     layout: the cache format.
     kinds: which keys each layer reads, one entry for each layer.
-    planes: by name, a plane's tensor [layers, num_slots, *shape].
+    sources: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which stores
+        its own.  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
+    planes: by name, a plane's tensor [layers that store, num_slots, *shape].
     """
 
     def __init__(
-        self, layout: CacheLayout, kinds: Sequence[LayerKind], num_slots: int, *, device: torch.device | str = "cpu"
+        self,
+        layout: CacheLayout,
+        kinds: Sequence[LayerKind],
+        num_slots: int,
+        *,
+        device: torch.device | str = "cpu",
+        sources: Sequence[int] | None = None,
     ) -> None:
         self.layout, self.kinds, self.num_slots = layout, tuple(kinds), num_slots
+        sources = range(len(self.kinds)) if sources is None else sources
+        stored = sorted(set(sources))  # the layers that store, in the order of the planes
+        assert len(sources) == len(self.kinds) and all(sources[layer] == layer for layer in stored)
+        assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(sources))
         # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
         # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
         self.planes = {
-            plane.name: torch.empty(len(self.kinds), num_slots, *plane.shape, dtype=plane.dtype, device=device)
+            plane.name: torch.empty(len(stored), num_slots, *plane.shape, dtype=plane.dtype, device=device)
             for plane in layout.planes
         }
-        self._views = [
-            layout.view(layer, {name: tensor[layer] for name, tensor in self.planes.items()})
-            for layer in range(len(self.kinds))
-        ]
+        views = {
+            layer: layout.view(layer, {name: tensor[place] for name, tensor in self.planes.items()})
+            for place, layer in enumerate(stored)
+        }
+        self._views = [views[source] for source in sources]
 
     @property
     def bytes(self) -> int:
@@ -44,11 +57,12 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self.planes.values())
 
     def view(self, layer: int) -> KVView:
-        """One layer's part of the cache; the same object at every call."""
+        """What one layer reads of the cache; the same object at every call, and for all layers that share it."""
         return self._views[layer]
 
     def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        """Moves tokens within each sequence, in every layer: the token at slot number path_BE[b, e] goes to slot number e.
+        """Moves tokens within each sequence, in every layer that stores: the token at slot number path_BE[b, e] goes to slot
+        number e.
 
         slots_BN: int64, the slots of each sequence by number.  No slot may belong to two sequences, except those of the dummy
             page, whose contents are never read.

@@ -11,7 +11,7 @@ from specdec.models.config import ModelConfig, parse_config
 
 DIFFLLAMA = ("diffllama",)
 # Keys of a Llama that transformers' DiffLlama ignores: a value that would change a Llama must not pass.
-_IGNORED = ("sliding_window", "layer_types", "use_sliding_window", "mlp_bias")
+_IGNORED = ("kv_source", "sliding_window", "layer_types", "use_sliding_window", "mlp_bias")
 
 
 @dataclass(frozen=True)
