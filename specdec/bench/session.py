@@ -18,7 +18,8 @@ from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.engine.request import Request
 from specdec.generation import Generation
-from specdec.loading.build import kv_bytes_per_page
+from specdec.engine.pages.groups import ALL
+from specdec.loading.memory import kv_page_bytes
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
@@ -108,7 +109,8 @@ class Session:
     @property
     def kv_pool_bytes(self) -> int:
         """Bytes of the KV pool over both models."""
-        return self.decoder.engine.scheduler.admission.pool.num_pages * kv_bytes_per_page(self.model, self.head, self.settings)
+        configs = [self.model.config] + ([self.head.config.model] if self.head else [])
+        return self.decoder.engine.scheduler.admission.pool.num_pages * kv_page_bytes(configs, self.settings, (ALL,))[0]
 
     @property
     def as_stored(self) -> StoreFn | None:

@@ -117,6 +117,9 @@ class Engine(Generic[R]):
 
     def _launch(self, launch: Launch) -> bool:
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
+        for copy in self.scheduler.admission.due_copies:
+            self.runner.run(copy)
+        self.scheduler.admission.copied()
         for step in launch.before:
             self.runner.run(step)
         while len(self._silent) >= MOST_SILENT and not launch.emits:

@@ -86,13 +86,13 @@ class DeviceRunner:
 
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
-        most = max(len(entry.pages) for entry in step.entries)
+        most = max(len(entry.pages[0]) for entry in step.entries)
         numbers_RX = torch.zeros(len(step.entries), 6 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
             ints[row, :4] = entry.row, entry.top_k, entry.seed, entry.speculates
             floats[row, 4:6] = entry.temperature, entry.top_p
-            ints[row, 6 : 6 + len(entry.pages)] = entry.pages
+            ints[row, 6 : 6 + len(entry.pages[0])] = entry.pages[0]
         numbers_RX = numbers_RX.to(self.device, non_blocking=True)
         floats_RX = numbers_RX.view(torch.float64)
         sampling = RowSampling(floats_RX[:, 4], numbers_RX[:, 1], floats_RX[:, 5], numbers_RX[:, 2])

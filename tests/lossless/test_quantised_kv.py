@@ -23,7 +23,8 @@ from specdec.bench.near_tie import LOGIT_NOISE
 from specdec.bench.session import Session
 from specdec.cli.flags import engine_of
 from specdec.generation import Generation
-from specdec.loading.build import kv_bytes_per_page
+from specdec.engine.pages.groups import ALL
+from specdec.loading.memory import kv_page_bytes
 
 CASES = [
     ("llama", "eagle3", (4, 1, 5), 1, 8, "int8"),
@@ -105,7 +106,9 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
     taken = 0
     for cache in Driver(decoder).caches:
         taken += cache.kv.nbytes + (cache.scales.nbytes if kind == "int8" else 0)
-    assert taken == Driver(decoder).pages_allocated * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
+    assert decoder.head is not None
+    configs = [decoder.model.config, decoder.head.config.model]
+    assert taken == Driver(decoder).pages_allocated * kv_page_bytes(configs, decoder.settings, (ALL,))[0]
 
 
 def test_a_wrong_setting_is_refused(zoo: Zoo) -> None:

@@ -14,7 +14,6 @@ from toolkit.driver import Driver
 from toolkit.inside.hooks import PHASES
 from toolkit.models import Zoo
 
-import specdec.engine.pages.admission as admission
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.request import Request
 
@@ -84,7 +83,7 @@ class Traffic:
 
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few tokens a pass that short texts go around the ring."""
-    monkeypatch.setattr(admission, "RING_PREFILL", 16)
+    ring_passes_take(16, monkeypatch)
 
 
 def drive(traffic: Traffic, events: int) -> None:
