@@ -72,7 +72,6 @@ def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: 
     options, longest = settings.options, settings.pages_per_sequence
     spans = [kind.span for config in configs for kind in config.layer_kinds]
     groups = page_groups(spans, settings.lookahead, options.page_size, longest, options.prefix_caching)
-    groups = groups if len(groups) == 1 else (ALL,)  # TEMP until device side
     page_bytes = kv_page_bytes(configs, settings, groups)
     needed = [(group.ring or longest) + 1 for group in groups]
     wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]

@@ -86,17 +86,20 @@ class DeviceRunner:
 
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
-        most = max(len(entry.pages[0]) for entry in step.entries)
-        numbers_RX = torch.zeros(len(step.entries), 6 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
+        shape = len(step.entries), 6 + groups * most
+        numbers_RX = torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
             ints[row, :4] = entry.row, entry.top_k, entry.seed, entry.speculates
             floats[row, 4:6] = entry.temperature, entry.top_p
-            ints[row, 6 : 6 + len(entry.pages[0])] = entry.pages[0]
+            for group, pages in enumerate(entry.pages):
+                ints[row, 6 + group * most : 6 + group * most + len(pages)] = pages
         numbers_RX = numbers_RX.to(self.device, non_blocking=True)
         floats_RX = numbers_RX.view(torch.float64)
         sampling = RowSampling(floats_RX[:, 4], numbers_RX[:, 1], floats_RX[:, 5], numbers_RX[:, 2])
-        self.workers.state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 6:], sampling, numbers_RX[:, 3])
+        pages_RGw = numbers_RX[:, 6:].unflatten(1, (groups, most))
+        self.workers.state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 3])
 
     def _catch_up(self, step: CatchUp) -> None:
         self.rounds.catch_up(self._rows(step.rows, step.shared))
@@ -165,4 +168,4 @@ def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> Shared
     """
     if heads_a_key > most_packed:
         return None
-    return SharedPrefix.empty(state.page_table_BW, most_packed // heads_a_key)
+    return SharedPrefix.empty(state.pages.table, most_packed // heads_a_key)

@@ -190,7 +190,7 @@ class Driver(Hooks):
         assert self.is_idle and not self.waiting and not self.running and not self.rounds_in_flight
         assert not self._scheduler.admission.places and self.pages_free == self.pages_total
         self.assert_books_balance()
-        assert not state.active_B.any() and not state.page_table_BW.any()
+        assert not state.active_B.any() and not state.page_table_BGW.any()
 
     @contextmanager
     def leave_room_for(self, *tokens: int) -> Iterator[None]:
@@ -226,8 +226,8 @@ class Driver(Hooks):
 
     def committed_kv(self, model: Model, row: int) -> Tensor:
         """[layers, L, 2, K, D]: keys and values of a row's committed tokens."""
-        table = self._workers.state.page_table_BW[row : row + 1]
-        slots = PageTable(table, self.page_size).slots_at(torch.arange(self.lens(row))[None])
+        pages = PageTable(self._workers.state.pages.table[row : row + 1], self.page_size)
+        slots = pages.slots_at(torch.arange(self.lens(row))[None])
         return self.cache(model).kv[:, slots[0]]
 
     def fresh_kv(self, model: Model, text: list[int]) -> Tensor:
@@ -258,7 +258,7 @@ class Driver(Hooks):
 
     def blind_tables(self, rows: int, pages: int) -> None:
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
-        self._workers.state.page_table_BW[:rows, :pages] = 0
+        self._workers.state.page_table_BGW[:rows, :, :pages] = 0
         for cache in self.caches:
             cache.kv[:, : self.page_size] = 1e4
 
