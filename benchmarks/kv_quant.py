@@ -29,16 +29,18 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.quant_cache import HEADROOM, QuantCache
+from specdec.attention.caches.quant_cache import HEADROOM, QuantLayout, QuantView, as_stored
 from specdec.attention.eager.dense import DenseAttention, StoreFn
+from specdec.attention.inputs import HeadInputs, LayerInputs
 from specdec.attention.kinds import FULL
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.session import Session
-from specdec.loading.build import kv_bytes_per_page
-from specdec.loading.resolve import resolve_settings
+from specdec.engine.pages.groups import ALL
+from specdec.loading.memory import kv_page_bytes
+from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
 
@@ -70,9 +72,10 @@ class Compared(DenseAttention):
         super().__init__([FULL] * 1000, as_stored=as_stored)
         self.exact, self.errors = DenseAttention(self.kinds), list[float]()
 
-    def __call__(self, layer: int, qkv_NXD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        want = self.exact(layer, qkv_NXD.clone(), *args, **kwargs)
-        got = super().__call__(layer, qkv_NXD, *args, **kwargs)
+    def __call__(self, layer: int, inputs: LayerInputs, *args: Any, **kwargs: Any) -> Tensor:
+        assert isinstance(inputs, HeadInputs)
+        want = self.exact(layer, HeadInputs(inputs.qkv_TXD.clone(), inputs.prep), *args, **kwargs)
+        got = super().__call__(layer, inputs, *args, **kwargs)
         self.errors.append(float((got - want).norm() / want.norm()))
         return got
 
@@ -112,7 +115,7 @@ def quality() -> dict[str, Any]:
                 "equal_texts": sum(a == b for a, b in zip(found, reference, strict=True)), "prompts": len(found),
                 "pool_bytes": pool_bytes(decoder), "pool_bytes_in_bf16": pool_bytes_in_bf16(decoder),
             }  # fmt: skip
-            stores: StoreFn = cache.as_stored if isinstance(cache, QuantCache) else as_bf16
+            stores: StoreFn = as_stored(cache) or as_bf16
             if shape == "5,1,6":
                 row["errors of bf16 KV" if kind == "auto" else "errors"] = errors(decoder, reference, stores)
             rows.append(row)
@@ -126,12 +129,18 @@ def as_bf16(layer: int, kv_T2KD: Tensor) -> Tensor:
 
 def pool_bytes(decoder: SpecDecoder) -> int:
     """Bytes of both caches as they lie in memory, scales included."""
-    return sum(sum(x.nbytes for x in (c.kv, getattr(c, "scales", None)) if x is not None) for c in caches(decoder))
+    return sum(cache.bytes for cache in caches(decoder))
 
 
 def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
     settings = replace(decoder.settings.with_options(kv_cache_dtype="auto"), dtype=torch.bfloat16)
-    return num_pages(decoder) * kv_bytes_per_page(decoder.model, decoder.head, settings)
+    return counted_bytes(decoder, settings)
+
+
+def counted_bytes(decoder: SpecDecoder, settings: EngineSettings) -> int:
+    """Bytes of the pool as its size is computed."""
+    configs = [decoder.model.config] + ([decoder.head.config.model] if decoder.head else [])
+    return num_pages(decoder) * kv_page_bytes(configs, settings, (ALL,))[0]
 
 
 # ---- rounds ----
@@ -139,17 +148,18 @@ def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
 
 def fill(cache: KVCache) -> None:
     """Random numbers, as though they had been stored."""
-    if isinstance(cache, QuantCache):
-        bytes_ = cache.kv.view(torch.uint8)
+    if isinstance(cache.layout, QuantLayout):
+        bytes_ = cache.planes["kv"].view(torch.uint8)
         for layer, view in enumerate(map(cache.view, range(len(cache.kinds)))):
             bytes_[layer].copy_(torch.randint(0, 120, bytes_[layer].shape, dtype=torch.uint8, device=bytes_.device))
+            assert isinstance(view, QuantView)
             if view.scale_2K is not None:
                 view.scale_2K.fill_(1 / 64)
                 view.needs_scale = False
-        if cache.scales is not None:
-            cache.scales.uniform_(1e-3, 2e-2)
+        if "scales" in cache.planes:
+            cache.planes["scales"].uniform_(1e-3, 2e-2)
     else:
-        for layer in cache.kv:
+        for layer in cache.planes["kv"]:
             layer.normal_()
 
 
@@ -179,7 +189,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
         "kv": kind, "spec": shape, "batch": BATCH, "context": CONTEXT, "ms": median(ms[0] + ms[1]),
         "ms_of_each_half": [median(half) for half in ms], "rounds": 2 * rounds,
         "limit_ms": 1e3 * limit.total / round_8b.this_gpu().read_bandwidth, "kv_bytes": pool_bytes(decoder),
-        "counted_kv_bytes": num_pages(decoder) * kv_bytes_per_page(model, head, decoder.settings),
+        "counted_kv_bytes": counted_bytes(decoder, decoder.settings),
         "gpu_ms": split.span, "phases_ms": split.by_phase, "kinds_ms": split.by_kind, "longest": split.longest,
     }  # fmt: skip
     print(json.dumps({key: row[key] for key in list(row)[:9] + ["phases_ms", "kinds_ms"]}), flush=True)

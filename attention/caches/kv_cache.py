@@ -1,98 +1,111 @@
-"""The KV cache: one tensor a model, addressed by slot.  This module knows slots, not the sequences that own them.
+"""The KV cache of one model, addressed by slot.  This module knows slots, not the sequences that own them, and no cache format.
 
-A token's key and value lie side by side, so a token is stored, moved and gathered in one piece.
+Layers of one group have slots of their own: a slot number means one place in the layers of one group, and another place in
+those of another group.
 
-Shapes: T tokens, K kv heads, D head dim, E value dim, B sequences, N slots (of a sequence, in `move`), E moved tokens (in
-`move`).
+Shapes: B sequences, N slots of a sequence, E moved tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.caches.planes import CacheLayout, KVView
+from specdec.attention.kinds import LayerKind
 from specdec.ops.index import use_index_kernels
 
 
-class KVView(Protocol):
-    """One layer's part of a cache.  These two methods serve every attention backend; kernels also read a view's tensors."""
+class KVCache:
+    """What all layers of one model keep of each token.
 
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        """Stores keys and values [T, 2, K, D], already normed and rotated, at the slots (int64 [T])."""
+    layout: the cache format.
+    kinds: which keys each layer reads, one entry for each layer.
+    num_slots: of each layer; with several groups, of each group's layers, by the group's number.
+    groups: the group of each layer; None: all layers belong to group 0.
+    group_numbers: the groups to which any layer belongs, in ascending order.
+    planes_of: by group and name, a plane's tensor [layers of the group, num_slots, *shape].
+    """
 
-    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), converted to that dtype."""
+    def __init__(
+        self,
+        layout: CacheLayout,
+        kinds: Sequence[LayerKind],
+        num_slots: int | Sequence[int],
+        *,
+        groups: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layout, self.kinds = layout, tuple(kinds)
+        self.groups = (0,) * len(self.kinds) if groups is None else tuple(groups)
+        assert len(self.groups) == len(self.kinds)
+        slots = (num_slots,) if isinstance(num_slots, int) else num_slots
+        self.group_numbers = tuple(sorted(set(self.groups)))
+        # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
+        # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
+        self.planes_of = {
+            group: {
+                plane.name: torch.empty(self.groups.count(group), slots[group], *plane.shape, dtype=plane.dtype, device=device)
+                for plane in layout.planes
+            }
+            for group in self.group_numbers
+        }
+        self._views = [
+            layout.view(layer, {name: tensor[self._place(layer)] for name, tensor in self.planes_of[group].items()})
+            for layer, group in enumerate(self.groups)
+        ]
 
-
-class KVCache(Protocol):
-    """The keys and values of all layers of one model, addressed by slot.  kinds: which keys each layer reads."""
-
-    kinds: tuple[LayerKind, ...]
+    def _place(self, layer: int) -> int:
+        """The layer's place among those of its group."""
+        return self.groups[:layer].count(self.groups[layer])
 
     @property
-    def num_slots(self) -> int: ...
-    def view(self, layer: int) -> KVView: ...
-    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        """Moves tokens within each sequence, in every layer: the token at slot number path_BE[b, e] goes to slot number e.
+    def planes(self) -> dict[str, Tensor]:
+        """By name, a plane's tensor, in a cache whose layers all belong to one group."""
+        (group,) = self.group_numbers
+        return self.planes_of[group]
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots of each layer, in a cache whose layers all belong to one group."""
+        return next(iter(self.planes.values())).shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(tensor.nbytes for planes in self.planes_of.values() for tensor in planes.values())
+
+    def view(self, layer: int) -> KVView:
+        """One layer's part of the cache; the same object at every call."""
+        return self._views[layer]
+
+    def move(self, slots_BN: Tensor, path_BE: Tensor, group: int = 0) -> None:
+        """Moves tokens within each sequence, in every layer of the group: the token at slot number path_BE[b, e] goes to slot
+        number e.
 
         slots_BN: int64, the slots of each sequence by number.  No slot may belong to two sequences, except those of the dummy
             page, whose contents are never read.
         path_BE: int64 slot numbers.  The method reads all of a sequence's tokens before it writes any, so sources and targets
             may overlap.
         """
+        for tensor in self.planes_of[group].values():
+            move_slots(tensor, slots_BN, path_BE)
 
+    def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None:
+        """Copies whole pages in every layer of the group: page targets_N[n] becomes what page sources_N[n] was before.
 
-@dataclass(frozen=True)
-class MHAView:
-    """One layer of an MHACache.  kv: [num_slots, 2, K, D], keys then values, in the model's own dtype."""
-
-    kv: Tensor
-
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        self.kv.index_copy_(0, slots_T, kv_T2KD)
-
-    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        kv = self.kv.index_select(0, slots_N).to(dtype)
-        return kv[:, 0], kv[:, 1]
-
-
-class MHACache:
-    """Keys and values of multi-head and grouped-query attention: kv [layers, num_slots, 2, K, D] in the model's own dtype."""
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kinds: Sequence[LayerKind] | None = None,
-    ) -> None:
-        self.kinds = tuple(kinds or [FULL] * num_layers)
-        # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
-        # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
-        self.kv = torch.empty(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
-
-    @property
-    def num_slots(self) -> int:
-        return self.kv.shape[1]
-
-    def view(self, layer: int) -> MHAView:
-        return MHAView(self.kv[layer])
-
-    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        move_slots(self.kv, slots_BN, path_BE)
+        Both are int64.  A cache without layers of that group has nothing to copy.
+        """
+        for tensor in self.planes_of.get(group, {}).values():
+            for layer in bytes_of(tensor).unflatten(1, (-1, page_size)):  # one by one, so that little memory is taken meanwhile
+                layer.index_copy_(0, targets_N, layer.index_select(0, sources_N))
 
 
 def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
     """`KVCache.move` for one tensor [layers, num_slots, ...]."""
+    x = bytes_of(x)
     if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
 
@@ -100,3 +113,8 @@ def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
         return
     source_M, target_M = slots_BN.gather(1, path_BE).flatten(), slots_BN[:, : path_BE.shape[1]].flatten()
     x.index_copy_(1, target_M, x.index_select(1, source_M))
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The tensor itself, or numbers of 8 bits as bytes: neither Triton nor index_copy_ takes float8 on every device."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -11,8 +11,8 @@ The last row of the runner's state is always padding: the padding of a chunk of 
 A row has a page table for each group of layers: all layers of both models, or the layers that read all keys, and then those
 that read a span of keys only.
 
-Shapes: B rows, G groups of layers, W pages per row, K topk, H hidden size of the drafter, P the most tokens of a pause, F width of a token's
-features, R some of the rows.
+Shapes: B rows, G groups of layers, W pages per row, K topk, H hidden size of the drafter, P the most tokens of a pause, F width
+of a token's features, R some of the rows.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class BatchState:
     ) -> BatchState:
         """A batch of `rows` rows, all of them padding.
 
-        pages: W.  page_size: tokens per page.  groups: G.  topk, draft_hidden: K and H; 0 without a drafter.  max_pause, features: P and F;
-        0 if no round is ever paused.  dtype: of hidden states and features.
+        pages: W.  page_size: tokens per page.  groups: G.  topk, draft_hidden: K and H; 0 without a drafter.  max_pause,
+        features: P and F; 0 if no round is ever paused.  dtype: of hidden states and features.
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -133,6 +133,11 @@ class BatchState:
     def prompt_pages(self) -> PageTable:
         """The pages that chunks of prompts read and write in the layers of `group`."""
         return PageTable(self.prompt_table_BGW[:, self.group], self.page_size)
+
+    @property
+    def num_groups(self) -> int:
+        """G, the number of groups of layers."""
+        return self.page_table_BGW.shape[1]
 
     @property
     def sampling(self) -> RowSampling:
@@ -178,8 +183,8 @@ class BatchState:
     def enter_rows(self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor) -> None:
         """Gives rows their pages and their options.
 
-        rows_R: int64.  pages_RGw: integers of any type, each row's first w pages of each group.  sampling, speculates_R: tensors [R] of any
-        types.
+        rows_R: int64.  pages_RGw: integers of any type, each row's first w pages of each group.  sampling, speculates_R:
+        tensors [R] of any types.
         """
         # After its own pages, a row must not name an earlier request's.
         self.prompt_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

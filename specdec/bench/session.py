@@ -11,15 +11,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import NamedTuple
 
-from specdec.attention.caches.quant_cache import QuantCache
+from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.engine.request import Request
 from specdec.generation import Generation
-from specdec.engine.pages.groups import ALL
-from specdec.loading.memory import kv_page_bytes
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
@@ -109,14 +107,12 @@ class Session:
     @property
     def kv_pool_bytes(self) -> int:
         """Bytes of the KV pool over both models."""
-        configs = [self.model.config] + ([self.head.config.model] if self.head else [])
-        return self.decoder.engine.scheduler.admission.pool.num_pages * kv_page_bytes(configs, self.settings, (ALL,))[0]
+        return sum(cache.bytes for cache in self.decoder.engine.runner.workers.caches)
 
     @property
     def as_stored(self) -> StoreFn | None:
         """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
-        cache = self.decoder.engine.runner.workers.verifier.cache
-        return cache.as_stored if isinstance(cache, QuantCache) else None
+        return as_stored(self.decoder.engine.runner.workers.verifier.cache)
 
     @property
     def chunk_budget(self) -> dict[str, float | None]:

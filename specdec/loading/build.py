@@ -77,7 +77,8 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend)
     aux_layers = head.config.aux_layers if head else ()
-    verifier = TargetVerifier(model, _cache(model, model.config, plan, settings), backend, aux_layers)
+    caches = [_cache(model, model.config, plan, settings)]
+    verifier = TargetVerifier(model, caches[0], backend, aux_layers)
     drafter: Drafter | None = None
     spec = settings.spec if head else None
     if head is not None:
@@ -87,19 +88,21 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pl
             raise ValueError(
                 f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
             )
-        drafter = DraftWorker(head, _cache(head, head.config.model, plan, settings), backend, spec.topk)
+        caches.append(_cache(head, head.config.model, plan, settings))
+        drafter = DraftWorker(head, caches[1], backend, spec.topk)
     state = BatchState.empty(
         settings.options.max_batch_size + 1,  # the last row is always padding
         settings.pages_per_sequence,
         spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,
         page_size=settings.options.page_size,
+        groups=len(plan.groups),
         max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
         features=head.config.feature_size if head else 0,
         device=settings.device,
         dtype=settings.dtype,
     )
-    return Workers(verifier, drafter, state)
+    return Workers(verifier, drafter, state, tuple(caches))
 
 
 # ---- chunks of prompts ----
@@ -150,5 +153,7 @@ def most_captured_cost(model: Target, head: DraftHead | None) -> int:
 
 def _cache(model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings) -> KVCache:
     """The KV cache of one of both models.  config: that model's."""
-    slots = plan.num_pages[0] * settings.options.page_size
-    return make_cache(model, config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)
+    options, slots = settings.options, [pages * settings.options.page_size for pages in plan.num_pages]
+    return make_cache(
+        model, config, slots, options.kv_cache_dtype, settings.dtype, settings.device, plan.groups_of_layers(config)
+    )

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from specdec.engine.pages.admission import Admission
-from specdec.engine.pages.groups import ALL, Group, group_of, page_groups, share_memory
+from specdec.engine.pages.groups import Group, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
-from specdec.models.kv import kv_token_bytes
+from specdec.models.kv import cache_layout
 
 POOL_SHARE = 0.85  # share of the GPU memory that is free after the weights; the rest is for activations and graphs
 HOST_POOL_SHARE = 0.4  # share of the host's memory, where weights and everything else must fit too
@@ -42,7 +42,7 @@ class PoolPlan(NamedTuple):
         """The bytes of all pages."""
         return sum(pages * size for pages, size in zip(self.num_pages, self.page_bytes, strict=True))
 
-    def group_of(self, config: ModelConfig) -> tuple[int, ...]:
+    def groups_of_layers(self, config: ModelConfig) -> tuple[int, ...]:
         """The group of each layer of a model."""
         return tuple(group_of(kind.span, self.groups) for kind in config.layer_kinds)
 
@@ -92,7 +92,7 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
     """The bytes of one page of each group: keys and values of that group's layers in both models."""
     options, sizes = settings.options, [0] * len(groups)
     for config in configs:
-        a_layer = kv_token_bytes(config, options.kv_cache_dtype, settings.dtype) // config.num_layers
+        a_layer = cache_layout(config, options.kv_cache_dtype, settings.dtype).bytes
         for kind in config.layer_kinds:
             sizes[group_of(kind.span, groups)] += options.page_size * a_layer
     return tuple(sizes)

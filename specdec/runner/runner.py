@@ -22,7 +22,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Step
+from specdec.steps import CatchUp, CopyPages, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Step
 
 
 class DeviceRunner:
@@ -50,6 +50,7 @@ class DeviceRunner:
             CatchUp: self._catch_up,
             ShareRows: self._share,
             LeaveRows: self._leave,
+            CopyPages: self._copy,
         }
 
     @property
@@ -114,6 +115,12 @@ class DeviceRunner:
         rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         self.workers.state.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
         self.workers.state.clear_rows(rows_R[2 * moves :])
+
+    def _copy(self, step: CopyPages) -> None:
+        pages_2N = torch.tensor([step.sources, step.targets], pin_memory=self.device.type == "cuda")
+        sources_N, targets_N = pages_2N.to(self.device, non_blocking=True)
+        for cache in self.workers.caches:
+            cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
 
     def _rows(self, rows: int, shared: bool) -> BatchState:
         """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""

@@ -13,6 +13,7 @@ import pytest
 from toolkit.driver import Driver
 from toolkit.inside.hooks import PHASES
 from toolkit.models import Zoo
+from toolkit.pages import ring_passes_take
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.request import Request
