@@ -263,11 +263,13 @@ class Driver(Hooks):
         return self.cache(model).planes["kv"][:, page * self.page_size : (page + 1) * self.page_size]
 
     def poison_free_slots(self, value: float, *models: Model) -> None:
-        """Fills the caches (of all models, if none is named) with this value.  To be called only while nothing runs."""
+        """Fills the caches (of all models, if none is named) with this value; of int8 caches the scales.  To be called only
+        while nothing runs.
+        """
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
             for planes in cache.planes_of.values():
-                planes["kv"].fill_(value)
+                planes.get("scales", planes["kv"]).fill_(value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""

@@ -1,4 +1,4 @@
-"""Models in which only some layers have a window or chunks hold a window there and all tokens in the others, and nobody notices.
+"""Models where only some layers have a window or chunks hold a window there and all tokens in the others, and nobody notices.
 
 Texts are many times as long as windows and rings, and every slot that nobody has written holds NaN.  Keeps out: a layer that
 reads another group's page table or slots, an accepted path that is moved in one group only, a key that is overwritten while a
@@ -159,7 +159,7 @@ def test_8_bit_caches_in_two_groups(zoo: Zoo, kept: str) -> None:
 
 
 def test_the_pool_is_what_arithmetic_says(zoo: Zoo) -> None:
-    """Two full layers and a full head hold every token, two windowed layers hold their rings: bytes, not pages, are compared."""
+    """Two full layers and a full head hold every token, two windowed layers their rings: bytes, not pages, are compared."""
     decoder = mixed(zoo, "qwen2", "eagle1", TREE, 4)
     driver, settings = Driver(decoder), decoder.settings
     target, head = decoder.model.config, decoder.head.config.model  # type: ignore[union-attr]
