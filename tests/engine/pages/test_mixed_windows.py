@@ -127,6 +127,23 @@ def test_kept_prefixes_bring_their_windows(
     assert all(cached >= 12 // page_size * page_size for cached in found[10:]) and sum(found[10:]) > sum(found[5:10])
 
 
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(("target", "head"), [("qwen2", "eagle1"), ("mistral", "eagle3"), ("qwen2", "eagle1-window")])
+@pytest.mark.parametrize("spec", [TREE, CHAIN], ids=str)
+def test_rows_share_pages_in_the_layers_that_read_all_keys(zoo: Zoo, target: str, head: str, spec: SpecConfig) -> None:
+    """Keeps out: windowed layers that look for the shared pages' numbers in their own slots."""
+    warm = mixed(zoo, target, head, spec, 4, prefix_caching=True)
+    driver, sampling = Driver(warm), SamplingParams(max_tokens=40)
+    driver.set_least_shared(1)
+    seen = driver.watch_sharing()
+    prompts = [[*PROMPTS[1], 1], [*PROMPTS[1], 2], [*PROMPTS[1][:40], 3]]
+    for _ in range(2):
+        for out, prompt in zip(warm.generate(prompts, sampling), prompts, strict=True):
+            assert out.token_ids == zoo.greedy(target, prompt, 40)
+        driver.assert_nothing_leaked()
+    assert seen and max(tokens for _, tokens in seen) >= 40
+
+
 def test_copies_are_evicted_before_anybody_waits(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a small pool in which kept windows leave no ring for a request, or where a dropped window is still read."""
     monkeypatch.setattr("specdec.loading.memory.KEPT_TOKENS", 100)
