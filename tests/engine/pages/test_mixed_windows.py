@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.drafters import Substitute
 from toolkit.driver import Driver
 from toolkit.families import Families, assert_greedy
 from toolkit.models import HEADS, Zoo
@@ -94,7 +95,12 @@ def test_families_through_transformers(
     for out in outputs:
         assert len(out.token_ids) == LENGTH
         assert_greedy(families.hf(name), out)
-    assert sum(out.stats.accepted for out in outputs) > 0
+    texts = {tuple(out.prompt_token_ids): out.token_ids for out in outputs}
+    driver.replace_drafter(Substitute(driver, spec, "oracle", 40, texts))  # long paths are accepted in every round
+    shorter = SamplingParams(max_tokens=LENGTH - 8)
+    for out in decoder.generate(PROMPTS, shorter):
+        assert out.token_ids == texts[tuple(out.prompt_token_ids)][: LENGTH - 8]
+        assert out.stats.accepted > LENGTH / 2
     driver.assert_nothing_leaked()
 
 
