@@ -100,6 +100,12 @@ class Admission:
         """All due copies have been launched."""
         self.due_copies.clear()
 
+    def forget_copies(self) -> None:
+        """Drops all copies of pages, those that are due too."""
+        self.due_copies.clear()
+        if self.copies is not None:
+            self.copies.drop_all()
+
     def longest_text(self, most: int) -> int:
         """The most tokens of prompt and output together that the whole pool holds, if these are not more than `most`."""
         if self.pool.pages_for(most + self.lookahead) <= self.pool.capacity:  # also where sequences reuse a ring

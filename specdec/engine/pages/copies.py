@@ -117,6 +117,11 @@ class RingCopies:
         if (page := self._pages.pop(node, None)) is not None:
             self.pool.give_back(self, [page])
 
+    def drop_all(self) -> None:
+        """Gives up all copies."""
+        for node in list(self._pages):
+            self.drop(node)
+
     def make_room(self, count: int) -> None:
         """Drops as many copies as it takes to have `count` free pages in the pool."""
         while self.pool.num_free < count:

@@ -19,6 +19,7 @@ from toolkit.pages import long_prompts_wait_from, ring_passes_take
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.groups import ALL, Group
 from specdec.loading.memory import kv_page_bytes, pool_plan
+from specdec.steps import CopyPages
 
 TREE, CHAIN, LENGTH, CHUNK = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5), 110, 8
 PROMPTS = [[5, 9, 2], [*range(1, 38), *range(30)], [7] * 9, [4, 8] * 20]  # some longer than a ring
@@ -162,6 +163,25 @@ def test_copies_are_evicted_before_anybody_waits(zoo: Zoo, monkeypatch: pytest.M
         driver.assert_nothing_leaked()
     looked_up, found = driver.looked_up_and_found
     assert 0 < found < looked_up
+
+
+def test_a_copy_that_was_not_made_is_not_found(zoo: Zoo) -> None:
+    """Keeps out: an error while pages are copied, after which the same prompt begins on pages that hold nothing."""
+    decoder = mixed(zoo, "qwen2", "eagle1", TREE, 4, prefix_caching=True)
+    driver, sampling = Driver(decoder), SamplingParams(max_tokens=20)
+
+    def fail() -> None:
+        raise MemoryError("no room to copy pages")
+
+    driver.before_step(CopyPages, 0, fail)
+    with pytest.raises(RuntimeError):
+        decoder.generate([PROMPTS[1]], sampling)
+    driver.settle()
+    assert driver.copies_kept == 0
+    for cached in (0, 64):
+        (out,) = decoder.generate([PROMPTS[1]], sampling)
+        assert out.token_ids == zoo.greedy("qwen2", PROMPTS[1], 20) and out.stats.cached_tokens == cached
+    driver.assert_nothing_leaked()
 
 
 @pytest.mark.slow_cases

@@ -79,7 +79,7 @@ class Memory:
         self.slots: list[dict[int, Content]] = [{} for _ in kinds]
         self.requests: dict[tuple[int, ...], list[int]] = {}  # a row's first table -> its prompt
         self.copied = self.reads = 0
-        self.fails = False
+        self.fails = self.copies_fail = False
 
     def run(self, step: Step) -> Emitted | None:
         assert pickle.loads(pickle.dumps(step)) == step
@@ -121,6 +121,8 @@ class Memory:
 
     def CopyPages(self, step: CopyPages) -> None:
         assert len(set(step.targets)) == len(step.targets) == len(step.sources) and 0 not in step.targets
+        if self.copies_fail and self.rng.random() < 0.5:
+            raise MemoryError("a copy too large")
         slots, size = self.slots[step.group], self.page_size
         held = [[slots.get(page * size + i, JUNK) for i in range(size)] for page in step.sources]
         for page, contents in zip(step.targets, held, strict=True):
@@ -239,10 +241,13 @@ def test_random_traffic_reads_its_own_text(
             engine.submit(requests[-1:])
         if rng.random() < 0.03 and (going := [request for request in requests if not request.is_done]):
             engine.cancel(rng.choice(going))
-        memory.fails = rng.random() < 0.03
-        engine.step()
+        memory.fails, memory.copies_fail = rng.random() < 0.03, rng.random() < 0.03
+        try:
+            engine.step()
+        except MemoryError:
+            assert memory.copies_fail and not scheduler.seats
         balanced(engine)
-    memory.fails = False
+    memory.fails = memory.copies_fail = False
     while not engine.is_idle:
         engine.step()
     totals = engine.totals()
