@@ -136,6 +136,18 @@ class HeadInputs(LayerInputs):
         return DenseHeads(q_TQD, kv_T2KD[:, 0], kv_T2KD[:, 1])
 
 
+@dataclass
+class QueryInputs(HeadInputs):
+    """Heads of a layer that reads the keys and values of an earlier layer.  The call's view is that layer's.
+
+    qkv_TXD: queries alone, of the asked-for tokens alone; prep has 0 kv heads.  `dense` returns no keys and values: an
+        attention without a cache keeps the earlier layer's.
+    """
+
+    def paged(self, call: LayerCall) -> Tensor:
+        return call.attend(call.backend.rotate(self.qkv_TXD, self.prep))
+
+
 class AttentionFn(Protocol):
     """The attention of one forward pass: over paged caches in the runtime, over dense tensors in training.
 

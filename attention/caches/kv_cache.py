@@ -25,8 +25,10 @@ class KVCache:
     kinds: which keys each layer reads, one entry for each layer.
     num_slots: of each layer; with several groups, of each group's layers, by the group's number.
     groups: the group of each layer; None: all layers belong to group 0.
+    sources: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which stores
+        its own.  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
     group_numbers: the groups to which any layer belongs, in ascending order.
-    planes_of: by group and name, a plane's tensor [layers of the group, num_slots, *shape].
+    planes_of: by group and name, a plane's tensor [layers of the group that store, num_slots, *shape].
     """
 
     def __init__(
@@ -37,29 +39,31 @@ class KVCache:
         *,
         groups: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
+        sources: Sequence[int] | None = None,
     ) -> None:
         self.layout, self.kinds = layout, tuple(kinds)
-        self.groups = (0,) * len(self.kinds) if groups is None else tuple(groups)
-        assert len(self.groups) == len(self.kinds)
+        layers = range(len(self.kinds))
+        self.groups = (0,) * len(layers) if groups is None else tuple(groups)
+        sources = layers if sources is None else sources
+        stored = sorted(set(sources))  # the layers that store, in the order of the planes
+        assert len(self.groups) == len(sources) == len(layers) and all(sources[layer] == layer for layer in stored)
+        assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(sources))
+        assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(sources))
         slots = (num_slots,) if isinstance(num_slots, int) else num_slots
         self.group_numbers = tuple(sorted(set(self.groups)))
-        # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
-        # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
-        self.planes_of = {
-            group: {
-                plane.name: torch.empty(self.groups.count(group), slots[group], *plane.shape, dtype=plane.dtype, device=device)
+        self.planes_of: dict[int, dict[str, Tensor]] = {}
+        views: dict[int, KVView] = {}
+        for group in self.group_numbers:
+            own = [layer for layer in stored if self.groups[layer] == group]
+            # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may
+            # hold NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
+            planes = self.planes_of[group] = {
+                plane.name: torch.empty(len(own), slots[group], *plane.shape, dtype=plane.dtype, device=device)
                 for plane in layout.planes
             }
-            for group in self.group_numbers
-        }
-        self._views = [
-            layout.view(layer, {name: tensor[self._place(layer)] for name, tensor in self.planes_of[group].items()})
-            for layer, group in enumerate(self.groups)
-        ]
-
-    def _place(self, layer: int) -> int:
-        """The layer's place among those of its group."""
-        return self.groups[:layer].count(self.groups[layer])
+            for place, layer in enumerate(own):
+                views[layer] = layout.view(layer, {name: tensor[place] for name, tensor in planes.items()})
+        self._views = [views[source] for source in sources]
 
     @property
     def planes(self) -> dict[str, Tensor]:
@@ -78,7 +82,7 @@ class KVCache:
         return sum(tensor.nbytes for planes in self.planes_of.values() for tensor in planes.values())
 
     def view(self, layer: int) -> KVView:
-        """One layer's part of the cache; the same object at every call."""
+        """What one layer reads of the cache; the same object at every call, and for all layers that share it."""
         return self._views[layer]
 
     def move(self, slots_BN: Tensor, path_BE: Tensor, group: int = 0) -> None:

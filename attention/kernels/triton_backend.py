@@ -20,7 +20,7 @@ from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
-from specdec.attention.kernels.rope_store_triton import launch_rope_store
+from specdec.attention.kernels.rope_store_triton import launch_rope, launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
@@ -52,6 +52,9 @@ class TritonBackend(Backend):
     def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, MHAView | QuantView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep)
+
+    def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
+        return launch_rope(q_TQD, prep)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments, plan.suffix)

@@ -89,12 +89,12 @@ def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: 
 
 
 def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:
-    """The bytes of one page of each group: keys and values of that group's layers in both models."""
+    """The bytes of one page of each group: keys and values that group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
     for config in configs:
         a_layer = cache_layout(config, options.kv_cache_dtype, settings.dtype).bytes
-        for kind in config.layer_kinds:
-            sizes[group_of(kind.span, groups)] += options.page_size * a_layer
+        for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
+            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * a_layer
     return tuple(sizes)
 
 

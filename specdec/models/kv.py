@@ -49,6 +49,11 @@ def cache_layout(
 
 def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
+    return len(set(config.kv_source)) * cache_layout(config, kv_cache_dtype, dtype).bytes
+
+
+def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
+    """Bytes that all layers read of one token; layers that share keys and values each read them."""
     return config.num_layers * cache_layout(config, kv_cache_dtype, dtype).bytes
 
 
@@ -72,4 +77,5 @@ def make_cache(
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model))
-    return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device)
+    sources = config.kv_source
+    return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, sources=sources)

@@ -18,7 +18,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
-from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs
+from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, QueryInputs
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
@@ -33,6 +33,7 @@ HAS_GPU = torch.cuda.is_available()
 H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
+SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
 CACHES = (*KV_DTYPES, "mla")
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
@@ -109,7 +110,10 @@ class Absorbed(LayerInputs):
 
 
 class World:
-    """Two sequences whose pages lie scattered, with N more tokens each: a chain, or a tree.  Unread slots hold NaN."""
+    """Two sequences whose pages lie scattered, with N more tokens each: a chain, or a tree.  Unread slots hold NaN.
+
+    There is a layer of every kind, and, but for latents, one more that shares the windowed layer's keys and values.
+    """
 
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, P = cell, cell.page_size
@@ -131,9 +135,9 @@ class World:
         kinds, device = tuple(LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
             return KVCache(LatentLayout(C, D, self.dtype), kinds, num_slots, device=device)
-        if self.cell.cache != "auto":
-            return KVCache(QuantLayout(self.cell.cache, K, D, device), kinds, num_slots, device=device)
-        return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
+        layout = HeadsLayout(K, D, self.dtype) if self.cell.cache == "auto" else QuantLayout(self.cell.cache, K, D, device)
+        kinds, sources = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
+        return KVCache(layout, kinds, num_slots, device=device, sources=sources)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
@@ -173,7 +177,7 @@ class World:
         return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()))
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:
-        """One pass: every layer stores its tokens, and attends."""
+        """One pass: every layer stores its tokens, and attends; the layer that shares attends with other queries."""
         outs = []
         for layer, fresh in enumerate(kv):
             if self.cell.cache == "mla":
@@ -181,6 +185,8 @@ class World:
             else:
                 qkv_TXD = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1)
                 outs.append(attn(layer, HeadInputs(qkv_TXD, HeadPrep(None, K)), scoring=self.scoring))
+        if self.cell.cache != "mla":
+            outs.append(attn(len(kv), QueryInputs(-q_THD, HeadPrep(None, 0)), scoring=self.scoring))
         return outs
 
     def dense(self, layer: int, q_THD: Tensor) -> Tensor:
@@ -200,11 +206,11 @@ class World:
 
     def check(self, outs: list[Tensor], q_THD: Tensor) -> None:
         tolerance = TOLERANCE[self.dtype]
-        for layer, (kind, out) in enumerate(zip(LAYERS, outs, strict=True)):
+        for layer, (kind, out) in enumerate(zip(self.cache.kinds, outs, strict=True)):
             torch.testing.assert_close(
                 out.double(),
-                self.dense(layer, q_THD),
+                self.dense(layer, q_THD if layer < len(LAYERS) else -q_THD),
                 atol=tolerance,
                 rtol=tolerance,
-                msg=lambda text, kind=kind: f"{kind}: {text}",
+                msg=lambda text, layer=layer, kind=kind: f"layer {layer}, {kind}: {text}",
             )
