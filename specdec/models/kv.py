@@ -74,11 +74,19 @@ def heads_a_key(config: ModelConfig) -> int:
 
 
 def make_cache(
-    model: nn.Module, config: ModelConfig, num_slots: int, kv_cache_dtype: str, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    config: ModelConfig,
+    num_slots: int | Sequence[int],
+    kv_cache_dtype: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Sequence[int] | None = None,
 ) -> KVCache:
-    """An empty cache of num_slots tokens for all layers of a model.
+    """An empty cache for all layers of a model.
 
+    num_slots, groups: see KVCache.
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model))
-    return KVCache(layout, config.layer_kinds, num_slots, device=device, sources=config.kv_source)
+    sources = config.kv_source
+    return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, sources=sources)
