@@ -46,6 +46,7 @@ class RopeConfig:
 class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
+    value_width: of a value head where that is not head_dim; 0: it is.
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
         then stores its own; left out: every layer stores its own.
@@ -78,6 +79,7 @@ class ModelConfig:
     dtype: str | None = None
     max_position_why: str = "max_position_embeddings"
     has_experts: bool = False
+    value_width: int = 0
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers

@@ -97,13 +97,14 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
         "deepseek v3": (save_deepseek(root / "v3", "v3"), Native()),
         "shared kv": (save_sharing(root / "shared kv", "windows"), Native()),
         "gemma3n": (save_family(root / "gemma3n", "gemma3n_text", 0, **FAMILIES["gemma3n"][1]), by_transformers),
+        "diffllama": (save_target(root / "diffllama", "diffllama"), Native()),
         "gemma2": (save_family(root / "gemma2", "gemma2", 0, sliding_window=8, tie_word_embeddings=True), by_transformers),
     }
 
 
 NAMES = (
     "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "gemma2",
-    "gemma3n", "shared kv",
+    "gemma3n", "shared kv", "diffllama",
 )  # fmt: skip
 
 

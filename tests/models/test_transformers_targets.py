@@ -194,7 +194,6 @@ REFUSED = [
     ("gemma4_text", SMALL | dict(num_hidden_layers=6, head_dim=16), "all layers must have the same heads"),
     ("bert", SMALL, "layer 0 is not causal"),
     ("diffllama", SMALL, r"layers attend in the order \[0, 0, 1, 1\]"),
-    ("deepseek_v3", dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, hidden_size=64), "value dim"),
     ("vit", {}, "no causal language model of model_type 'vit'"),
 ]
 

@@ -54,6 +54,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         num_heads=traced.num_heads,
         num_kv_heads=traced.num_kv_heads,
         head_dim=traced.head_dim,
+        value_width=traced.value_dim if traced.value_dim != traced.head_dim else 0,
         vocab_size=config.vocab_size,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         rope=_rope(config),

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from specdec.attention.inputs import AttentionFn, HeadInputs, LayerInputs, QueryInputs
+from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
@@ -118,7 +118,10 @@ class TransformersTarget(Target):
             return attn(layer, queries, cut.rows_R if cut and layer >= cut.first else None, scoring)[None]
         keys[layer] = call.key
         heads = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
-        return attn(layer, HeadInputs(torch.cat(heads, dim=1), self._prep), None, scoring)[None]
+        inputs: LayerInputs = SplitInputs(DenseHeads(*heads))
+        if not self.config.value_width:
+            inputs = HeadInputs(torch.cat(heads, dim=1), self._prep)
+        return attn(layer, inputs, None, scoring)[None]
 
     def _sinks_of(self, layer: int, sinks_H: Tensor | None) -> Tensor | None:
         """In float32; converted in the first pass, the check at loading."""

@@ -29,6 +29,7 @@ _HARMLESS = {
 class Trace(NamedTuple):
     """A model's sizes and attention, as its layers' calls show them.
 
+    head_dim: of queries and keys.  value_dim: of values.
     sliding_windows: for each layer, how many keys a query reads, or None for all.  softcap: the largest of any layer, or None.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer.
     features_refusal: why the layers' outputs can't be a draft head's features; empty if they can.
@@ -37,6 +38,7 @@ class Trace(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     hidden_size: int
     sliding_windows: tuple[int | None, ...]
     softcap: float | None
@@ -85,6 +87,7 @@ def trace(config: Any, where: str) -> Trace:
         num_heads=first.query.shape[1],
         num_kv_heads=first.key.shape[1],
         head_dim=first.key.shape[3],
+        value_dim=first.value.shape[3],
         hidden_size=hidden.shape[-1],
         sliding_windows=tuple(call.sliding_window for call in calls),
         softcap=max((call.softcap for call in calls if call.softcap is not None), default=None),
@@ -101,10 +104,9 @@ def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
         what = f"layers {silent} never attend" if silent else f"layers attend in the order {order}"
         raise Unsupported(f"every decoder layer must attend once, through the attention interface, but {what}")
     shapes = {(call.query.shape[1], *call.key.shape[1::2], call.value.shape[3]) for call in calls}
-    if len(shapes) > 1 or any(key_dim != value_dim for *_, key_dim, value_dim in shapes):
+    if len(shapes) > 1:
         raise Unsupported(
-            "all layers must have the same heads, and keys and values the same head_dim; got (query heads, kv heads, key dim, "
-            f"value dim) = {sorted(shapes)}"
+            f"all layers must have the same heads; got (query heads, kv heads, key dim, value dim) = {sorted(shapes)}"
         )
     for layer, call in enumerate(calls):
         if call.module not in set(parts.layers[layer].modules()):
