@@ -10,7 +10,6 @@ import torch
 from toolkit.driver import Driver
 from toolkit.families import FAMILIES, NO_FEATURES, Families
 from toolkit.models import HEADS, ragged_prompts
-
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextModel
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
