@@ -1,1 +1,1 @@
-"""Sparse attention: an indexer scores every key for every query, and attention reads the best ones only."""
+"""Sparse latent attention: an indexer scores every key of a request, and attention reads only the best of them."""
