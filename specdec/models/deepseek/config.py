@@ -16,7 +16,7 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.config import ModelConfig, refuse_unknown
-from specdec.models.deepseek.indexer import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
+from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
 from specdec.models.experts import ExpertsConfig
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
 

@@ -32,11 +32,6 @@ class IndexerConfig:
     interleaved: bool
     sources: tuple[int, ...]
 
-    @property
-    def scale(self) -> float:
-        """The factor on a head's score: that of the head's products, and that of its weight."""
-        return (self.head_dim * self.heads) ** -0.5
-
     def has_own(self, layer: int) -> bool:
         """Whether the layer has an indexer."""
         return self.sources[layer] == layer
