@@ -48,7 +48,7 @@ class LatentTiles(NamedTuple):
 def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
     """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
     assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-    assert scoring.softcap is None and scoring.sinks_H is None, "no model of latent attention has softcap or sinks"
+    assert scoring.softcap is None, "no model of latent attention has a softcap"
     assert q_THL.dtype == view.latent.dtype and q_THL.shape[2] == view.latent.shape[1]
     assert q_THL.stride(2) == view.latent.stride(1) == 1
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
@@ -79,20 +79,20 @@ def _launch_paged(
     tiles, splits = shape
     num_tiles = triton.cdiv(segment.max_seqlen_q * H, tiles.block_m)
     starts_T = segment.starts_T
-    assert segment.page_table.stride(1) == 1
+    assert segment.pages.table.stride(1) == 1
     grid = (segment.rows * num_tiles, splits)
-    tables = (segment.page_table, segment.cache_seqlens, segment.cu_seqlens_q)
+    tables = (segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q)
     numbers = (
-        scale, *q_THL.stride()[:2], view.latent.stride(0), segment.page_table.stride(0), num_tiles, first, states,
+        scale, *q_THL.stride()[:2], view.latent.stride(0), segment.pages.table.stride(0), num_tiles, first, states,
     )  # fmt: skip
     shared = {
-        "HEADS": H, "PAGE_SIZE": segment.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
+        "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
         "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.page_size % tiles.block_n == 0
+        by_engine = segment.pages.page_size % tiles.block_n == 0
         blocks = blocks_of(view.latent) if by_engine else (view.latent, view.latent)
         latent_hopper_kernel[grid](q_THL, view.latent, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
         return
@@ -108,7 +108,7 @@ def _launch_merge(
     partial: AttentionState, state: AttentionState, states: int,
 ) -> None:  # fmt: skip
     (T, H, L), C = q_THL.shape, view.rank
-    table, lens, starts_T = (suffix.page_table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
+    table, lens, starts_T = (suffix.pages.table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
     if starts_T is None:
         starts_T = lens
     # A suffix needs products, which need 16 rows.  A merge alone takes one head a program, to spread over the GPU.

@@ -8,10 +8,12 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.move_triton import launch_move
 from specdec.attention.kernels.tables_triton import launch_next_tokens
-from specdec.attention.plan import NextTokens, next_tokens, slots_at
+from specdec.attention.kinds import FULL
+from specdec.attention.pages import NextTokens, PageTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
@@ -27,11 +29,11 @@ def test_next_tokens(B: int, P: int, page_size: int, by_step: bool) -> None:
     wide_table[0] = 0
     page_table_BW = wide_table[:, :width]  # rows need not be dense
     positions_BP = lens_B.long()[:, None] + torch.arange(P)
-    slots_BP = slots_at(page_table_BW, positions_BP, page_size)
+    slots_BP = PageTable(page_table_BW, page_size).slots_at(positions_BP)
     ends_PB = (positions_BP.t() + 1).int()
     want = (positions_BP.t(), slots_BP.t(), ends_PB) if by_step else (positions_BP, slots_BP, ends_PB)
-    defined = next_tokens(page_table_BW, lens_B, P, page_size, by_step)
-    launched = launch_next_tokens(wide_table.to(DEVICE)[:, :width], lens_B.to(DEVICE), P, page_size, by_step)
+    defined = PageTable(page_table_BW, page_size).next_tokens(lens_B, P, by_step)
+    launched = launch_next_tokens(PageTable(wide_table.to(DEVICE)[:, :width], page_size), lens_B.to(DEVICE), P, by_step)
     for got in (defined, launched):
         for name, a, b in zip(NextTokens._fields, got, want, strict=True):
             assert torch.equal(a.cpu(), b) and a.dtype == b.dtype and a.is_contiguous(), name
@@ -49,12 +51,12 @@ def random_paths(B: int, N: int, E: int) -> Tensor:
 def check_move(layers: int, B: int, N: int, E: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     slots_BN = torch.randperm(B * N + 5)[: B * N].view(B, N)
     path_BE = random_paths(B, N, E)
-    cache = MHACache(layers, B * N + 5, heads, dim, dtype=dtype, device="cpu")
-    cache.kv.copy_(torch.randn(cache.kv.shape))
-    got = cache.kv.to(DEVICE, copy=True)
+    cache = KVCache(HeadsLayout(heads, dim, dtype), [FULL] * layers, B * N + 5)
+    cache.planes["kv"].copy_(torch.randn(cache.planes["kv"].shape))
+    got = cache.planes["kv"].to(DEVICE, copy=True)
     cache.move(slots_BN, path_BE)
     launch_move(got, slots_BN.to(DEVICE), path_BE.to(DEVICE))
-    assert torch.equal(got.cpu(), cache.kv)
+    assert torch.equal(got.cpu(), cache.planes["kv"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.trees import mask_of
 from torch import Tensor
@@ -20,17 +21,17 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels import triton_backend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import (
     causal_segment,
     fill_tree_suffix,
     prefix_segment,
-    slots_at,
 )
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops import launch
@@ -69,20 +70,20 @@ def world(
     table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
     lens_B = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
     first = L if kind == "tree" else L - N
-    slots_BN = slots_at(table, (first + torch.arange(N, device=DEVICE)).expand(B, N), P)
+    slots_BN = PageTable(table, P).slots_at((first + torch.arange(N, device=DEVICE)).expand(B, N))
     kv = torch.randn(B * width * P, 2, K, D, device=DEVICE, dtype=dtype)
     queries = L if kind == "prompts" else N
     q_THD = torch.randn(B * queries, H, D, device=DEVICE, dtype=dtype)
     if kind == "prompts":
-        plan = AttentionPlan((ragged_causal_segment(table, [L] * B, [L] * B, P),))
+        plan = AttentionPlan((ragged_causal_segment(PageTable(table, P), [L] * B, [L] * B),))
     elif kind == "chain":
-        plan = AttentionPlan((causal_segment(table, lens_B, N, P),))
+        plan = AttentionPlan((causal_segment(PageTable(table, P), lens_B, N),))
     else:
         mask = mask_of([0, *((n - 1) // 2 for n in range(1, N))])
         suffix = replace(Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE), base_B=lens_B)
         fill_tree_suffix(suffix, slots_BN, mask.to(DEVICE).expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B).to(DEVICE)
-        plan = AttentionPlan((prefix_segment(table, lens_B, N, P),), positions_T, suffix)
+        plan = AttentionPlan((prefix_segment(PageTable(table, P), lens_B, N),), positions_T, suffix)
     return World(plan, MHAView(kv), q_THD, lens_B, slots_BN.flatten(), table)
 
 
@@ -96,13 +97,13 @@ def in_8_bit(view: MHAView, kv_cache_dtype: str) -> QuantView:
 
 def error(out_THD: Tensor, w: World, scoring: Scoring = PLAIN) -> float:
     oracle = TorchBackend()
-    want = oracle.attend(w.q_THD.double(), w.view, oracle.prepare(w.plan), scoring)
+    want = attended(oracle, w.q_THD.double(), w.view, w.plan, scoring)
     return float((out_THD.double() - want).norm() / want.norm())
 
 
 def attend(w: World, scoring: Scoring = PLAIN) -> Tensor:
     backend = TritonBackend()
-    return backend.attend(w.q_THD, w.view, backend.prepare(w.plan), scoring)
+    return attended(backend, w.q_THD, w.view, w.plan, scoring)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -157,7 +158,7 @@ def test_a_captured_window_follows_the_lengths() -> None:
     backend, layer = TritonBackend(), LayerKind(window=300)
 
     def step() -> Tensor:
-        return backend.attend(w.q_THD, w.view, backend.prepare(w.plan.local(layer)))
+        return attended(backend, w.q_THD, w.view, w.plan.local(layer))
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -178,7 +179,7 @@ def test_a_captured_graph_follows_the_lengths(kind: str) -> None:
 
     def layers() -> list[Tensor]:
         prepared = backend.prepare(w.plan)
-        return [backend.attend(w.q_THD, w.view, prepared) for _ in range(3)]
+        return [backend.attend(w.q_THD, w.view, prepared).out_THD for _ in range(3)]
 
     w.lens_B.fill_(3)
     layers()
@@ -238,7 +239,7 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatc
     w, (kind, B, L, N) = world(*case), case
     T, H, D = w.q_THD.shape
     X, kv, backend = H + 16, w.view.kv, TritonBackend()
-    prefix_slots = slots_at(w.table, (17 * torch.arange(N, device=DEVICE)).expand(B, N), 16).flatten()
+    prefix_slots = PageTable(w.table, 16).slots_at((17 * torch.arange(N, device=DEVICE)).expand(B, N)).flatten()
     table = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 4096).to(DEVICE, kv.dtype)
     prep = HeadPrep(Rotation(table, torch.arange(T, device=DEVICE)), 8)
     base, qkv = (torch.randn(T, X, D, device=DEVICE, dtype=kv.dtype) for _ in range(2))
@@ -246,7 +247,7 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatc
     def layers() -> None:
         prepared = backend.prepare(w.plan)
         for _ in range(60):
-            out = backend.attend(backend.store(w.view, qkv, w.slots_T, prep), w.view, prepared)
+            out = backend.attend(backend.store(w.view, qkv, w.slots_T, prep), w.view, prepared).out_THD
             overwrite_kernel[(T, X)](
                 out, qkv, kv, w.slots_T, prefix_slots, base, H=H, X=X, D=D, num_warps=1, **chained(DEVICE)
             )  # fmt: skip

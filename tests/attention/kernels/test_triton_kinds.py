@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE, HAS_GPU
@@ -18,12 +19,13 @@ from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment, first_keys, last_positions, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
@@ -70,19 +72,19 @@ class World:
 
 
 def decode(w: World) -> AttentionPlan:
-    return AttentionPlan((causal_segment(w.table, w.lens, 1, w.P),))
+    return AttentionPlan((causal_segment(PageTable(w.table, w.P), w.lens, 1),))
 
 
 def chain(w: World) -> AttentionPlan:
     """Includes sequences with fewer tokens than queries, whose first queries have no position."""
-    return AttentionPlan((causal_segment(w.table, w.lens, N, w.P),))
+    return AttentionPlan((causal_segment(PageTable(w.table, w.P), w.lens, N),))
 
 
 def prompts(w: World) -> AttentionPlan:
     """The last two thirds of each sequence, packed; the tokens before them are in the cache."""
     counts = [n - n // 3 for n in w.lens_list]
     positions_T = torch.cat([torch.arange(n - count, n) for n, count in zip(w.lens_list, counts, strict=True)])
-    return AttentionPlan((ragged_causal_segment(w.table, counts, w.lens_list, w.P),), positions_T)
+    return AttentionPlan((ragged_causal_segment(PageTable(w.table, w.P), counts, w.lens_list),), positions_T)
 
 
 def tree_suffix(w: World) -> tuple[Segment, Tensor]:
@@ -95,7 +97,7 @@ def tree_suffix(w: World) -> tuple[Segment, Tensor]:
 
 def tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.P),), positions_T, suffix)
+    return AttentionPlan((prefix_segment(PageTable(w.table, w.P), w.lens, N),), positions_T, suffix)
 
 
 def split(w: World, own: Segment) -> tuple[Segment, Segment]:
@@ -104,17 +106,17 @@ def split(w: World, own: Segment) -> tuple[Segment, Segment]:
     members_T = w.shared_B.repeat_interleave(N)
     starts_T = torch.where(members_T > 0, 0, shared).int()  # rows that share nothing begin after the shared keys
     cu_seqlens_q = uniform_cu_seqlens(1, w.B * N, "cpu")
-    once = Segment(w.table[-1:], shared[None], cu_seqlens_q, w.B * N, page_size=w.P, starts_T=starts_T)
+    once = Segment(PageTable(w.table[-1:], w.P), shared[None], cu_seqlens_q, w.B * N, starts_T=starts_T)
     return once, replace(own, starts_T=members_T)
 
 
 def shared_tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan(split(w, prefix_segment(w.table, w.lens, N, w.P)), positions_T, suffix)
+    return AttentionPlan(split(w, prefix_segment(PageTable(w.table, w.P), w.lens, N)), positions_T, suffix)
 
 
 def shared_chain(w: World) -> AttentionPlan:
-    own = causal_segment(w.table, w.lens, N, w.P)
+    own = causal_segment(PageTable(w.table, w.P), w.lens, N)
     return AttentionPlan(split(w, own), last_positions(own))
 
 
@@ -122,17 +124,17 @@ def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPl
     """NaN in every slot that no query reads, and any page's number in every entry that no query looks up."""
     seen_N, parts = torch.zeros(view.kv.shape[0], dtype=torch.bool), []
     for s in plan.parts:
-        table = torch.randint_like(s.page_table, view.kv.shape[0] // s.page_size)
+        table = torch.randint_like(s.pages.table, view.kv.shape[0] // s.pages.page_size)
         for row in range(s.rows):
             start, end = s.cu_seqlens_q[row : row + 2].tolist()
             length = int(s.cache_seqlens[row])
             for t in range(start, end):
                 first = 0 if s.starts_T is None else int(s.starts_T[t])
                 keys = torch.arange(first, max(first, length - (end - 1 - t) * s.causal))
-                places = keys[keys >= 0] // s.page_size
-                table[row, places] = s.page_table[row, places]
-                seen_N[s.page_table[row, places].long() * s.page_size + keys[keys >= 0] % s.page_size] = True
-        parts.append(replace(s, page_table=table))
+                places = keys[keys >= 0] // s.pages.page_size
+                table[row, places] = s.pages.table[row, places]
+                seen_N[s.pages.table[row, places].long() * s.pages.page_size + keys[keys >= 0] % s.pages.page_size] = True
+        parts.append(replace(s, pages=s.pages._replace(table=table)))
     *segments, suffix = parts if plan.suffix is not None else (*parts, None)
     plan = replace(plan, segments=tuple(segments), suffix=suffix)
     kv = view.kv.clone()
@@ -189,7 +191,7 @@ def test_every_kind_equals_the_definition(
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
     view, plan = poisoned(w.view(kv_cache_dtype, dtype), plan, P)
     q_THD = w.randn(T, w.H, w.D).to(dtype)
-    want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)
+    want = attended(ReferenceBackend(), q_THD.double(), view, plan, scoring)
     check(make(), q_THD, view, plan, scoring, want)
 
 
@@ -199,7 +201,7 @@ def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scor
     plan = moved_plan(plan)
     on_device = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
     bound = 1e-9 if q_THD.dtype == torch.float64 else 3e-5
-    out_THD = backend.attend(q_THD, moved(view), backend.prepare(plan), on_device)
+    out_THD = attended(backend, q_THD, moved(view), plan, on_device)
     torch.testing.assert_close(out_THD.double().cpu(), want, atol=bound, rtol=bound)
 
 
@@ -233,10 +235,10 @@ def test_half_precision(kv_cache_dtype: str) -> None:
         scales[1] *= 1e-3
     view, plan = poisoned(full, plan, w.P)
     q_THD = w.randn(w.B * N, w.H, w.D).half()
-    want = ReferenceBackend().attend(q_THD.double(), view, plan)
+    want = attended(ReferenceBackend(), q_THD.double(), view, plan)
     backend = TritonBackend(40)
     plan = moved_plan(plan)
-    out_THD = backend.attend(q_THD.to(DEVICE), moved(view), backend.prepare(plan)).double().cpu()
+    out_THD = attended(backend, q_THD.to(DEVICE), moved(view), plan).double().cpu()
     assert float((out_THD - want).norm() / want.norm()) < (2.5e-3 if kv_cache_dtype == "fp8" else 2e-3)  # fp8: 2.06e-3 here
 
 
@@ -251,7 +253,7 @@ class Library(TritonBackend):
     ) -> AttentionState | None:
         if segment.starts_T is not None:
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
-        assert out_THSD.shape[2] == 0 and scoring.sinks_H is None
+        assert out_THSD.shape[2] == 0
         out_THD, lse_TH = ReferenceBackend().run(q_THD, view, segment, scoring)
         fused = torch.full((out_THD.shape[0], 3, *out_THD.shape[1:]), NAN, device=DEVICE)  # a slice of something larger
         fused[:, 1] = out_THD
@@ -267,7 +269,7 @@ def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan]
     plan = replace(tree(w), segments=tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
     view, q_THD = w.view("auto", torch.float32), w.randn(T, w.H, w.D)
-    want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)
+    want = attended(ReferenceBackend(), q_THD.double(), view, plan, scoring)
     check(Library(40), q_THD, view, plan, scoring, want)
 
 
@@ -288,6 +290,6 @@ def test_first_keys(kind: LayerKind, per_base: int) -> None:
 @pytest.mark.parametrize("n", [1, 6])
 def test_last_positions(n: int) -> None:
     lens_R = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2)).int()
-    segment = causal_segment(torch.zeros(40, 1, dtype=torch.int32), lens_R, n, 1)
+    segment = causal_segment(PageTable(torch.zeros(40, 1, dtype=torch.int32)), lens_R, n)
     got, want = launch_last_positions(lens_R.to(DEVICE), n), last_positions(segment)
     assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
