@@ -6,7 +6,7 @@ layer: a plan says which query reads which keys, and a layer's inputs say what i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -37,13 +37,14 @@ class PagedAttention:
     def __init__(self, backend: Backend, cache: KVCache, tables: PassTables) -> None:
         self.backend, self.cache, self.slots_T = backend, cache, tables.slots_T
         self._all = PreparedPlan(tables.plan)
+        self._handed_on: dict[str, Any] = {}
         self._rows = None if tables.rows_plan is None else PreparedPlan(tables.rows_plan)
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         prepared = self._all if rows_R is None else self._rows
         assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
-        return inputs.paged(LayerCall(self.backend, view, kind, self.slots_T, prepared, rows_R, scoring))
+        return inputs.paged(LayerCall(self.backend, view, kind, self.slots_T, prepared, rows_R, scoring, self._handed_on))
 
 
 def make_backend(choice: BackendChoice | str) -> Backend:

@@ -58,6 +58,7 @@ class Capability:
     fp8_from: the lowest compute capability for fp8 KV.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").  No
         backend reads latents in 8 bits.
+    sparse: whether it reads latents that an indexer chose for each query.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
         reads shared prefixes.
     """
@@ -80,6 +81,7 @@ class Capability:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
+    sparse: bool = False
     tree: bool = True
     graphs: tuple[GraphMode, ...] = GRAPH_MODES
     shared_prefixes: bool = True
@@ -91,11 +93,11 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, SDPA", "CPU, H100", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring",
+            mla="any scoring", sparse=True,
         ),
         Capability(
             "triton", "our kernels", "H100", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain",
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -128,6 +130,7 @@ class AttentionNeeds:
     architecture: the GPU's compute capability; None on a CPU.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
     kv_cache_dtype: as in EngineOptions.
+    mla, sparse: whether the target's layers keep latents, and whether an indexer chooses those that a query reads.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
     rows: the most sequences in a batch.
@@ -145,6 +148,7 @@ class AttentionNeeds:
     sinks: bool = False
     kv_cache_dtype: str = "auto"
     mla: bool = False
+    sparse: bool = False
     page_size: int = 16
     tree: bool = True
     graphs: GraphMode = False
@@ -237,6 +241,8 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault(problem, "kv_cache_dtype='int8'", replace(n, kv_cache_dtype="int8"))
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
+    if n.sparse and not c.sparse:
+        yield Fault("does not read latents that an indexer chose")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
         yield Fault("reads MLA's latent cache without softcap or sinks, which these models use")
     if n.mla and n.kv_cache_dtype != "auto":

@@ -52,6 +52,7 @@ class LayerCall(NamedTuple):
     kind: which keys the layer reads.
     slots_T: int64, the cache slot of each of this pass's tokens.
     prepared: the plan of the queries that the layer asks for: all T tokens', or those of rows_R.
+    handed_on: what layers of this pass left for later ones, by name.
     rows_R: int64, the tokens whose attention the layer wants; None stands for all.
     """
 
@@ -62,6 +63,7 @@ class LayerCall(NamedTuple):
     prepared: PreparedPlan
     rows_R: Tensor | None
     scoring: Scoring
+    handed_on: dict[str, Any]
 
     @property
     def plan(self) -> AttentionPlan:
@@ -95,11 +97,16 @@ class LayerCall(NamedTuple):
 
 
 class DenseHeads(NamedTuple):
-    """The queries, keys and values of a pass's tokens, with nothing cached: [T, Q, D], [T, K, D] and [T, K, E]."""
+    """The queries, keys and values of a pass's tokens, with nothing cached: [T, Q, D], [T, K, D] and [T, K, E].
+
+    choose: given the number of rows B that the tokens are, and what the last such function of the pass returned, [B, S, S]
+        bool: which of its row's S tokens each token reads.  None: all that the layer's kind lets it read.
+    """
 
     q_TQD: Tensor
     k_TKD: Tensor
     v_TKE: Tensor
+    choose: Callable[[int, Tensor | None], Tensor] | None = None
 
 
 class LayerInputs(ABC):

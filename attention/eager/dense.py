@@ -29,13 +29,17 @@ class DenseAttention:
 
     def __init__(self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None) -> None:
         self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
+        self._chosen: Tensor | None = None  # what the last layer chose of those that choose their keys
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         heads = inputs.dense()
         if self.as_stored is not None:
-            heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:], dim=1)).unbind(1))
-        q, k, v = (per_row(x, self.batch) for x in heads)
-        out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).flatten(0, 1))
+            heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:3], dim=1)).unbind(1))
+        q, k, v = (per_row(x, self.batch) for x in heads[:3])
+        chosen = None
+        if heads.choose is not None:
+            chosen = self._chosen = heads.choose(self.batch, self._chosen)
+        out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring, chosen).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)
 
 
@@ -44,12 +48,19 @@ def per_row(x_NHD: Tensor, batch: int) -> Tensor:
     return x_NHD.view(batch, -1, *x_NHD.shape[1:]).transpose(1, 2)
 
 
-def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring) -> Tensor:
-    """[B, Q, T, E]: every token attends to its row's tokens up to itself, as far back as the kind allows."""
+def attend_rows(
+    q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring, chosen_BTT: Tensor | None = None
+) -> Tensor:
+    """[B, Q, T, E]: every token attends to its row's tokens up to itself, as far back as the kind allows.
+
+    chosen_BTT: bool; if given, to those of them alone for which it is True.
+    """
     plain = scoring.softcap is None and scoring.sinks_H is None
-    if plain and kind.span is None:
+    if plain and kind.span is None and chosen_BTT is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
     mask_TT = visible(q_BQTD.shape[2], kind, q_BQTD.device)
+    if chosen_BTT is not None:
+        mask_TT = mask_TT & chosen_BTT[:, None]
     if plain:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, mask_TT, enable_gqa=True, scale=scoring.scale)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)

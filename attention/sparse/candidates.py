@@ -32,8 +32,8 @@ class Candidates:
     @property
     def width(self) -> int:
         """The most candidates that a query can have; the host knows it from the tables' widths."""
-        paged = self.segment.page_table.shape[1] * self.segment.page_size
-        return paged if self.suffix is None else paged + self.suffix.page_table.shape[1]
+        paged = self.segment.pages.capacity
+        return paged if self.suffix is None else paged + self.suffix.pages.capacity
 
     @property
     def visible_T(self) -> Tensor:

@@ -35,7 +35,7 @@ def sparse_segment(
 def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int) -> Segment:
     """`sparse_segment` by its definition, a few queries at a time.  The kernels compute the same."""
     T, N = q_THD.shape[0], candidates.width
-    I = min(topk, N)  # noqa: E741
+    I = min(topk, N)
     slots_TI = torch.zeros(T, I, dtype=torch.int32, device=q_THD.device)
     counts_T = torch.zeros(T, dtype=torch.int32, device=q_THD.device)
     step = max(1, GATHERED // max(1, N * keys_XD.shape[1]))
@@ -60,5 +60,6 @@ def _every_candidate(candidates: Candidates, part: slice) -> IndexRows:
 
 def _slots(rows: IndexRows, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
     segment, suffix = candidates.segment, candidates.suffix
-    path_tP = None if suffix is None else suffix.page_table[part]
-    return to_slots(rows, segment.page_table, candidates.rows_T[part], segment.page_size, candidates.paged_T[part], path_tP)
+    path_tP = None if suffix is None else suffix.pages.table[part]
+    table, page_size = segment.pages
+    return to_slots(rows, table, candidates.rows_T[part], page_size, candidates.paged_T[part], path_tP)

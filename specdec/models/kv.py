@@ -19,6 +19,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.sparse_cache import SparseLatentLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -27,6 +28,22 @@ from specdec.models.deepseek.config import DeepseekConfig
 def keeps_latents(config: ModelConfig) -> bool:
     """Whether the model stores one latent vector a token that all heads share (multi-head latent attention, MLA)."""
     return isinstance(config, DeepseekConfig)
+
+
+def most_read(config: ModelConfig) -> int | None:
+    """The most keys that a query reads where an indexer chooses them (sparse attention); None: nothing is chosen."""
+    return config.indexer.topk if isinstance(config, DeepseekConfig) and config.indexer is not None else None
+
+
+def key_operations(config: ModelConfig) -> float:
+    """How many more operations a query takes in attention for each key that comes before it, over all layers.
+
+    Layers that read all keys take four for each head and dimension.  Where an indexer chooses the keys, only its scores grow:
+    two for each of its heads and dimensions.  Layers with a window cost the same at every position.
+    """
+    if isinstance(config, DeepseekConfig) and (index := config.indexer) is not None:
+        return 2.0 * index.heads * index.head_dim * len(set(index.sources))
+    return 4.0 * config.num_heads * config.head_dim * sum(kind.span is None for kind in config.layer_kinds)
 
 
 def cache_layout(
@@ -41,6 +58,8 @@ def cache_layout(
     dtype: the model's; latents are always stored in it.  scales: of an fp8 cache, the checkpoint's scales by layer.
     """
     if isinstance(config, DeepseekConfig):
+        if config.indexer is not None:
+            return SparseLatentLayout(config.rank, config.head_dim, dtype, config.indexer.head_dim)
         return LatentLayout(config.rank, config.head_dim, dtype)
     if kv_cache_dtype == "auto":
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.deepseek import save_deepseek
+from toolkit.deepseek import save_deepseek, save_sparse
 from toolkit.families import save_family
 from toolkit.models import save_eagle1, save_target
 
@@ -94,12 +94,15 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
         "llama3 rope": (save_target(root / "llama3", "llama3-tied-dim8"), Native()),
         "deepseek v2": (save_deepseek(root / "v2", "v2"), Native()),
         "deepseek v3": (save_deepseek(root / "v3", "v3"), Native()),
+        "deepseek v32": (save_sparse(root / "v32", "v32"), Native()),
+        "glm": (save_sparse(root / "glm", "glm-shared"), Native()),
         "gemma2": (save_family(root / "gemma2", "gemma2", 0, sliding_window=8, tie_word_embeddings=True), by_transformers),
     }
 
 
 NAMES = (
-    "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "gemma2"
+    "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "deepseek v32",
+    "glm", "gemma2",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit.sparse import sparse_config
+from toolkit.deepseek import sparse_config
 
 from specdec.models.deepseek.config import DeepseekConfig, parse_deepseek
 from specdec.models.registry import choose_target
@@ -88,8 +88,8 @@ def test_hub_configs_are_read(tmp_path: Path) -> None:
         architectures=["X"], attention_bias=False, attention_dropout=0.0, hidden_act="silu", moe_layer_freq=1, ep_size=1,
         first_k_dense_replace=3, kv_lora_rank=512, qk_rope_head_dim=64, n_routed_experts=256, n_shared_experts=1,
         norm_topk_prob=True, num_experts_per_tok=8, num_nextn_predict_layers=1, routed_scaling_factor=2.5,
-        topk_method="noaux_tc", scoring_func="sigmoid", moe_intermediate_size=2048, index_head_dim=128, index_topk=2048, tie_word_embeddings=False,
-        torch_dtype="bfloat16", use_cache=True, initializer_range=0.02, pretraining_tp=1,
+        topk_method="noaux_tc", scoring_func="sigmoid", moe_intermediate_size=2048, index_head_dim=128, index_topk=2048,
+        tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, initializer_range=0.02, pretraining_tp=1,
     )  # fmt: skip
     yarn = dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
     v32 = dict(

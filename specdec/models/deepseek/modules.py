@@ -2,8 +2,8 @@
 
 Section 2.1 of DeepSeek-V2's paper (arXiv 2405.04434) describes MLA.  The forward pass is CausalLM's; only the layers differ.
 A layer hands its pass's attention latents (attention/latent/mla.py, where it is decided whether the latents of a token are
-expanded to keys and values, or queries are brought down to the latents).  This file knows no phase of a
-round, no page and no tree.
+expanded to keys and values, or queries are brought down to the latents).  This file knows no phase of a round, no page and no
+tree.
 
 Layers of DeepSeek V3.2 and GLM-5 have an indexer as well, which chooses the keys that a query reads (attention/sparse/).  In
 GLM-5.2 most layers have none, and read what an earlier layer's indexer chose.
@@ -17,10 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn
+from specdec.attention.inputs import AttentionFn, LayerInputs
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.prep import LatentPrep
+from specdec.attention.sparse.index_store import IndexPrep
+from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
 from specdec.models.causal_lm import CausalLM, PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -67,14 +69,22 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
-        q, latent_TL = self.in_proj(x_TH).split(self.splits, dim=-1)
+        q, latent_TL, key_TI, weights_TJ = self.in_proj(x_TH).split(self.splits, dim=-1)
         if self.q_b_proj is not None:
             assert self.q_a_layernorm is not None
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
-        q_THQ = q.unflatten(-1, (-1, self.query_dim))
-        out_THV = attn(layer, LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep), rows_R, self.scoring)
-        return self.o_proj(out_THV.flatten(1))
+        q_THQ = q[:, : self.queries].unflatten(-1, (-1, self.query_dim))
+        inputs: LayerInputs = LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep)
+        if self.sparse is not None:
+            index = None
+            if self.k_norm is not None:
+                scale = self.sparse.heads**-0.5
+                index_prep = IndexPrep(rotation, self.k_norm.weight, self.k_norm.bias, LATENT_EPS, scale)
+                q_TJI = q[:, self.queries :].unflatten(-1, (-1, self.sparse.head_dim))
+                index = IndexInputs(q_TJI, key_TI, weights_TJ, index_prep)
+            inputs = SparseLatentInputs(inputs, self.sparse.topk, index)
+        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
 
 class DeepseekLayer(PreNormLayer):

@@ -1,0 +1,126 @@
+"""The inputs of a layer of sparse latent attention: of all keys, each query reads the best ones by the layer's indexer.
+
+Where the host knows that no query has more keys than it may read, nothing is chosen and the layer is one of dense latent
+attention, expanded for long prompts.  Otherwise every query gets a row of slots of its own, which holds keys of the prefix as
+well as of its path in a draft tree, so no part of the plan remains.
+
+Some models let a layer read what an earlier layer's indexer chose (GLM-5.2).  This module knows no model.
+
+Shapes: T tokens, R asked-for tokens, H heads, C latent rank, N not rotated dim, V value dim, L latent width, J heads of the
+indexer, I dims of its heads, B rows of a batch, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.sparse_cache import SparseLatentView
+from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
+from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.index_store import IndexPrep, store_index
+from specdec.attention.sparse.indexer import indexer_scores, select_rows
+from specdec.attention.sparse.segment import sparse_segment
+
+CHOSEN = "keys chosen by the last indexer"
+# Numbers of absorbed queries at once.  They are four times as wide as the queries that they are made from, so a long prompt's
+# take turns: at DeepSeek's dims 910 tokens, in 134 MB.
+ABSORBED = 1 << 26
+
+
+@dataclass
+class IndexInputs:
+    """q_TJI, key_TI, weights_TJ: an indexer's raw projections.  prep: what they still need."""
+
+    q_TJI: Tensor
+    key_TI: Tensor
+    weights_TJ: Tensor
+    prep: IndexPrep
+
+
+@dataclass
+class SparseLatentInputs(LayerInputs):
+    """latents: what a layer of dense latent attention would hand over.  topk: the most keys that a query reads.
+
+    index: of the layer's own indexer; None: the layer reads what the last indexer before it chose.
+    """
+
+    latents: LatentInputs
+    topk: int
+    index: IndexInputs | None
+
+    def paged(self, call: LayerCall) -> Tensor:
+        view = call.view
+        assert isinstance(view, SparseLatentView), f"sparse layers need a cache of indexer keys, got {type(view).__name__}"
+        chosen = self._handed_on(call) if self.index is None else self._chosen(self.index, call, view)
+        if chosen is None:
+            return self.latents.paged(call)
+        inputs, N = self.latents, self.latents.nope_dim
+        store_latent(view, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)
+        q_RHQ = call.asked(inputs.q_THQ)
+        (R, H, _), L = q_RHQ.shape, inputs.latent_TL.shape[1]
+        out_RHV = q_RHQ.new_empty(R, H, inputs.up_HXC.shape[1] - N)
+        step = max(1, ABSORBED // (H * L))
+        for start in range(0, R, step):
+            part = slice(start, min(start + step, R))
+            segment = Segment.of_slots(chosen.pages.table[part], chosen.cache_seqlens[part])
+            q_rHL = absorbed_queries(q_RHQ[part, :, :N], inputs.up_HXC, L)
+            q_rHL[..., view.rank :] = q_RHQ[part, :, N:]
+            prepared = call.backend.prepare(AttentionPlan((segment,)))
+            state = call.finish(call.backend.attend(q_rHL, view, prepared, call.scoring))
+            out_RHV[part] = absorbed_values(state.out_THD, inputs.up_HXC[:, N:])
+        return out_RHV
+
+    def _chosen(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> Segment | None:
+        """Stores the indexer's keys, and returns each asked-for query's row of slots; None: every query reads all keys."""
+        weights_TJ = store_index(view.index_keys, index.q_TJI, index.key_TI, index.weights_TJ, call.slots_T, index.prep)
+        chosen = None
+        if not reads_all(call.plan, self.topk):
+            q_RJI, weights_RJ = call.asked(index.q_TJI), call.asked(weights_TJ)
+            candidates = call.once("candidates", lambda plan: Candidates.of(plan, q_RJI.shape[0]))
+            chosen = sparse_segment(q_RJI, weights_RJ, view.index_keys, call.plan, self.topk, candidates)
+        call.handed_on[CHOSEN] = chosen
+        return chosen
+
+    def _handed_on(self, call: LayerCall) -> Segment | None:
+        """The same of the last indexer, which chose for all T tokens."""
+        chosen: Segment | None = call.handed_on[CHOSEN]
+        if chosen is None or call.rows_R is None:
+            return chosen
+        table, lens = (x.index_select(0, call.rows_R) for x in (chosen.pages.table, chosen.cache_seqlens))
+        return Segment.of_slots(table, lens)
+
+    def dense(self) -> DenseHeads:
+        return self.latents.dense()._replace(choose=self._choose)
+
+    def _choose(self, rows: int, last: Tensor | None) -> Tensor:
+        """[B, S, S] bool: which keys each query reads.  last: the same of the last layer that has an indexer."""
+        if self.index is None:
+            assert last is not None, "the first layer has an indexer"
+            return last
+        with torch.no_grad():
+            key_TI, weights_TJ = self.index.prep.apply_(self.index.q_TJI, self.index.key_TI, self.index.weights_TJ)
+            parts = (x.unflatten(0, (rows, -1)) for x in (self.index.q_TJI, weights_TJ, key_TI))
+            return torch.stack([chosen_keys(*row, self.topk) for row in zip(*parts, strict=True)])
+
+
+def chosen_keys(q_SJI: Tensor, weights_SJ: Tensor, key_SI: Tensor, topk: int) -> Tensor:
+    """[S, S] bool: for each token of one sequence, the best topk keys up to its own."""
+    S = q_SJI.shape[0]
+    visible_S = torch.arange(1, S + 1, dtype=torch.int32, device=q_SJI.device)
+    positions_SK = select_rows(indexer_scores(q_SJI, weights_SJ, key_SI), visible_S, topk).positions_TI.long()
+    padded = torch.zeros(S, S + 1, dtype=torch.bool, device=q_SJI.device)  # the last column takes what is no position
+    return padded.scatter_(1, torch.where(positions_SK < 0, S, positions_SK), True)[:, :S]
+
+
+def reads_all(plan: AttentionPlan, topk: int) -> bool:
+    """Whether no query of a plan has more than topk keys, as far as the host knows.  A tree's nodes lie in the pages too."""
+    first = plan.segments[0]
+    most = first.pages.capacity
+    if first.max_cached is not None:
+        most = min(most, first.max_cached + first.max_seqlen_q)
+    return most <= topk
