@@ -4,7 +4,8 @@ Each kind of attention layer has inputs of its own (ordinary heads here, latents
 layer's queries are made, what the layer keeps of each token, and what remains to be done with attention's output; they know
 neither pages nor which query reads which key.  A LayerCall tells them that.
 
-Shapes: T tokens, R asked-for tokens, Q (also H) query heads, K kv heads, X = Q + 2K, D head dim, E value dim.
+Shapes: T tokens, B rows of S tokens each, R asked-for tokens, Q (also H) query heads, K kv heads, X = Q + 2K, D head dim, E
+value dim.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class LayerCall(NamedTuple):
     kind: which keys the layer reads.
     slots_T: int64, the cache slot of each of this pass's tokens.
     prepared: the plan of the queries that the layer asks for: all T tokens', or those of rows_R.
-    handed_on: what layers of this pass left for later ones, by name.
     rows_R: int64, the tokens whose attention the layer wants; None stands for all.
+    handed_on: what layers of this pass left for later ones, by name.
     """
 
     backend: Backend
@@ -97,16 +98,11 @@ class LayerCall(NamedTuple):
 
 
 class DenseHeads(NamedTuple):
-    """The queries, keys and values of a pass's tokens, with nothing cached: [T, Q, D], [T, K, D] and [T, K, E].
-
-    choose: given the number of rows B that the tokens are, and what the last such function of the pass returned, [B, S, S]
-        bool: which of its row's S tokens each token reads.  None: all that the layer's kind lets it read.
-    """
+    """The queries, keys and values of a pass's tokens, with nothing cached: [T, Q, D], [T, K, D] and [T, K, E]."""
 
     q_TQD: Tensor
     k_TKD: Tensor
     v_TKE: Tensor
-    choose: Callable[[int, Tensor | None], Tensor] | None = None
 
 
 class LayerInputs(ABC):
@@ -119,6 +115,13 @@ class LayerInputs(ABC):
     @abstractmethod
     def dense(self) -> DenseHeads:
         """The same tokens' queries, keys and values, where no cache is used: in training, and in checks."""
+
+    def choose(self, rows: int, last: Tensor | None) -> Tensor | None:
+        """[B, S, S] bool: which of its row's S tokens each token reads over `dense`, where the layer itself chooses.
+
+        rows: B.  last: what the last layer of the pass returned that chose.  None: the layer reads all that its kind lets it.
+        """
+        return None
 
     def finish(self, out_TQE: Tensor) -> Tensor:
         """What `paged` returns, from the attention over `dense`."""

@@ -29,16 +29,15 @@ class DenseAttention:
 
     def __init__(self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None) -> None:
         self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
-        self._chosen: Tensor | None = None  # what the last layer chose of those that choose their keys
+        self._chosen: Tensor | None = None  # by the last layer that chose its keys
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         heads = inputs.dense()
         if self.as_stored is not None:
-            heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:3], dim=1)).unbind(1))
-        q, k, v = (per_row(x, self.batch) for x in heads[:3])
-        chosen = None
-        if heads.choose is not None:
-            chosen = self._chosen = heads.choose(self.batch, self._chosen)
+            heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:], dim=1)).unbind(1))
+        q, k, v = (per_row(x, self.batch) for x in heads)
+        chosen = inputs.choose(self.batch, self._chosen)
+        self._chosen = self._chosen if chosen is None else chosen
         out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring, chosen).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)
 

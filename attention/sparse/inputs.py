@@ -95,17 +95,16 @@ class SparseLatentInputs(LayerInputs):
         return Segment.of_slots(table, lens)
 
     def dense(self) -> DenseHeads:
-        return self.latents.dense()._replace(choose=self._choose)
+        return self.latents.dense()
 
-    def _choose(self, rows: int, last: Tensor | None) -> Tensor:
-        """[B, S, S] bool: which keys each query reads.  last: the same of the last layer that has an indexer."""
+    def choose(self, rows: int, last: Tensor | None) -> Tensor:
         if self.index is None:
             assert last is not None, "the first layer has an indexer"
             return last
-        with torch.no_grad():
-            key_TI, weights_TJ = self.index.prep.apply_(self.index.q_TJI, self.index.key_TI, self.index.weights_TJ)
-            parts = (x.unflatten(0, (rows, -1)) for x in (self.index.q_TJI, weights_TJ, key_TI))
-            return torch.stack([chosen_keys(*row, self.topk) for row in zip(*parts, strict=True)])
+        q_TJI = self.index.q_TJI.detach().clone()  # a choice has no gradient
+        key_TI, weights_TJ = self.index.prep.apply_(q_TJI, self.index.key_TI.detach(), self.index.weights_TJ.detach())
+        sequences = zip(*(x.detach().unflatten(0, (rows, -1)) for x in (q_TJI, weights_TJ, key_TI)), strict=True)
+        return torch.stack([chosen_keys(q_SJI, weights_SJ, key_SI, self.topk) for q_SJI, weights_SJ, key_SI in sequences])
 
 
 def chosen_keys(q_SJI: Tensor, weights_SJ: Tensor, key_SI: Tensor, topk: int) -> Tensor:

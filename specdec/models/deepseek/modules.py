@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn, LayerInputs
+from specdec.attention.inputs import AttentionFn
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.prep import LatentPrep
@@ -75,15 +75,15 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
         q_THQ = q[:, : self.queries].unflatten(-1, (-1, self.query_dim))
-        inputs: LayerInputs = LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep)
-        if self.sparse is not None:
-            index = None
-            if self.k_norm is not None:
-                scale = self.sparse.heads**-0.5
-                index_prep = IndexPrep(rotation, self.k_norm.weight, self.k_norm.bias, LATENT_EPS, scale)
-                q_TJI = q[:, self.queries :].unflatten(-1, (-1, self.sparse.head_dim))
-                index = IndexInputs(q_TJI, key_TI, weights_TJ, index_prep)
-            inputs = SparseLatentInputs(inputs, self.sparse.topk, index)
+        latents = LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep)
+        if self.sparse is None:
+            return self.o_proj(attn(layer, latents, rows_R, self.scoring).flatten(1))
+        index = None
+        if self.k_norm is not None:
+            q_TJI = q[:, self.queries :].unflatten(-1, (-1, self.sparse.head_dim))
+            norm, bias, scale = self.k_norm.weight, self.k_norm.bias, self.sparse.heads**-0.5
+            index = IndexInputs(q_TJI, key_TI, weights_TJ, IndexPrep(rotation, norm, bias, LATENT_EPS, scale))
+        inputs = SparseLatentInputs(latents, self.sparse.topk, index)
         return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
 
