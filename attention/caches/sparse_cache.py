@@ -1,7 +1,10 @@
-"""The cache of sparse latent attention (DeepSeek V3.2): one latent a token, and beside it the key of the layer's indexer.
+"""The cache of sparse latent attention (DeepSeek V3.2): a cache of latents, and beside each latent the key of the layer's
+indexer.
 
 The indexer scores all of its keys and chooses those tokens whose latents a query reads.  This module knows slots, not the
-sequences that own them.
+sequences that own them, and not how latents are stored.
+
+Shapes: T tokens, N slots, I dims of the indexer's heads.
 """
 
 from __future__ import annotations
@@ -9,28 +12,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specdec.attention.caches.mla_cache import LatentLayout, MLAView
-from specdec.attention.caches.planes import Plane
+from specdec.attention.caches.planes import CacheLayout, Plane
 
 
 @dataclass(frozen=True)
-class SparseLatentView(MLAView):
-    """One layer's latents and indexer keys.  index_keys: [num_slots, index_dim], in the model's own dtype."""
+class SparseLatentView:
+    """One layer's latents and indexer keys.  index_keys: [num_slots, I], in the model's own dtype."""
 
+    latents: MLAView
     index_keys: Tensor
 
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        self.latents.write(slots_T, kv_T2KD)
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.latents.read(slots_N, dtype)
+
 
 @dataclass(frozen=True)
-class SparseLatentLayout(LatentLayout):
-    """A LatentLayout with a second plane.  index_dim: the dim of the indexer's heads."""
+class SparseLatentLayout(CacheLayout):
+    """latents: how latents are stored.  index_dim, dtype: I, and the dtype of the indexer's keys."""
 
+    latents: LatentLayout
     index_dim: int
+    dtype: torch.dtype
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return (*super().planes, Plane("index_keys", (self.index_dim,), self.dtype))
+        return (*self.latents.planes, Plane("index_keys", (self.index_dim,), self.dtype))
 
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> SparseLatentView:
-        return SparseLatentView(planes["latent"], self.rank, planes["index_keys"])
+        return SparseLatentView(self.latents.view(layer, planes), planes["index_keys"])

@@ -58,9 +58,9 @@ class SparseLatentInputs(LayerInputs):
         assert isinstance(view, SparseLatentView), f"sparse layers need a cache of indexer keys, got {type(view).__name__}"
         chosen = self._handed_on(call) if self.index is None else self._chosen(self.index, call, view)
         if chosen is None:
-            return self.latents.paged(call)
+            return self.latents.paged(call._replace(view=view.latents))
         inputs, N = self.latents, self.latents.nope_dim
-        store_latent(view, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)
+        store_latent(view.latents, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)
         q_RHQ = call.asked(inputs.q_THQ)
         (R, H, _), L = q_RHQ.shape, inputs.latent_TL.shape[1]
         out_RHV = q_RHQ.new_empty(R, H, inputs.up_HXC.shape[1] - N)
@@ -69,9 +69,9 @@ class SparseLatentInputs(LayerInputs):
             part = slice(start, min(start + step, R))
             segment = Segment.of_slots(chosen.pages.table[part], chosen.cache_seqlens[part])
             q_rHL = absorbed_queries(q_RHQ[part, :, :N], inputs.up_HXC, L)
-            q_rHL[..., view.rank :] = q_RHQ[part, :, N:]
+            q_rHL[..., view.latents.rank :] = q_RHQ[part, :, N:]
             prepared = call.backend.prepare(AttentionPlan((segment,)))
-            state = call.finish(call.backend.attend(q_rHL, view, prepared, call.scoring))
+            state = call.finish(call.backend.attend(q_rHL, view.latents, prepared, call.scoring))
             out_RHV[part] = absorbed_values(state.out_THD, inputs.up_HXC[:, N:])
         return out_RHV
 

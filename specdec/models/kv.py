@@ -58,9 +58,8 @@ def cache_layout(
     dtype: the model's; latents are always stored in it.  scales: of an fp8 cache, the checkpoint's scales by layer.
     """
     if isinstance(config, DeepseekConfig):
-        if config.indexer is not None:
-            return SparseLatentLayout(config.rank, config.head_dim, dtype, config.indexer.head_dim)
-        return LatentLayout(config.rank, config.head_dim, dtype)
+        latents = LatentLayout(config.rank, config.head_dim, dtype)
+        return latents if config.indexer is None else SparseLatentLayout(latents, config.indexer.head_dim, dtype)
     if kv_cache_dtype == "auto":
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)

@@ -20,6 +20,7 @@ from torch import Tensor
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
@@ -105,7 +106,9 @@ class World:
         width = max(-(-(n + extra) // P) for n in lens)
         order = torch.randperm(len(lens) * width, generator=torch.Generator().manual_seed(P))
         self.pages = PageTable(order.view(-1, width).int().to(DEVICE), P)
-        self.cache = KVCache(SparseLatentLayout(C, R, dtype, I), (FULL,) * layers, len(lens) * width * P, device=DEVICE)
+        self.cache = KVCache(
+            SparseLatentLayout(LatentLayout(C, R, dtype), I, dtype), (FULL,) * layers, len(lens) * width * P, device=DEVICE
+        )
         for plane in self.cache.planes.values():
             plane.fill_(NAN)
         self.prompts = [Tokens.random(list(range(n)), row + 1, dtype) for row, n in enumerate(lens)]
@@ -180,10 +183,10 @@ def test_chains_read_what_each_token_chose(backend: Backend, P: int, monkeypatch
             read |= set(world.slots(row, read_S.nonzero()[:, 0]).tolist())
     view = world.cache.view(0)
     assert isinstance(view, SparseLatentView)
-    unread = [slot for slot in range(len(view.latent)) if slot not in read]
+    unread = [slot for slot in range(len(view.latents.latent)) if slot not in read]
     for poisoned in (False, True):
         if poisoned:
-            view.latent[unread] = NAN
+            view.latents.latent[unread] = NAN
         attn = PagedAttention(backend, world.cache, PassTables(AttentionPlan((segment,)), slots_T))
         out_THV = attn(0, tokens.inputs(), None, SCALE)
         torch.testing.assert_close(out_THV.double(), torch.stack(want), **world.close)

@@ -133,7 +133,7 @@ class World:
         if self.cell.cache == "mla":
             return KVCache(LatentLayout(C, D, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == "sparse":  # such layers have no windows
-            layout = SparseLatentLayout(C, D, self.dtype, sparse_cells.DIM)
+            layout = SparseLatentLayout(LatentLayout(C, D, self.dtype), sparse_cells.DIM, self.dtype)
             return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)
         if self.cell.cache != "auto":
             return KVCache(QuantLayout(self.cell.cache, K, D, device), kinds, num_slots, device=device)
@@ -147,7 +147,7 @@ class World:
         if self.cell.cache == "mla":
             view.latent[slots_T] = kv_T2KD.flatten(1)  # type: ignore[attr-defined]
         elif isinstance(view, SparseLatentView):
-            view.latent[slots_T], view.index_keys[slots_T] = sparse_cells.split(kv_T2KD.flatten(1), C + D)[:2]
+            view.latents.latent[slots_T], view.index_keys[slots_T] = sparse_cells.split(kv_T2KD.flatten(1), C + D)[:2]
         else:
             view.write(slots_T, kv_T2KD)
 
