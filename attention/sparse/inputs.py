@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.sparse_cache import SparseLatentView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
@@ -59,21 +60,26 @@ class SparseLatentInputs(LayerInputs):
         chosen = self._handed_on(call) if self.index is None else self._chosen(self.index, call, view)
         if chosen is None:
             return self.latents.paged(call._replace(view=view.latents))
-        inputs, N = self.latents, self.latents.nope_dim
+        inputs, up_HXC, N, L = self.latents, self.latents.up_HXC, self.latents.nope_dim, self.latents.latent_TL.shape[1]
+        R, H, step = chosen.rows, up_HXC.shape[0], max(1, ABSORBED // (up_HXC.shape[0] * L))
+        if R <= step:
+            return self._attended(call, view.latents, inputs.absorbed(call, view.latents), chosen)
         store_latent(view.latents, inputs.q_THQ[..., N:], inputs.latent_TL, call.slots_T, inputs.prep)
         q_RHQ = call.asked(inputs.q_THQ)
-        (R, H, _), L = q_RHQ.shape, inputs.latent_TL.shape[1]
-        out_RHV = q_RHQ.new_empty(R, H, inputs.up_HXC.shape[1] - N)
-        step = max(1, ABSORBED // (H * L))
+        out_RHV = q_RHQ.new_empty(R, H, up_HXC.shape[1] - N)
         for start in range(0, R, step):
             part = slice(start, min(start + step, R))
-            segment = Segment.of_slots(chosen.pages.table[part], chosen.cache_seqlens[part])
-            q_rHL = absorbed_queries(q_RHQ[part, :, :N], inputs.up_HXC, L)
+            q_rHL = absorbed_queries(q_RHQ[part, :, :N], up_HXC, L)
             q_rHL[..., view.latents.rank :] = q_RHQ[part, :, N:]
-            prepared = call.backend.prepare(AttentionPlan((segment,)))
-            state = call.finish(call.backend.attend(q_rHL, view.latents, prepared, call.scoring))
-            out_RHV[part] = absorbed_values(state.out_THD, inputs.up_HXC[:, N:])
+            rows = Segment.of_slots(chosen.pages.table[part], chosen.cache_seqlens[part])
+            out_RHV[part] = self._attended(call, view.latents, q_rHL, rows)
         return out_RHV
+
+    def _attended(self, call: LayerCall, latents: MLAView, q_RHL: Tensor, rows: Segment) -> Tensor:
+        """[R, H, V]: absorbed queries over the latents of their rows."""
+        prepared = call.backend.prepare(AttentionPlan((rows,)))
+        state = call.finish(call.backend.attend(q_RHL, latents, prepared, call.scoring))
+        return absorbed_values(state.out_THD, self.latents.up_HXC[:, self.latents.nope_dim :])
 
     def _chosen(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> Segment | None:
         """Stores the indexer's keys, and returns each asked-for query's row of slots; None: every query reads all keys."""
