@@ -25,11 +25,12 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
 from specdec.attention.sparse import inputs as sparse_inputs
+from specdec.loading.build import doubling_context
 from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.loader import load_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
-from specdec.models.kv import kv_token_bytes, make_cache
+from specdec.models.kv import key_operations, kv_token_bytes, make_cache, most_read
 
 CPU = torch.device("cpu")
 PROMPTS = ragged_prompts(40, 5, seed=3)
@@ -223,6 +224,15 @@ def test_an_indexers_tensors_are_all_wanted(zoo: SparseZoo, tmp_path: Path) -> N
     config.write_text(config.read_text().replace('"index_n_heads": 16', '"index_n_heads": 8'))
     with pytest.raises(ValueError, match=r"indexer.wq_b.weight' must have shape \(128, 20\), got .* index_n_heads"):
         load(tmp_path / "missing")
+
+
+def test_only_scores_grow_with_the_context(zoo: SparseZoo, tmp_path: Path) -> None:
+    """Keeps out: chunks of a long prompt that get smaller as if each query read all keys; layers counted that score nothing."""
+    shared, own = (load(zoo.target(name)).config for name in ("glm-shared", "glm"))
+    assert key_operations(own) == 3 * 2 * 16 * 16 and key_operations(shared) == 2 * 2 * 16 * 16
+    v3 = v3_of(zoo.target("v32"), tmp_path / "v3").config
+    assert most_read(v3) is None and most_read(own) == TOPK
+    assert doubling_context(v3) / doubling_context(own) == key_operations(own) / key_operations(v3)
 
 
 def test_a_token_takes_its_latent_and_its_indexer_key(zoo: SparseZoo) -> None:
