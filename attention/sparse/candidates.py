@@ -7,7 +7,7 @@ Shapes: T queries, R rows of a page table, W pages of a row, P nodes of a path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Candidates:
     rows_T: Tensor
     paged_T: Tensor
     path_T: Tensor
+    _counts: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
@@ -39,6 +40,12 @@ class Candidates:
     def visible_T(self) -> Tensor:
         """int32: how many candidates each query has."""
         return self.paged_T + self.path_T
+
+    def counts_T(self, topk: int) -> Tensor:
+        """int32: how many of its candidates each query selects.  No layer's scores decide this, so the layers share it."""
+        if topk not in self._counts:
+            self._counts[topk] = self.visible_T.clamp(max=topk)
+        return self._counts[topk]
 
     @classmethod
     def of(cls, plan: AttentionPlan, queries: int) -> Candidates:

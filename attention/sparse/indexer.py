@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.ops.topk import stable_topk
 
 NOTHING = -1  # in rows of positions: no key
@@ -54,20 +55,20 @@ def select_rows(scores_TN: Tensor, visible_T: Tensor, topk: int) -> IndexRows:
 
 
 def to_slots(
-    rows: IndexRows, page_table_RW: Tensor, rows_T: Tensor, page_size: int, paged_T: Tensor, path_TP: Tensor | None = None
+    rows: IndexRows, pages: PageTable, rows_T: Tensor, paged_T: Tensor, path_TP: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(slots [T, I] int32, counts [T] int32): the cache slots of selected positions, in the same order and without gaps.
 
-    page_table_RW: int32 page numbers.  rows_T: the row of the page table that each query reads.
+    rows_T: the row of the page table that each query reads.
     paged_T: how many keys each query reads through the page table.  A position below that is found in the table; a position
         at or above it is a node of the query's path.
     path_TP: int32 slots of each query's own path, in the order of positions.
     Positions that are NOTHING, and positions beyond the table or the path, are dropped.  The places after the slots hold 0.
     """
-    at_TI, W = rows.positions_TI.long(), page_table_RW.shape[1]
-    paged_TI = (at_TI >= 0) & (at_TI < paged_T[:, None]) & (at_TI < W * page_size)
-    page_TI = page_table_RW[rows_T.long()[:, None], (at_TI // page_size).clamp(0, W - 1)]
-    slots_TI = torch.where(paged_TI, page_TI.long() * page_size + at_TI % page_size, 0)
+    at_TI, P = rows.positions_TI.long(), pages.page_size
+    paged_TI = (at_TI >= 0) & (at_TI < paged_T[:, None]) & (at_TI < pages.capacity)
+    page_TI = pages.table[rows_T.long()[:, None], torch.where(paged_TI, at_TI // P, 0)]
+    slots_TI = torch.where(paged_TI, page_TI.long() * P + at_TI % P, 0)
     ok_TI = paged_TI
     if path_TP is not None:
         step_TI = at_TI - paged_T[:, None]

@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import Candidates
 from specdec.attention.sparse.indexer import IndexRows, indexer_scores, select_rows, to_slots
+from specdec.ops.launch import use_kernels
 
 GATHERED = 1 << 24  # numbers of keys that the pure version gathers at once
 
@@ -29,6 +30,10 @@ def sparse_segment(
     candidates = Candidates.of(plan, q_THD.shape[0]) if candidates is None else candidates
     assert topk > 0 and candidates.paged_T.shape[0] == q_THD.shape[0] == w_TH.shape[0]
     assert q_THD.shape[2] == keys_XD.shape[1]
+    if use_kernels(q_THD):
+        from specdec.attention.sparse.launch import launch_sparse_segment
+
+        return launch_sparse_segment(q_THD, w_TH, keys_XD, candidates, topk)
     return pure_segment(q_THD, w_TH, keys_XD, candidates, topk)
 
 
@@ -61,5 +66,4 @@ def _every_candidate(candidates: Candidates, part: slice) -> IndexRows:
 def _slots(rows: IndexRows, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
     segment, suffix = candidates.segment, candidates.suffix
     path_tP = None if suffix is None else suffix.pages.table[part]
-    table, page_size = segment.pages
-    return to_slots(rows, table, candidates.rows_T[part], page_size, candidates.paged_T[part], path_tP)
+    return to_slots(rows, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)
