@@ -12,8 +12,9 @@ scores that a few outliers widen a thousandfold).
 
 A query that sees at most topk keys selects all of them, and its scores are not read.
 
-Order of chained launches (specdec/ops/launch.py): the kernels read everything after gdc_wait, and trigger late.  Attention,
-which may be the next kernel, reads its rows' lengths before its own wait: they are made once a pass, not by these kernels.
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernels read what a pass's layers share about its
+candidates, as the kernels of the scores do.  They trigger late.  Attention, which may be the next kernel, reads its rows'
+lengths before its own wait: they are made once a pass, not by these kernels.
 
 Shapes: T queries, N scores of a block, B bins, C border scores of a block, S slices, E ranges of keys, I selected keys.
 """
@@ -92,22 +93,24 @@ def histogram_kernel(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)
     paged = tl.load(paged_T + first_token + place)
     visible = paged + tl.load(path_T + first_token + place)
     begin, end = slice_of(visible, tl.num_programs(1), BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (visible <= topk) | (begin >= end):
         return
-    low, unit = bounds(extremes, place, ranges, live_ranges(paged, splits, SCORE_BLOCK), BLOCK_E)
     n = tl.arange(0, BLOCK_N)
+    scores += place * stride_scores
+    s_N = tl.load(scores + begin + n, mask=begin + n < end, other=0.0)  # blocks are read one ahead
+    low, unit = bounds(extremes, place, ranges, live_ranges(paged, splits, SCORE_BLOCK), BLOCK_E)
     count_B = tl.zeros([BINS], tl.int32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
-        ok_N = start + n < end
-        s_N = tl.load(scores + place * stride_scores + start + n, mask=ok_N, other=0.0)
-        count_B += tl.histogram(tl.where(ok_N, bin_of(s_N, low, unit, BINS), 0), BINS)
+        bin_N = tl.where(start + n < end, bin_of(s_N, low, unit, BINS), 0)
+        s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < end, other=0.0)
+        count_B += tl.histogram(bin_N, BINS)
         count_B -= tl.where(tl.arange(0, BINS) == 0, BLOCK_N - tl.minimum(end - start, BLOCK_N), 0)
     tl.atomic_add(histogram + place * BINS + tl.arange(0, BINS), count_B, mask=count_B > 0, sem="relaxed")
 
@@ -133,34 +136,36 @@ def border_kernel(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)
     paged = tl.load(paged_T + first_token + place)
     visible = paged + tl.load(path_T + first_token + place)
-    if visible <= topk:
-        return
     begin, end = slice_of(visible, tl.num_programs(1), BLOCK_N)
     at = counts + place * tl.num_programs(1) + tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if visible <= topk:
+        return
     if begin >= end:
         tl.store(at, 0)
         return
+    n = tl.arange(0, BLOCK_N)
+    scores += place * stride_scores
+    s_N = tl.load(scores + begin + n, mask=begin + n < end, other=0.0)
     low, unit = bounds(extremes, place, ranges, live_ranges(paged, splits, SCORE_BLOCK), BLOCK_E)
     border, _ = border_of(histogram, place, visible, topk, BINS)
-    n = tl.arange(0, BLOCK_N)
     above_N = tl.zeros([BLOCK_N], tl.int32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
-        ok_N = start + n < end
-        s_N = tl.load(scores + place * stride_scores + start + n, mask=ok_N, other=0.0)
-        bin_N = tl.where(ok_N, bin_of(s_N, low, unit, BINS), -1)
+        bin_N = tl.where(start + n < end, bin_of(s_N, low, unit, BINS), -1)
+        score_N = ordered_32(s_N)
+        s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < end, other=0.0)
         above_N += (bin_N > border).to(tl.int32)
         on_N = (bin_N == border).to(tl.int32)
         found = tl.sum(on_N, 0)
         if found > 0:
             first = tl.atomic_add(cursor + place, found, sem="relaxed")
             to_N = place * stride_scores + first + tl.cumsum(on_N, 0) - 1
-            key_N = (ordered_32(s_N).to(tl.int64) << 32) | (start + n).to(tl.int64)
+            key_N = (score_N.to(tl.int64) << 32) | (start + n).to(tl.int64)
             tl.store(listed + to_N, key_N, mask=on_N > 0)
     tl.store(at, tl.sum(above_N, 0))
 
@@ -238,20 +243,23 @@ def compact_kernel(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)
     token = first_token + place
     paged = tl.load(paged_T + token)
     visible = paged + tl.load(path_T + token)
+    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
+    path = suffix + token * stride_suffix - paged
     begin, end = slice_of(visible, tl.num_programs(1), BLOCK_N)
+    every = visible <= topk
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if begin >= end:
         return
     n = tl.arange(0, BLOCK_N)
-    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
-    path = suffix + token * stride_suffix - paged
-    every = visible <= topk
+    scores += place * stride_scores
+    scored = tl.where(every, begin, end)  # scores that this program reads end here
+    s_N = tl.load(scores + begin + n, mask=begin + n < scored, other=0.0)
     low, unit, border, last = 0.0, 0.0, 0, 0
     ties = 0  # how many of the scores equal to the last one are still to be selected in this slice
     at = begin
@@ -285,13 +293,13 @@ def compact_kernel(
         ok_N = key_N < end
         take_N = ok_N
         if not every:
-            s_N = tl.load(scores + place * stride_scores + key_N, mask=ok_N, other=0.0)
             bin_N = bin_of(s_N, low, unit, BINS)
             score_N = ordered_32(s_N)
             tie_N = (ok_N & (bin_N == border) & (score_N == last)).to(tl.int32)
             take_N = ok_N & ((bin_N > border) | ((bin_N == border) & (score_N > last)))
             take_N = take_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= ties))
             ties -= tl.minimum(tl.sum(tie_N, 0), ties)
+            s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < scored, other=0.0)
         paged_N = take_N & (key_N < paged)
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=paged_N, other=0)
         slot_N = page_N * PAGE_SIZE + key_N % PAGE_SIZE
