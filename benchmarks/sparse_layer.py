@@ -42,7 +42,7 @@ class World:
     def __init__(self, B: int, L: int, n: int) -> None:
         self.B, self.n, pages = B, n, -(-(L + n) // PAGE)
         slots, layout = B * pages * PAGE, SparseLatentLayout(LatentLayout(C, R, torch.bfloat16), I, torch.bfloat16)
-        self.layers = max(1, min(8, POOL // (layout.bytes * slots)))
+        self.layers = max(1, min(8, POOL // (layout.token_bytes(1) * slots)))
         self.cache = KVCache(layout, (FULL,) * self.layers, slots, device="cuda")
         for plane in self.cache.planes.values():
             plane.normal_()

@@ -20,7 +20,7 @@ class KVCache:
 
     layout: the cache format.
     kinds: which keys each layer reads, one entry for each layer.
-    planes: by name, a plane's tensor [layers, num_slots, *shape].
+    planes: by name, a plane's tensor [layers that hold it, num_slots, *shape].
     """
 
     def __init__(
@@ -29,13 +29,15 @@ class KVCache:
         self.layout, self.kinds, self.num_slots = layout, tuple(kinds), num_slots
         # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
         # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
+        layers = range(len(self.kinds))
+        held = {plane.name: layers if plane.layers is None else plane.layers for plane in layout.planes}
         self.planes = {
-            plane.name: torch.empty(len(self.kinds), num_slots, *plane.shape, dtype=plane.dtype, device=device)
+            plane.name: torch.empty(len(held[plane.name]), num_slots, *plane.shape, dtype=plane.dtype, device=device)
             for plane in layout.planes
         }
         self._views = [
-            layout.view(layer, {name: tensor[layer] for name, tensor in self.planes.items()})
-            for layer in range(len(self.kinds))
+            layout.view(layer, {n: x[held[n].index(layer)] for n, x in self.planes.items() if layer in held[n]})
+            for layer in layers
         ]
 
     @property

@@ -21,10 +21,13 @@ from specdec.attention.caches.planes import CacheLayout, Plane
 
 @dataclass(frozen=True)
 class SparseLatentView:
-    """One layer's latents and indexer keys.  index_keys: [num_slots, I], in the model's own dtype."""
+    """One layer's latents and indexer keys.
+
+    index_keys: [num_slots, I], in the model's own dtype; None: the layer reads what an earlier layer's indexer chose.
+    """
 
     latents: MLAView
-    index_keys: Tensor
+    index_keys: Tensor | None
 
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         self.latents.write(slots_T, kv_T2KD)
@@ -35,15 +38,19 @@ class SparseLatentView:
 
 @dataclass(frozen=True)
 class SparseLatentLayout(CacheLayout):
-    """latents: how latents are stored.  index_dim, dtype: I, and the dtype of the indexer's keys."""
+    """latents: how latents are stored.  index_dim, dtype: I, and the dtype of the indexer's keys.
+
+    index_layers: the layers that have an indexer; None: all of them.
+    """
 
     latents: LatentLayout
     index_dim: int
     dtype: torch.dtype
+    index_layers: tuple[int, ...] | None = None
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return (*self.latents.planes, Plane("index_keys", (self.index_dim,), self.dtype))
+        return (*self.latents.planes, Plane("index_keys", (self.index_dim,), self.dtype, self.index_layers))
 
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> SparseLatentView:
-        return SparseLatentView(self.latents.view(layer, planes), planes["index_keys"])
+        return SparseLatentView(self.latents.view(layer, planes), planes.get("index_keys"))

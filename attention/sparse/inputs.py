@@ -83,6 +83,7 @@ class SparseLatentInputs(LayerInputs):
 
     def _chosen(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> Segment | None:
         """Stores the indexer's keys, and returns each asked-for query's row of slots; None: every query reads all keys."""
+        assert view.index_keys is not None, "the cache has no keys of this layer's indexer"
         weights_TJ = store_index(view.index_keys, index.q_TJI, index.key_TI, index.weights_TJ, call.slots_T, index.prep)
         chosen = None
         if not reads_all(call.plan, self.topk):

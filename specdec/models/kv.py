@@ -59,7 +59,9 @@ def cache_layout(
     """
     if isinstance(config, DeepseekConfig):
         latents = LatentLayout(config.rank, config.head_dim, dtype)
-        return latents if config.indexer is None else SparseLatentLayout(latents, config.indexer.head_dim, dtype)
+        if (index := config.indexer) is None:
+            return latents
+        return SparseLatentLayout(latents, index.head_dim, dtype, tuple(sorted(set(index.sources))))
     if kv_cache_dtype == "auto":
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)
@@ -67,7 +69,18 @@ def cache_layout(
 
 def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
-    return config.num_layers * cache_layout(config, kv_cache_dtype, dtype).bytes
+    return cache_layout(config, kv_cache_dtype, dtype).token_bytes(config.num_layers)
+
+
+def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
+    """Bytes that a pass reads at least of a sequence of that many tokens: all that it keeps of them; where an indexer chooses,
+    all of the indexer's keys, and the rest of as many tokens as a query reads.
+    """
+    all_of_it = kv_token_bytes(config, kv_cache_dtype, dtype)
+    if not isinstance(config, DeepseekConfig) or (index := config.indexer) is None:
+        return context * all_of_it
+    keys = len(set(index.sources)) * index.head_dim * dtype.itemsize
+    return context * keys + min(context, index.topk) * (all_of_it - keys)
 
 
 def heads_a_key(config: ModelConfig) -> int:

@@ -147,7 +147,7 @@ class World:
         view = self.cache.view(layer)
         if self.cell.cache == "mla":
             view.latent[slots_T] = kv_T2KD.flatten(1)  # type: ignore[attr-defined]
-        elif isinstance(view, SparseLatentView):
+        elif isinstance(view, SparseLatentView) and view.index_keys is not None:
             view.latents.latent[slots_T], view.index_keys[slots_T] = sparse_cells.split(kv_T2KD.flatten(1), C + D)[:2]
         else:
             view.write(slots_T, kv_T2KD)

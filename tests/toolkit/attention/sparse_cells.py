@@ -42,6 +42,7 @@ def layer_inputs(q_THL: Tensor, token_TX: Tensor, rank: int) -> SparseLatentInpu
 
 def chosen(view: SparseLatentView, slots_X: Tensor, token_NX: Tensor, seen_NX: Tensor) -> Tensor:
     """[N, X] bool: which of the keys that it sees each token reads, by the definition in float64."""
+    assert view.index_keys is not None
     _, _, q_NJI, weights_NJ = split(token_NX.double(), token_NX.shape[1] - WIDTH)
     products_NJX = torch.einsum("nji,xi->njx", q_NJI, view.index_keys[slots_X].double()) * DIM**-0.5
     scores_NX = torch.einsum("nj,njx->nx", weights_NJ, products_NJX.relu()).masked_fill(~seen_NX, -torch.inf)
