@@ -70,9 +70,9 @@ def store_index_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    key += token * stride_key
+    plane += slot * stride_slot
     if tl.program_id(1) == 0:
-        key += token * stride_key
-        plane += slot * stride_slot
         i = tl.arange(0, PADDED_DIM)
         ok_I = i < DIM
         x_I = tl.load(key + i, mask=ok_I, other=0.0).to(tl.float32)
@@ -85,9 +85,9 @@ def store_index_kernel(
         high_E = normed(key, HALF + e, ok_E, norm, bias, mean, inverse)
         tl.store(plane + e, (low_E * cos_low_E + high_E * sin_low_E).to(plane.dtype.element_ty), mask=ok_E)
         tl.store(plane + HALF + e, (high_E * cos_high_E + low_E * sin_high_E).to(plane.dtype.element_ty), mask=ok_E)
-        j = tl.arange(0, PADDED_HEADS)
-        weight_J = tl.load(weights + token * stride_weights + j, mask=j < HEADS, other=0.0).to(tl.float32)
-        tl.store(scaled + token * HEADS + j, weight_J * scale, mask=j < HEADS)
+        h = tl.arange(0, PADDED_HEADS)  # not j: a name must mean one shape in both branches
+        weight_H = tl.load(weights + token * stride_weights + h, mask=h < HEADS, other=0.0).to(tl.float32)
+        tl.store(scaled + token * HEADS + h, weight_H * scale, mask=h < HEADS)
     else:
         j = (tl.program_id(1) - 1) * BLOCK_J + tl.arange(0, BLOCK_J)
         ok_JE = (j < HEADS)[:, None] & ok_E[None, :]
