@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ class World:
     def __init__(self, B: int, L: int, n: int) -> None:
         self.B, self.n, pages = B, n, -(-(L + n) // PAGE)
         slots, layout = B * pages * PAGE, SparseLatentLayout(LatentLayout(C, R, torch.bfloat16), I, torch.bfloat16)
-        self.layers = max(1, min(8, POOL // (layout.token_bytes(1) * slots)))
+        self.layers = max(1, min(8, POOL // (layout.layer_bytes(0) * slots)))
         self.cache = KVCache(layout, (FULL,) * self.layers, slots, device="cuda")
         for plane in self.cache.planes.values():
             plane.normal_()
@@ -67,21 +68,18 @@ class World:
 
     def run(self, sparse: bool) -> Tensor:
         """One pass through all layers."""
-        cache: KVCache | _Latents = self.cache if sparse else _Latents(self.cache)
-        attn = PagedAttention(TritonBackend(), cache, PassTables(self.plan, self.slots_T))  # type: ignore[arg-type]
+        cache = self.cache if sparse else _latents_of(self.cache)
+        attn = PagedAttention(TritonBackend(), cache, PassTables(self.plan, self.slots_T))
         for layer in range(self.layers):
             out = attn(layer, self.inputs(sparse), None, SCORING)
         return out
 
 
-class _Latents:
-    """The latents of a cache, for dense layers."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache, self.kinds = cache, cache.kinds
-
-    def view(self, layer: int) -> object:
-        return self.cache.view(layer).latents  # type: ignore[attr-defined]
+def _latents_of(cache: KVCache) -> KVCache:
+    """The same latents, for dense layers."""
+    latents = copy(cache)
+    latents._views = [cache.view(layer).latents for layer in range(len(cache.kinds))]  # type: ignore[attr-defined]
+    return latents
 
 
 def rand(*shape: int) -> Tensor:

@@ -28,6 +28,10 @@ class Plane(NamedTuple):
     dtype: torch.dtype
     layers: tuple[int, ...] | None = None
 
+    def held_by(self, layer: int) -> bool:
+        """Whether that layer holds the plane."""
+        return self.layers is None or layer in self.layers
+
     @property
     def bytes(self) -> int:
         """Bytes of one slot."""
@@ -56,6 +60,6 @@ class CacheLayout(ABC):
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> KVView:
         """The view of one layer, for which a cache asks once.  planes: by name, the layer's tensors [num_slots, *shape]."""
 
-    def token_bytes(self, layers: int) -> int:
-        """Bytes of one token in all of so many layers."""
-        return sum(plane.bytes * (layers if plane.layers is None else len(plane.layers)) for plane in self.planes)
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of one token in that layer."""
+        return sum(plane.bytes for plane in self.planes if plane.held_by(layer))

@@ -20,9 +20,11 @@ from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout
+from specdec.attention.caches.split_cache import SplitLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.diffllama.config import DiffLlamaConfig
 
 
 def keeps_latents(config: ModelConfig) -> bool:
@@ -46,6 +48,12 @@ def key_operations(config: ModelConfig) -> float:
     return 4.0 * config.num_heads * config.head_dim * sum(kind.span is None for kind in config.layer_kinds)
 
 
+def split_widths(*configs: ModelConfig) -> tuple[int, ...]:
+    """The widths of values that are not as wide as their keys; those of differential attention are as wide as two heads."""
+    widths = [2 * c.head_dim if isinstance(c, DiffLlamaConfig) else c.value_width for c in configs]
+    return tuple(dict.fromkeys(width for width in widths if width))
+
+
 def cache_layout(
     config: ModelConfig,
     kv_cache_dtype: str,
@@ -62,25 +70,31 @@ def cache_layout(
         if (index := config.indexer) is None:
             return latents
         return SparseLatentLayout(latents, index.head_dim, dtype, tuple(sorted(set(index.sources))))
+    if kv_cache_dtype == "auto" and config.value_width:
+        return SplitLayout(config.num_kv_heads, config.head_dim, config.value_width, dtype)
     if kv_cache_dtype == "auto":
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
+    assert not split_widths(config), "the capability table refuses 8-bit caches for such models"
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)
 
 
 def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
-    return cache_layout(config, kv_cache_dtype, dtype).token_bytes(config.num_layers)
+    layout = cache_layout(config, kv_cache_dtype, dtype)
+    return sum(layout.layer_bytes(layer) for layer in set(config.kv_source))
 
 
 def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
-    """Bytes that a pass reads at least of a sequence of that many tokens: all that it keeps of them; where an indexer chooses,
-    all of the indexer's keys, and the rest of as many tokens as a query reads.
+    """Bytes that all layers read at least of a sequence of `context` tokens.  Layers that share keys and values each read them.
+
+    Where an indexer chooses, its layers read all of its keys, and each layer the latents of the most tokens that a query reads.
     """
-    all_of_it = kv_token_bytes(config, kv_cache_dtype, dtype)
+    layout = cache_layout(config, kv_cache_dtype, dtype)
+    token = sum(map(layout.layer_bytes, config.kv_source))
     if not isinstance(config, DeepseekConfig) or (index := config.indexer) is None:
-        return context * all_of_it
+        return context * token
     keys = len(set(index.sources)) * index.head_dim * dtype.itemsize
-    return context * keys + min(context, index.topk) * (all_of_it - keys)
+    return context * keys + min(context, index.topk) * (token - keys)
 
 
 def heads_a_key(config: ModelConfig) -> int:
@@ -89,11 +103,19 @@ def heads_a_key(config: ModelConfig) -> int:
 
 
 def make_cache(
-    model: nn.Module, config: ModelConfig, num_slots: int, kv_cache_dtype: str, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    config: ModelConfig,
+    num_slots: int | Sequence[int],
+    kv_cache_dtype: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Sequence[int] | None = None,
 ) -> KVCache:
-    """An empty cache of num_slots tokens for all layers of a model.
+    """An empty cache for all layers of a model.
 
+    num_slots, groups: see KVCache.
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model))
-    return KVCache(layout, config.layer_kinds, num_slots, device=device)
+    sources = config.kv_source
+    return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, sources=sources)
