@@ -28,7 +28,7 @@ class KVCache:
     sources: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which stores
         its own.  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
     group_numbers: the groups to which any layer belongs, in ascending order.
-    planes_of: by group and name, a plane's tensor [layers of the group that store, num_slots, *shape].
+    planes_of: by group and name, a plane's tensor [layers of the group that hold it, num_slots, *shape].
     """
 
     def __init__(
@@ -57,12 +57,14 @@ class KVCache:
             own = [layer for layer in stored if self.groups[layer] == group]
             # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may
             # hold NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
+            held = {plane.name: [layer for layer in own if plane.held_by(layer)] for plane in layout.planes}
             planes = self.planes_of[group] = {
-                plane.name: torch.empty(len(own), slots[group], *plane.shape, dtype=plane.dtype, device=device)
+                plane.name: torch.empty(len(held[plane.name]), slots[group], *plane.shape, dtype=plane.dtype, device=device)
                 for plane in layout.planes
             }
-            for place, layer in enumerate(own):
-                views[layer] = layout.view(layer, {name: tensor[place] for name, tensor in planes.items()})
+            for layer in own:
+                parts = {name: x[held[name].index(layer)] for name, x in planes.items() if layer in held[name]}
+                views[layer] = layout.view(layer, parts)
         self._views = [views[source] for source in sources]
 
     @property

@@ -69,15 +69,20 @@ class LatentInputs(LayerInputs):
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
             assert call.kind.span is None
             return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
+        return absorbed_values(call.attend(self.absorbed(call, view)), up_HXC[:, N:])
+
+    def absorbed(self, call: LayerCall, view: MLAView) -> Tensor:
+        """Stores the latents, and returns the asked-for queries [R, H, L], which can be multiplied with latents."""
+        q_THQ, up_HXC, N, L = self.q_THQ, self.up_HXC, self.nope_dim, self.latent_TL.shape[1]
         if call.rows_R is None:
-            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, self.latent_TL.shape[1])
+            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L)
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep, out_THR=q_THL[..., view.rank :])
-        else:
-            store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
-            q_RHQ = call.asked(q_THQ)
-            q_THL = absorbed_queries(q_RHQ[..., :N], up_HXC, self.latent_TL.shape[1])
-            q_THL[..., view.rank :] = q_RHQ[..., N:]
-        return absorbed_values(call.attend(q_THL), up_HXC[:, N:])
+            return q_THL
+        store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
+        q_RHQ = call.asked(q_THQ)
+        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L)
+        q_RHL[..., view.rank :] = q_RHQ[..., N:]
+        return q_RHL
 
     def dense(self) -> DenseHeads:
         N = self.nope_dim
