@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.ops.index import use_index_kernels
+from specdec.ops.operator import define, use_operator
 
 
 class KVView(Protocol):
@@ -93,6 +94,9 @@ class MHACache:
 
 def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
     """`KVCache.move` for one tensor [layers, num_slots, ...]."""
+    if use_operator(x):
+        MOVE(x, slots_BN, path_BE)
+        return
     if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
 
@@ -100,3 +104,10 @@ def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
         return
     source_M, target_M = slots_BN.gather(1, path_BE).flatten(), slots_BN[:, : path_BE.shape[1]].flatten()
     x.index_copy_(1, target_M, x.index_select(1, source_M))
+
+
+def _move_fake(*_: object) -> None:
+    return None
+
+
+MOVE = define("move(Tensor(a!) cache, Tensor slots, Tensor path) -> ()", move_slots, _move_fake)
