@@ -151,7 +151,7 @@ class SelfAttention(nn.Module):
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attn(layer, qkv_TXD, prep, rows_R).flatten(1))
+        return self.o_proj(attn(layer, qkv_TXD, prep, rows_R, PLAIN).flatten(1))
 
 
 class MLP(nn.Module):
