@@ -112,7 +112,7 @@ def export_decode(
     tokens_BN = torch.zeros(B, N, dtype=torch.int64, device=device)
     table_BW, lens_B = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((B, W), (B,)))
     cache = decode.new_cache(num_slots or 7 * decode.page_size)
-    dims = {name: None if size else Dim(name, min=1) for name, size in given.items()}
+    dims = {name: Dim.STATIC if size else Dim(name, min=1) for name, size in given.items()}
     by_dim = (
         {0: dims["batch"], 1: dims["num_tokens"]},
         {0: dims["batch"], 1: dims["table_width"]},

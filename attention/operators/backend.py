@@ -13,14 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import KVView, MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE_STORE, SUFFIX_MERGE
 from specdec.attention.operators.latent import LATENT_ATTENTION
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_states, with_sinks
+from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.rope import HeadPrep
 
 
@@ -55,14 +56,14 @@ class OperatorBackend(Backend):
         numbers = (scale, scoring.softcap)
         return AttentionState(*PAGED_ATTENTION(q_THD, view.kv, *rows, *numbers, *local, scales_of(view), segment.ragged))
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
         plan: AttentionPlan = prepared
         state, *rest = [self.run(q_THD, view, segment, scoring) for segment in plan.segments]
         for other in rest:
             state = merge_states(state, other)
         if plan.suffix is not None:
             state = self._with_suffix(q_THD, view, plan.suffix, scoring, state)
-        return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD
+        return state
 
     def _with_suffix(
         self, q_THD: Tensor, view: KVView, suffix: Segment, scoring: Scoring, state: AttentionState

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.attention.attend import make_backend
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kinds import Scoring
 from specdec.attention.pages import PageTable

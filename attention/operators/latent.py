@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kinds import Scoring
-from specdec.attention.latent.latent import LatentPrep
 from specdec.attention.latent.mla import store_latent
+from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.operators.heads import backend_for, nothing_fake
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
