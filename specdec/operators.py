@@ -18,12 +18,13 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import CacheLayout, KVView
 from specdec.attention.kinds import LayerKind
+from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.checks import require_choice, require_int
 from specdec.models.causal_lm import CausalLM
-from specdec.models.kv import make_cache
+from specdec.models.kv import keeps_latents, make_cache
 from specdec.models.target import Target
 from specdec.ops import norm, topk  # noqa: F401 (for the operators that they register)
 from specdec.ops.products import linear  # noqa: F401
@@ -46,6 +47,11 @@ class DecodePass(nn.Module):
             raise TypeError(f"{expected}, got {type(target).__name__}")
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
         self.kv_cache_dtype = require_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "int8"), "auto")
+        if keeps_latents(target.config) and kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype must be 'auto' for a target that stores latents, got {kv_cache_dtype!r}; nearest setting that "
+                "works: kv_cache_dtype='auto'"
+            )
         self.layout = self._cache(0).layout
 
     def new_cache(self, num_slots: int) -> list[LayerTensors]:
@@ -112,7 +118,9 @@ def export_decode(
     tokens_BN = torch.zeros(B, N, dtype=torch.int64, device=device)
     table_BW, lens_B = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((B, W), (B,)))
     cache = decode.new_cache(num_slots or 7 * decode.page_size)
-    dims = {name: Dim.STATIC if size else Dim(name, min=1) for name, size in given.items()}
+    # A pass over latents has another graph for longer prompts, which reads on the host how much is stored already.
+    most = {"num_tokens": EXPAND_ABOVE} if keeps_latents(decode.target.config) else {}
+    dims = {name: Dim.STATIC if size else Dim(name, min=1, max=most.get(name)) for name, size in given.items()}
     by_dim = (
         {0: dims["batch"], 1: dims["num_tokens"]},
         {0: dims["batch"], 1: dims["table_width"]},
