@@ -102,9 +102,7 @@ def store_latent(
         from specdec.attention.operators.latent import LATENT_STORE
 
         turn, out_THR = prep.rotation, q_THR if out_THR is None else out_THR
-        LATENT_STORE(
-            q_THR, latent_TL, view.latent, out_THR, slots_T, turn.positions_T, turn.table_P2D, prep.norm_C, prep.eps
-        )
+        LATENT_STORE(q_THR, latent_TL, view.latent, out_THR, slots_T, turn.positions_T, turn.table_P2D, prep.norm_C, prep.eps)
         return
     if use_kernels(latent_TL):
         from specdec.attention.latent.mla_store_triton import launch_store_latent
