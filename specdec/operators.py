@@ -72,7 +72,7 @@ class DecodePass(nn.Module):
         new = pages.next_tokens(lens_B, N)
         first_queries = torch.arange(B + 1, dtype=torch.int32, device=lens_B.device) * N
         plan = AttentionPlan((Segment(pages, end_B, first_queries, N, causal=True),), new.positions.flatten())
-        given = _GivenCache(self.layout, self.target.config.layer_kinds, cache)
+        given = GivenCache(self.layout, self.target.config.layer_kinds, cache)
         attn = PagedAttention(OperatorBackend(), given, PassTables(plan, new.slots.flatten()))
         out = self.target(tokens_BN.flatten(), new.positions.flatten(), attn)
         return self.target.logits(out.hidden_TH).unflatten(0, (B, N))
@@ -82,7 +82,7 @@ class DecodePass(nn.Module):
         return make_cache(self.target, self.target.config, num_slots, self.kv_cache_dtype, weight.dtype, weight.device)
 
 
-class _GivenCache(KVCache):
+class GivenCache(KVCache):
     """A cache whose layers' tensors are given.
 
     In a traced pass each of these tensors must be an input of its own.  If they were views of one tensor whose number of slots
