@@ -3,10 +3,10 @@
 
     python benchmarks/operators.py --out benchmarks/results/operators_h200.json
 
-The shape is that of Llama-3.2-1B (hidden 2,048, 16 layers unless --layers says otherwise, 32 query and 8 kv heads of 64, 128,256
-tokens), bf16, random weights.  A step is `directly` the runtime's pass over the triton backend, `operators` the same module
-called eagerly, `exported` the program of torch.export, `compiled` torch.compile(fullgraph=True) by inductor.  Each is measured
-as the host launches it, and replayed as a CUDA graph.
+The shape is that of Llama-3.2-1B (hidden 2,048, 16 layers unless --layers says otherwise, 32 query and 8 kv heads of 64, a
+vocabulary of 128,256 tokens), bf16, random weights.  A step is `directly` the runtime's pass over the triton backend,
+`operators` the same module called eagerly, `exported` the program of torch.export, `compiled` torch.compile(fullgraph=True) by
+inductor.  Each is measured as the host launches it, and replayed as a CUDA graph.
 """
 
 from __future__ import annotations
