@@ -1,5 +1,6 @@
 """A target's decode pass under torch.export and torch.compile equals the pass that the runtime runs, and transformers."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ import pytest
 import torch
 from toolkit.deepseek import DeepseekZoo
 from toolkit.models import Zoo
+from toolkit.paths import ROOT
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables, make_backend
@@ -208,3 +210,16 @@ def test_on_a_gpu_a_traced_pass_equals_the_direct_one(zoo: Zoo, name: str, dtype
     for program in (export_decode(decode).module(), compiled):
         for lens, N in (([5, 0, 9], 1), ([8, 2, 3], 1), ([7, 40], 1), ([1, 6], 3)):
             check(decode, program, inputs(decode, lens, N), tolerance)
+
+
+def test_the_page_lists_every_operator_and_what_it_changes() -> None:
+    """Keeps out: an operator that nobody finds, and a change of an argument that the page does not tell."""
+    page = (ROOT / "docs" / "OPERATORS.md").read_text()
+    rows = re.findall(r"^\| `specdec::(\w+)` \| (.*?) ?\|", page, re.M)
+    told = {name: set(re.findall(r"`(\w+)`", changes)) for name, changes in rows}
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("specdec::")]
+    changed = {
+        schema.name.removeprefix("specdec::"): {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+        for schema in schemas
+    }
+    assert told == changed

@@ -1,7 +1,7 @@
-"""specdec's operators for torch.export and torch.compile, and a target's decode pass as a module that either can trace.
+"""A target's decode pass as a module, for torch.export and torch.compile.
 
-Importing this module registers every operator of torch.ops.specdec; a process that only runs an exported program needs no more
-of specdec than this import.  The engine does not use this module: it calls the same kernels without an operator's dispatch.
+What changes between calls are inputs, the cache's tensors among them.  The module's graph consists of operators and of torch's
+own operations.  This file knows no engine: neither requests, nor who owns which page.
 
 Shapes: B sequences, N new tokens of each, W pages of each, V vocabulary.
 """
@@ -9,6 +9,7 @@ Shapes: B sequences, N new tokens of each, W pages of each, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,11 @@ from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.checks import require_choice, require_int
 from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.kv import keeps_latents, make_cache
+from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
-from specdec.ops import norm, topk  # noqa: F401 (for the operators that they register)
-from specdec.ops.products import linear  # noqa: F401
 
 LayerTensors = dict[str, Tensor]  # one layer's part of a cache: by plane, a tensor [num_slots, ...]
 
@@ -53,6 +55,24 @@ class DecodePass(nn.Module):
                 "works: kv_cache_dtype='auto'"
             )
         self.layout = self._cache(0).layout
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        page_size: int = 1,
+        kv_cache_dtype: str = "auto",
+        *,
+        max_positions: int = 2048,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> DecodePass:
+        """The pass of a target that is loaded from a folder or a hub id.  max_positions: the longest sequence that it reads."""
+        folder = resolve_folder(target, "target")
+        require_int("max_positions", max_positions, 1)
+        require_choice("dtype", dtype, tuple(DTYPES), "float32")
+        chosen = choose_target(folder, "native")
+        return cls(load_chosen(chosen, folder, max_positions, torch.device(device), dtype, False), page_size, kv_cache_dtype)
 
     def new_cache(self, num_slots: int) -> list[LayerTensors]:
         """Memory for the keys and values of so many tokens, layer by layer.  What it holds is arbitrary until it is stored."""
