@@ -17,7 +17,7 @@ from specdec.ops.operator import is_traced
 
 def use_index_kernels(x: Tensor) -> bool:
     """The counterpart of `use_kernels` for functions of integers, which have no gradient and fixed dtypes."""
-    return x.is_cuda and has_triton() and not is_traced(x)
+    return x.is_cuda and not is_traced(x) and has_triton()
 
 
 def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -61,7 +61,9 @@ def use_kernels(x: Tensor) -> bool:
 
     While a pass is traced no kernel is launched: functions without an operator (operator.py) are recorded as they are defined.
     """
-    return x.is_cuda and x.dtype in KERNEL_DTYPES and not torch.is_grad_enabled() and has_triton() and not is_traced(x)
+    if not x.is_cuda or is_traced(x):
+        return False
+    return x.dtype in KERNEL_DTYPES and not torch.is_grad_enabled() and has_triton()
 
 
 @cache

@@ -197,9 +197,13 @@ def test_what_a_decode_pass_cannot_do_is_refused(zoo: Zoo, deepseeks: DeepseekZo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("qwen3", torch.float32), ("mistral", torch.bfloat16), ("llama-dim80-biases", torch.bfloat16)]
+    ("name", "dtype", "backend"),
+    [
+        ("qwen3", torch.float32, "eager"),
+        ("mistral", torch.bfloat16, "eager"),
+        ("llama-dim80-biases", torch.bfloat16, "inductor"),
+    ],
 )
 def test_on_a_gpu_a_traced_pass_equals_the_direct_one(zoo: Zoo, name: str, dtype: torch.dtype, backend: str) -> None:
     """Keeps out: kernels in another order than in a direct pass, and a store that a later kernel does not see."""
@@ -208,7 +212,7 @@ def test_on_a_gpu_a_traced_pass_equals_the_direct_one(zoo: Zoo, name: str, dtype
     torch._dynamo.reset()
     compiled = torch.compile(decode, fullgraph=True, backend=backend)
     for program in (export_decode(decode).module(), compiled):
-        for lens, N in (([5, 0, 9], 1), ([8, 2, 3], 1), ([7, 40], 1), ([1, 6], 3)):
+        for lens, N in (([5, 0, 9], 1), ([7, 40], 1), ([1, 6], 3)):
             check(decode, program, inputs(decode, lens, N), tolerance)
 
 
