@@ -11,7 +11,7 @@ from torch.library import opcheck
 import specdec.attention.operators.heads as heads
 import specdec.attention.operators.latent as latent
 from specdec.attention.attend import make_backend
-from specdec.attention.caches.kv_cache import MOVE
+from specdec.attention.caches.kv_cache import MOVE, move_slots
 from specdec.ops.rope import rotary_table
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -180,3 +180,15 @@ def test_bfloat16_on_a_gpu_is_near_float64(name: str) -> None:
     got = changed(operator, tuple(x.cuda() if isinstance(x, Tensor) else x for x in args))
     for x, y in zip(got, exact, strict=True):
         torch.testing.assert_close(x.cpu().double(), y.double(), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+def test_a_traced_move_changes_its_cache() -> None:
+    """Keeps out: a commit that a compiled program drops, because nothing reads what it returns."""
+    torch.manual_seed(0)
+    cache, slots, path = move_args("cpu")
+    want, got = cache.clone(), cache.clone()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        move_slots(want, slots, path)
+        torch.compile(move_slots, fullgraph=True, backend="aot_eager")(got, slots, path)
+    assert torch.equal(want, got) and not torch.equal(want, cache)
