@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,27 +80,61 @@ class DecodePass(nn.Module):
         cache = self._cache(require_int("num_slots", num_slots, self.page_size))
         return [{name: plane[layer] for name, plane in cache.planes.items()} for layer in range(len(cache.kinds))]
 
-    def forward(self, tokens_BN: Tensor, page_table_BW: Tensor, lens_B: Tensor, cache: Sequence[LayerTensors]) -> Tensor:
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        page_table_BW: Tensor,
+        lens_B: Tensor,
+        cache: Sequence[LayerTensors],
+        mask_BNN: Tensor | None = None,
+    ) -> Tensor:
         """The logits [B, N, V] after each of the tokens, whose keys and values are stored in `cache`.
 
         tokens_BN: int64.
         page_table_BW: int32; the token at position p of sequence b lies in page page_table_BW[b, p // page_size].
         lens_B: int32, how many tokens of each sequence are stored already; the new ones come right after them.
         cache: as `new_cache` makes it.
+        mask_BNN: bool, for N tokens that are the nodes of a tree: whether node i sees node j, which is one of its ancestors or
+            itself.  Node i is stored where the token i places after the stored ones belongs; its position is its depth after
+            them.  None: the tokens follow one another.
         """
-        B, N = tokens_BN.shape
-        pages, end_B = PageTable(page_table_BW, self.page_size), lens_B + N
-        new = pages.next_tokens(lens_B, N)
-        first_queries = torch.arange(B + 1, dtype=torch.int32, device=lens_B.device) * N
-        plan = AttentionPlan((Segment(pages, end_B, first_queries, N, causal=True),), new.positions.flatten())
+        shape, pages = tokens_BN.shape, PageTable(page_table_BW, self.page_size)
+        slots_BN = pages.next_tokens(lens_B, shape[1]).slots
+        plan = chain_plan(pages, lens_B, shape[1]) if mask_BNN is None else tree_plan(pages, lens_B, slots_BN, mask_BNN)
         given = GivenCache(self.layout, self.target.config.layer_kinds, cache)
-        attn = PagedAttention(OperatorBackend(), given, PassTables(plan, new.slots.flatten()))
-        out = self.target(tokens_BN.flatten(), new.positions.flatten(), attn)
-        return self.target.logits(out.hidden_TH).unflatten(0, (B, N))
+        attn = PagedAttention(OperatorBackend(), given, PassTables(plan, slots_BN.flatten()))
+        assert plan.positions_T is not None
+        out = self.target(tokens_BN.flatten(), plan.positions_T, attn)
+        return self.target.logits(out.hidden_TH).unflatten(0, shape)
 
     def _cache(self, num_slots: int) -> KVCache:
         weight = self.target.lm_head.weight
         return make_cache(self.target, self.target.config, num_slots, self.kv_cache_dtype, weight.dtype, weight.device)
+
+
+def chain_plan(pages: PageTable, lens_B: Tensor, N: int) -> AttentionPlan:
+    """Each of a sequence's next N tokens reads everything up to itself."""
+    positions_BN = lens_B.long()[:, None] + torch.arange(N, device=lens_B.device)
+    return AttentionPlan((Segment(pages, lens_B + N, _rows(lens_B, N), N, causal=True),), positions_BN.flatten())
+
+
+def tree_plan(pages: PageTable, lens_B: Tensor, slots_BN: Tensor, mask_BNN: Tensor) -> AttentionPlan:
+    """Each of N nodes reads what is stored of its sequence, and its own path.  slots_BN: int64, where the nodes lie.
+
+    The suffix is that of `fill_tree_suffix`, computed without a buffer, so that N may vary.
+    """
+    N, nodes_T = slots_BN.shape[1], torch.arange(slots_BN.numel(), device=slots_BN.device)
+    rows_T = nodes_T // N
+    mask_TN, slots_TN = mask_BNN[rows_T, nodes_T % N], slots_BN[rows_T]  # torch.export can't flatten [B, N, N] if N may vary
+    order_TN = mask_TN.logical_not().argsort(dim=-1, stable=True)  # a node's path is packed to the left of its row
+    seen_T = mask_TN.sum(-1).int()
+    suffix = Segment(PageTable(slots_TN.gather(1, order_TN).int()), seen_T, _rows(seen_T, 1), 1, base_B=lens_B)
+    return AttentionPlan((Segment(pages, lens_B, _rows(lens_B, N), N),), lens_B[rows_T].long() + seen_T - 1, suffix)
+
+
+def _rows(like_R: Tensor, queries: int) -> Tensor:
+    """[R + 1] int32: cumulative query counts of R rows with so many queries each, computed in the graph for any R."""
+    return torch.arange(like_R.shape[0] + 1, dtype=torch.int32, device=like_R.device) * queries
 
 
 class GivenCache(KVCache):
@@ -124,9 +159,11 @@ def export_decode(
     num_tokens: int | None = None,
     table_width: int | None = None,
     num_slots: int | None = None,
+    trees: bool = False,
 ) -> ExportedProgram:
     """The exported program of a DecodePass, whose inputs are those of its forward().
 
+    trees: whether the tokens are the nodes of trees, so that the program takes their mask as well.
     batch, num_tokens, table_width, num_slots: B, N, W and the cache's slots where they are fixed; None: the program takes any.
     """
     given = {"batch": batch, "num_tokens": num_tokens, "table_width": table_width, "num_slots": num_slots}
@@ -139,12 +176,16 @@ def export_decode(
     table_BW, lens_B = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((B, W), (B,)))
     cache = decode.new_cache(num_slots or 7 * decode.page_size)
     # A pass over latents has another graph for longer prompts, which reads on the host how much is stored already.
-    most = {"num_tokens": EXPAND_ABOVE} if keeps_latents(decode.target.config) else {}
+    most = {"num_tokens": EXPAND_ABOVE} if keeps_latents(decode.target.config) and not trees else {}
     dims = {name: Dim.STATIC if size else Dim(name, min=1, max=most.get(name)) for name, size in given.items()}
-    by_dim = (
+    args: tuple[Any, ...] = (tokens_BN, table_BW, lens_B, cache)
+    by_dim: tuple[Any, ...] = (
         {0: dims["batch"], 1: dims["num_tokens"]},
         {0: dims["batch"], 1: dims["table_width"]},
         {0: dims["batch"]},
         [{name: {0: dims["num_slots"]} for name in layer} for layer in cache],
     )
-    return torch.export.export(decode, (tokens_BN, table_BW, lens_B, cache), dynamic_shapes=by_dim)
+    if trees:
+        args += (torch.ones(B, N, N, dtype=torch.bool, device=device).tril(),)
+        by_dim += ({0: dims["batch"], 1: dims["num_tokens"], 2: dims["num_tokens"]},)
+    return torch.export.export(decode, args, dynamic_shapes=by_dim)

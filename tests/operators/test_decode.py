@@ -13,6 +13,7 @@ import torch
 from toolkit.deepseek import DeepseekZoo
 from toolkit.models import Zoo
 from toolkit.paths import ROOT
+from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables, make_backend
@@ -106,6 +107,25 @@ def test_one_exported_program_serves_all_shapes(zoo: Zoo, deepseeks: DeepseekZoo
     program = export_decode(decode).module()
     for lens, N in (([5, 0, 9], 1), ([17], 1), ([1, 30], 4), ([3] * 6, 7)):
         check(decode, program, inputs(decode, lens, N))
+
+
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "auto"), ("mistral", "auto"), ("v3-dense-tied", "auto"), ("qwen3", "int8")]
+)
+def test_a_node_of_a_tree_gets_the_logits_of_its_path(zoo: Zoo, deepseeks: DeepseekZoo, name: str, dtype: str) -> None:
+    """Keeps out: a node that sees a sibling, positions by place instead of depth, windows that end in another branch."""
+    decode = DecodePass(load((deepseeks if name.startswith("v3") else zoo).target(name)), PAGE, dtype)
+    program = export_decode(decode, trees=True).module()
+    for lens, nodes in (([9, 0, 17], 6), ([12], 1), ([1, 3], 9)):
+        given, masks_BNN = inputs(decode, lens, nodes), random_masks(len(lens), nodes, seed=nodes)
+        with torch.no_grad():
+            logits_BNV = program(*copied(given), masks_BNN)
+        for b in range(len(lens)):
+            for node in range(nodes):
+                path = masks_BNN[b, node].nonzero()[:, 0]
+                alone = (given[0][b : b + 1, path], given[1][b : b + 1], given[2][b : b + 1], copied(given)[3])
+                torch.testing.assert_close(logits_BNV[b, node], directly(decode, alone)[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_program_writes_what_transformers_writes(zoo: Zoo) -> None:
