@@ -32,7 +32,7 @@ from specdec.attention.segment import AttentionPlan
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import parse_config
-from specdec.operators import DecodePass, GivenCache, export_decode
+from specdec.operators import DecodePass, export_decode
 from specdec.ops.norm import ADD_RMS_NORM, add_rms_norm
 from specdec.ops.products.linear import LINEAR, linear
 from specdec.ops.rope import HeadPrep, Rotation
@@ -137,7 +137,7 @@ def steps(decode: DecodePass, batch: int, context: int) -> dict[str, Callable[[]
     lens_B = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
     args = (torch.randint(1000, (batch, 1), device=DEVICE), table_BW, lens_B, cache)
     pages, backend, model = PageTable(table_BW, PAGE), make_backend("triton"), decode.target
-    given = GivenCache(decode.layout, model.config.layer_kinds, cache)
+    given = decode.given_cache(cache)
 
     def directly() -> Tensor:
         new = pages.next_tokens(lens_B, 1)

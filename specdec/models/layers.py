@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs
-from specdec.attention.kinds import PLAIN
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, rms_norm
@@ -130,7 +129,7 @@ class SelfAttention(nn.Module):
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attn(layer, HeadInputs(qkv_TXD, prep), rows_R, PLAIN).flatten(1))
+        return self.o_proj(attn(layer, HeadInputs(qkv_TXD, prep), rows_R).flatten(1))
 
 
 class MLP(nn.Module):

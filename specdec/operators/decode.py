@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import CacheLayout, KVView
-from specdec.attention.kinds import LayerKind
+from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.pages import PageTable
@@ -55,7 +55,7 @@ class DecodePass(nn.Module):
                 f"kv_cache_dtype must be 'auto' for a target that stores latents, got {kv_cache_dtype!r}; nearest setting that "
                 "works: kv_cache_dtype='auto'"
             )
-        self.layout = self._cache(0).layout
+        self.layout, self.backend = self._cache(0).layout, OperatorBackend()
 
     @classmethod
     def from_pretrained(
@@ -101,11 +101,22 @@ class DecodePass(nn.Module):
         shape, pages = tokens_BN.shape, PageTable(page_table_BW, self.page_size)
         slots_BN = pages.next_tokens(lens_B, shape[1]).slots
         plan = chain_plan(pages, lens_B, shape[1]) if mask_BNN is None else tree_plan(pages, lens_B, slots_BN, mask_BNN)
-        given = GivenCache(self.layout, self.target.config.layer_kinds, cache)
-        attn = PagedAttention(OperatorBackend(), given, PassTables(plan, slots_BN.flatten()))
+        given, prepared, slots_T = self.given_cache(cache), PreparedPlan(plan), slots_BN.flatten()
+
+        # This is PagedAttention, whose default for `scoring` torch.compile can't trace (torch 2.11) in an object that is made
+        # during the trace.
+        def attn(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring | None = None) -> Tensor:
+            scoring = PLAIN if scoring is None else scoring
+            view, kind = given.view(layer), given.kinds[layer]
+            return inputs.paged(LayerCall(self.backend, view, kind, slots_T, prepared, rows_R, scoring))
+
         assert plan.positions_T is not None
         out = self.target(tokens_BN.flatten(), plan.positions_T, attn)
         return self.target.logits(out.hidden_TH).unflatten(0, shape)
+
+    def given_cache(self, cache: Sequence[LayerTensors]) -> GivenCache:
+        """These tensors as a cache of the target's layers."""
+        return GivenCache(self.layout, self.target.config.layer_kinds, cache)
 
     def _cache(self, num_slots: int) -> KVCache:
         weight = self.target.lm_head.weight
