@@ -8,6 +8,7 @@ Shapes: T queries or tokens, X = Q + 2K heads of a token, Q (also H) query heads
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +18,21 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
+from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE_STORE, SUFFIX_MERGE
+from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE, SUFFIX_MERGE
 from specdec.attention.operators.latent import LATENT_ATTENTION
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.rope import HeadPrep
+
+# Fields of Scoring and of Segment that the operators take; every other must have its default.
+_SCORING = {"scale", "softcap", "sinks_H"}
+_SEGMENT = {
+    "pages", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "causal", "ragged", "base_B", "starts_T", "span", "max_cached"
+}  # fmt: skip
+_OTHER_SCORING = tuple((field.name, field.default) for field in fields(Scoring) if field.name not in _SCORING)
+_OTHER_SEGMENT = tuple((field.name, field.default) for field in fields(Segment) if field.name not in _SEGMENT)
 
 
 class OperatorBackend(Backend):
@@ -35,48 +45,73 @@ class OperatorBackend(Backend):
     reads_no_lengths = True
 
     def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
-        assert isinstance(view, MHAView | QuantView)
+        if not isinstance(view, MHAView | QuantView):
+            raise _unknown(view)
         scale_2K = scales_N2K = None
         if isinstance(view, QuantView):
             assert not view.needs_scale, "an fp8 cache needs its scales before a pass is traced"
             scale_2K, scales_N2K = view.scale_2K, view.scales_N2K
-        rotation = prep.rotation
-        turn = (None, None) if rotation is None else (rotation.positions_T, rotation.table_P2D)
-        ROPE_STORE(qkv_TXD, view.kv, slots_T, *turn, prep.norm_HD, prep.eps, scale_2K, scales_N2K)
+        ROPE_STORE(qkv_TXD, view.kv, slots_T, *_turn(prep), scale_2K, scales_N2K)
         return qkv_TXD[:, : qkv_TXD.shape[1] - 2 * prep.num_kv_heads]
 
+    def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
+        ROPE(q_TQD, *_turn(prep))
+        return q_TQD
+
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        _check(segment, scoring)
         pages, lens_R = segment.pages, segment.cache_seqlens
         rows = (pages.table, lens_R, segment.cu_seqlens_q, segment.max_seqlen_q, pages.page_size, segment.causal)
         scale, local = scoring.factor(q_THD.shape[-1]), (segment.starts_T, segment.span)
         if isinstance(view, MLAView):
             assert scoring.scale is not None and scoring.softcap is None
             return AttentionState(*LATENT_ATTENTION(q_THD, view.latent, *rows, view.rank, scale, *local, segment.ragged))
-        assert isinstance(view, MHAView | QuantView)
+        kv, scales, paired = _tensors(view)
         numbers = (scale, scoring.softcap)
-        return AttentionState(*PAGED_ATTENTION(q_THD, view.kv, *rows, *numbers, *local, scales_of(view), segment.ragged))
+        return AttentionState(*PAGED_ATTENTION(q_THD, kv, *rows, *numbers, *local, scales, segment.ragged, paired))
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
         plan: AttentionPlan = prepared
         state, *rest = [self.run(q_THD, view, segment, scoring) for segment in plan.segments]
         for other in rest:
             state = merge_states(state, other)
-        if plan.suffix is not None:
-            state = self._with_suffix(q_THD, view, plan.suffix, scoring, state)
-        return state
+        return state if plan.suffix is None else self._with_suffix(q_THD, view, plan.suffix, scoring, state)
 
     def _with_suffix(
         self, q_THD: Tensor, view: KVView, suffix: Segment, scoring: Scoring, state: AttentionState
     ) -> AttentionState:
         if isinstance(view, MLAView):
             return merge_states(state, self.run(q_THD, view, suffix, scoring))
-        assert isinstance(view, MHAView | QuantView)
+        _check(suffix, scoring)
+        kv, scales, paired = _tensors(view)
         own, numbers = (suffix.pages.table, suffix.cache_seqlens), (scoring.factor(q_THD.shape[-1]), scoring.softcap)
-        return AttentionState(*SUFFIX_MERGE(q_THD, view.kv, *own, *state, *numbers, suffix.starts_T, scales_of(view)))
+        return AttentionState(*SUFFIX_MERGE(q_THD, kv, *own, *state, *numbers, suffix.starts_T, scales, paired))
 
 
-def scales_of(view: MHAView | QuantView) -> Tensor | None:
-    """The scales of an 8-bit view; None for others."""
-    if isinstance(view, MHAView):
-        return None
-    return view.scale_2K if view.scales_N2K is None else view.scales_N2K
+def _turn(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
+    """Positions, rotary table, norm weights and the norm's eps."""
+    rotation = prep.rotation
+    turn = (None, None) if rotation is None else (rotation.positions_T, rotation.table_P2D)
+    return *turn, prep.norm_HD, prep.eps
+
+
+def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
+    """The keys and values of a view, its scales, and whether it reads heads in pairs."""
+    if isinstance(view, QuantView):
+        return view.kv, view.scale_2K if view.scales_N2K is None else view.scales_N2K, False
+    if not isinstance(view, MHAView | PairedView):
+        raise _unknown(view)
+    return view.kv, None, isinstance(view, PairedView)
+
+
+def _unknown(view: KVView) -> TypeError:
+    known = "MHAView, QuantView, PairedView or MLAView"
+    return TypeError(f"the operators of attention read a cache by {known}, got {type(view).__name__}")
+
+
+def _check(segment: Segment, scoring: Scoring) -> None:
+    """Refuses what the operators would leave out in silence."""
+    for what, others in ((scoring, _OTHER_SCORING), (segment, _OTHER_SEGMENT)):
+        for name, default in others:
+            if getattr(what, name) is not default:
+                raise TypeError(f"the operators of attention know no {name}: it must be {default}, got {getattr(what, name)}")

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout, KVView
+from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.mla import EXPAND_ABOVE
@@ -28,7 +31,7 @@ from specdec.checks import require_choice, require_int
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import DTYPES
-from specdec.models.kv import keeps_latents, make_cache
+from specdec.models.kv import keeps_latents, make_cache, split_widths
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 
@@ -50,12 +53,12 @@ class DecodePass(nn.Module):
             raise TypeError(f"{expected}, got {type(target).__name__}")
         self.target, self.page_size = target, require_int("page_size", page_size, 1)
         self.kv_cache_dtype = require_choice("kv_cache_dtype", kv_cache_dtype, ("auto", "int8"), "auto")
-        if keeps_latents(target.config) and kv_cache_dtype != "auto":
-            raise ValueError(
-                f"kv_cache_dtype must be 'auto' for a target that stores latents, got {kv_cache_dtype!r}; nearest setting that "
-                "works: kv_cache_dtype='auto'"
-            )
+        if kv_cache_dtype != "auto" and (keeps_latents(target.config) or split_widths(target.config)):
+            expected = f"kv_cache_dtype must be 'auto' for a target of family {target.config.family!r}, got {kv_cache_dtype!r}"
+            raise ValueError(f"{expected}; nearest setting that works: kv_cache_dtype='auto'")
         self.layout, self.backend = self._cache(0).layout, OperatorBackend()
+        if type(self.layout) not in (HeadsLayout, QuantLayout, LatentLayout):
+            raise ValueError(f"no operator reads the cache of family {target.config.family!r} ({type(self.layout).__name__})")
 
     @classmethod
     def from_pretrained(
@@ -76,9 +79,13 @@ class DecodePass(nn.Module):
         return cls(load_chosen(chosen, folder, max_positions, torch.device(device), dtype, False), page_size, kv_cache_dtype)
 
     def new_cache(self, num_slots: int) -> list[LayerTensors]:
-        """Memory for the keys and values of so many tokens, layer by layer.  What it holds is arbitrary until it is stored."""
+        """Memory for the keys and values of so many tokens: one dict for each layer that stores its own.
+
+        What the memory holds is arbitrary until a pass stores something there.
+        """
         cache = self._cache(require_int("num_slots", num_slots, self.page_size))
-        return [{name: plane[layer] for name, plane in cache.planes.items()} for layer in range(len(cache.kinds))]
+        stored = range(len(next(iter(cache.planes.values()))))
+        return [{name: plane[place] for name, plane in cache.planes.items()} for place in stored]
 
     def forward(
         self,
@@ -116,7 +123,8 @@ class DecodePass(nn.Module):
 
     def given_cache(self, cache: Sequence[LayerTensors]) -> GivenCache:
         """These tensors as a cache of the target's layers."""
-        return GivenCache(self.layout, self.target.config.layer_kinds, cache)
+        config = self.target.config
+        return GivenCache(self.layout, config.layer_kinds, config.kv_source, cache)
 
     def _cache(self, num_slots: int) -> KVCache:
         weight = self.target.lm_head.weight
@@ -151,15 +159,24 @@ def _rows(like_R: Tensor, queries: int) -> Tensor:
 class GivenCache(KVCache):
     """A cache whose layers' tensors are given.
 
+    sources: for each layer, the layer whose keys and values it reads.  layers: the tensors of those that store their own.
     In a traced pass each of these tensors must be an input of its own.  If they were views of one tensor whose number of slots
     may vary, inductor (torch 2.13) would lose the views' offsets and store every layer in the first one's place.
     """
 
-    def __init__(self, layout: CacheLayout, kinds: Sequence[LayerKind], layers: Sequence[Mapping[str, Tensor]]) -> None:
-        self.layout, self.kinds, self.layers = layout, tuple(kinds), layers
+    def __init__(
+        self,
+        layout: CacheLayout,
+        kinds: Sequence[LayerKind],
+        sources: Sequence[int],
+        layers: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        self.layout, self.kinds, self.sources = layout, tuple(kinds), tuple(sources)
+        self.layers = dict(zip(sorted(set(sources)), layers, strict=True))
 
     def view(self, layer: int) -> KVView:
-        return self.layout.view(layer, self.layers[layer])
+        source = self.sources[layer]
+        return self.layout.view(source, self.layers[source])
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """The operators of attention: schema, fake and results, on a CPU, on a GPU, and with kernels in Triton's interpreter."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +13,12 @@ from torch.library import opcheck
 import specdec.attention.operators.heads as heads
 import specdec.attention.operators.latent as latent
 from specdec.attention.attend import make_backend
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.kv_cache import MOVE, move_slots
+from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.kinds import Scoring
+from specdec.attention.operators.backend import _OTHER_SCORING, OperatorBackend
+from specdec.attention.segment import Segment
 from specdec.ops.rope import rotary_table
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -66,13 +73,18 @@ def ragged_args(device: str) -> tuple[Any, ...]:
     return rand(device, 4, H, D), kv, *rows, SCALE, None, None, None, None, True
 
 
-def suffix_args(device: str, kind: str = "", local: bool = False) -> tuple[Any, ...]:
+def rope_args(device: str) -> tuple[Any, ...]:
+    return rand(device, 3, H, D), ints(device, 3, 9, 0, dtype=torch.int64), rotary_table(torch.rand(D // 2), 12).to(device)
+
+
+def suffix_args(device: str, kind: str = "", local: bool = False, paired: bool = False) -> tuple[Any, ...]:
     kv, scales = cache(device, kind)
     own = (ints(device, [8, 9, 63], [30, 63, 63], [31, 30, 8]), ints(device, 2, 1, 0))
     lse = rand(device, 3, H)
     lse[0, 1] = -torch.inf
     more = (2.0, ints(device, 1, 0, 0)) if local else (None, None)
-    return rand(device, 3, H, D), kv, *own, rand(device, 3, H, D), lse, SCALE, *more, scales
+    before = rand(device, 3, H, 2 * D if paired else D)
+    return rand(device, 3, H, D), kv, *own, before, lse, SCALE, *more, scales, paired
 
 
 def latent_store_args(device: str, wide_out: bool = False) -> tuple[Any, ...]:
@@ -101,6 +113,9 @@ CASES: dict[str, tuple[Any, Callable[[str], tuple[Any, ...]]]] = {
     "store unrotated": (heads.ROPE_STORE, lambda d: store_args(d, rotates=False)),
     "store int8": (heads.ROPE_STORE, lambda d: store_args(d, "int8")),
     "store fp8": (heads.ROPE_STORE, lambda d: store_args(d, "fp8")),
+    "rope": (heads.ROPE, rope_args),
+    "paged pairs": (heads.PAGED_ATTENTION, lambda d: (*paged_args(d), False, True)),
+    "suffix pairs": (heads.SUFFIX_MERGE, lambda d: suffix_args(d, paired=True)),
     "paged decode": (heads.PAGED_ATTENTION, lambda d: paged_args(d, queries=1)),
     "paged causal": (heads.PAGED_ATTENTION, paged_args),
     "paged local": (heads.PAGED_ATTENTION, lambda d: paged_args(d, local=True)),
@@ -192,3 +207,22 @@ def test_a_traced_move_changes_its_cache() -> None:
         move_slots(want, slots, path)
         torch.compile(move_slots, fullgraph=True, backend="aot_eager")(got, slots, path)
     assert torch.equal(want, got) and not torch.equal(want, cache)
+
+
+def test_what_operators_would_leave_out_is_refused() -> None:
+    """Keeps out: an option of a segment or of a scoring that a traced pass ignores, and a cache format read as another."""
+    backend, (q_THD, kv, *_) = OperatorBackend(), paged_args("cpu")
+    segment = Segment.of_slots(table("cpu"), ints("cpu", 1, 2))
+    backend.run(q_THD[:2], MHAView(kv), segment)
+
+    @dataclass(frozen=True)
+    class Warped(Scoring):
+        warp: float | None = None
+
+    for scoring, known in ((Warped(), True), (Warped(warp=0.5), False)):
+        others = (*_OTHER_SCORING, ("warp", None))
+        with pytest.MonkeyPatch.context() as patch, nullcontext() if known else pytest.raises(TypeError, match="know no warp"):
+            patch.setattr("specdec.attention.operators.backend._OTHER_SCORING", others)
+            backend.run(q_THD[:2], MHAView(kv), segment, scoring)
+    with pytest.raises(TypeError, match="read a cache by MHAView, QuantView, PairedView or MLAView, got SplitView"):
+        backend.run(q_THD[:2], SplitView(kv[:, 0], kv[:, 1]), segment)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.deepseek import DeepseekZoo
+from toolkit.deepseek import DEEPSEEKS, DeepseekZoo
 from toolkit.models import Zoo
+from toolkit.oracles.sharing import SHARING, SharingZoo
 from toolkit.paths import ROOT
 from toolkit.trees import random_masks
 from torch import Tensor
@@ -59,7 +60,8 @@ def directly(decode: DecodePass, given: Inputs) -> Tensor:
     """The logits of the same tokens, as the verifier computes them: by a backend's kernels over a cache of the runtime."""
     tokens_BN, table_BW, lens_B, layers = given
     model, pages, N = decode.target, PageTable(table_BW, PAGE), tokens_BN.shape[1]
-    cache = KVCache(decode.layout, model.config.layer_kinds, layers[0][next(iter(layers[0]))].shape[0], device=lens_B.device)
+    slots, sources = layers[0][next(iter(layers[0]))].shape[0], model.config.kv_source
+    cache = KVCache(decode.layout, model.config.layer_kinds, slots, device=lens_B.device, sources=sources)
     for index, layer in enumerate(layers):
         for name, plane in layer.items():
             cache.planes[name][index] = plane
@@ -91,19 +93,21 @@ def operators_in(program: torch.export.ExportedProgram) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def deepseeks(tmp_path_factory: pytest.TempPathFactory) -> DeepseekZoo:
-    return DeepseekZoo(tmp_path_factory.mktemp("deepseeks"))
+def folder(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random target of that name, from whichever zoo has it."""
+    deepseeks, sharing = (kind(tmp_path_factory.mktemp(kind.__name__)) for kind in (DeepseekZoo, SharingZoo))
+    return lambda name: (deepseeks if name in DEEPSEEKS else sharing if name in SHARING else zoo).target(name)
 
 
 @pytest.mark.slow_cases(keep=3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("llama", "auto"), ("mistral", "auto"), ("v3-dense-tied", "auto"), ("llama", "int8"), ("llama-dim80-biases", "auto"),
-     ("qwen2", "auto"), ("qwen3", "int8"), ("v3", "auto")],
+     ("qwen2", "auto"), ("qwen3", "int8"), ("v3", "auto"), ("diffllama-gqa", "auto"), ("half", "auto"), ("half", "int8")],
 )  # fmt: skip
-def test_one_exported_program_serves_all_shapes(zoo: Zoo, deepseeks: DeepseekZoo, name: str, dtype: str) -> None:
+def test_one_exported_program_serves_all_shapes(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a size, a table or a length frozen into the graph, and a layer that is stored in another layer's place."""
-    decode = DecodePass(load((deepseeks if name.startswith("v3") else zoo).target(name)), PAGE, dtype)
+    decode = DecodePass(load(folder(name)), PAGE, dtype)
     program = export_decode(decode).module()
     for lens, N in (([5, 0, 9], 1), ([17], 1), ([1, 30], 4), ([3] * 6, 7)):
         check(decode, program, inputs(decode, lens, N))
@@ -111,11 +115,19 @@ def test_one_exported_program_serves_all_shapes(zoo: Zoo, deepseeks: DeepseekZoo
 
 @pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", "auto"), ("mistral", "auto"), ("v3-dense-tied", "auto"), ("qwen3", "int8")]
+    ("name", "dtype"),
+    [
+        ("llama", "auto"),
+        ("mistral", "auto"),
+        ("v3-dense-tied", "auto"),
+        ("qwen3", "int8"),
+        ("diffllama", "auto"),
+        ("half", "auto"),
+    ],
 )
-def test_a_node_of_a_tree_gets_the_logits_of_its_path(zoo: Zoo, deepseeks: DeepseekZoo, name: str, dtype: str) -> None:
+def test_a_node_of_a_tree_gets_the_logits_of_its_path(folder: Callable[[str], Path], name: str, dtype: str) -> None:
     """Keeps out: a node that sees a sibling, positions by place instead of depth, windows that end in another branch."""
-    decode = DecodePass(load((deepseeks if name.startswith("v3") else zoo).target(name)), PAGE, dtype)
+    decode = DecodePass(load(folder(name)), PAGE, dtype)
     program = export_decode(decode, trees=True).module()
     for lens, nodes in (([9, 0, 17], 6), ([12], 1), ([1, 3], 9)):
         given, masks_BNN = inputs(decode, lens, nodes), random_masks(len(lens), nodes, seed=nodes)
@@ -161,12 +173,10 @@ def test_a_graph_holds_operators_and_says_what_it_changes(zoo: Zoo) -> None:
 @pytest.mark.slow_cases(keep=1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "auto"), ("mistral", "int8"), ("v3", "auto")])
-def test_compiled_whole_it_equals_the_direct_pass(
-    zoo: Zoo, deepseeks: DeepseekZoo, name: str, dtype: str, backend: str
-) -> None:
+def test_compiled_whole_it_equals_the_direct_pass(folder: Callable[[str], Path], name: str, dtype: str, backend: str) -> None:
     """Keeps out: a graph break, a pass that inductor reorders around a store, and layers mixed up when sizes vary."""
     torch._dynamo.reset()
-    decode = DecodePass(load((deepseeks if name == "v3" else zoo).target(name)), PAGE, dtype)
+    decode = DecodePass(load(folder(name)), PAGE, dtype)
     program = torch.compile(decode, fullgraph=True, backend=backend)
     for lens, N in (([5, 0, 9], 1), ([8, 2, 3], 1), ([7, 20], 1), ([1, 6], 3)):  # sizes that change become symbols
         check(decode, program, inputs(decode, lens, N))
@@ -201,16 +211,16 @@ def test_a_saved_program_needs_the_operators_alone(zoo: Zoo, tmp_path: Path) -> 
     assert done.stdout == "True\n", done.stderr
 
 
-def test_what_a_decode_pass_cannot_do_is_refused(zoo: Zoo, deepseeks: DeepseekZoo) -> None:
+def test_what_a_decode_pass_cannot_do_is_refused(folder: Callable[[str], Path]) -> None:
     """Keeps out: a failure deep inside a trace where the setting's name would have said it."""
-    llama, latents = load(zoo.target("llama")), load(deepseeks.target("v3-dense-tied"))
+    llama, latents = load(folder("llama")), load(folder("v3-dense-tied"))
     with pytest.raises(TypeError, match="target must be a model of specdec's own families.*got Linear"):
         DecodePass(torch.nn.Linear(2, 2), PAGE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="page_size must be >= 1, got 0; nearest setting that works: page_size=1"):
         DecodePass(llama, 0)
     with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto' or 'int8', got 'fp8'"):
         DecodePass(llama, PAGE, "fp8")
-    with pytest.raises(ValueError, match="stores latents, got 'int8'; nearest setting that works: kv_cache_dtype='auto'"):
+    with pytest.raises(ValueError, match="'auto' for a target of family 'deepseek_v3', got 'int8'; nearest setting.*='auto'"):
         DecodePass(latents, PAGE, "int8")
     with pytest.raises(ValueError, match="batch must be >= 1, got 0"):
         export_decode(DecodePass(llama, PAGE), batch=0)
