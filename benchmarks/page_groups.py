@@ -37,6 +37,7 @@ def set_groups(two: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the numbers are written as JSON")
+    parser.add_argument("--only-prompts", action="store_true", help="measure no rounds")
     parser.add_argument("--rounds", type=int, default=120)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -51,7 +52,7 @@ def main() -> None:
         return decoder
 
     round_8b.make_decoder = noted
-    for case in CASES:
+    for case in () if args.only_prompts else CASES:
         for two in (False, True):
             set_groups(two)
             row = round_8b.measure(model, head, case, args.rounds, "round", traced=False)
