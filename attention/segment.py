@@ -102,7 +102,7 @@ class AttentionPlan:
     suffix: Segment | None = None
 
     def __post_init__(self) -> None:
-        assert self.segments, "a plan needs a paged segment"
+        assert len(self.segments) > 0, "a plan needs a paged segment"
         assert self.suffix is None or self.suffix.pages.page_size == self.suffix.max_seqlen_q == 1, (
             "a suffix lists one query's slots"
         )

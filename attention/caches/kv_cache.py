@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.attention.caches.planes import CacheLayout, KVView
 from specdec.attention.kinds import LayerKind
 from specdec.ops.index import use_index_kernels
+from specdec.ops.operator import define, use_operator
 
 
 class KVCache:
@@ -111,6 +112,9 @@ class KVCache:
 
 def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
     """`KVCache.move` for one tensor [layers, num_slots, ...]."""
+    if use_operator(x):
+        MOVE(x, slots_BN, path_BE)
+        return
     x = bytes_of(x)
     if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
@@ -124,3 +128,10 @@ def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
 def bytes_of(x: Tensor) -> Tensor:
     """The tensor itself, or numbers of 8 bits as bytes: neither Triton nor index_copy_ takes float8 on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _move_fake(*_: object) -> None:
+    return None
+
+
+MOVE = define("move(Tensor(a!) cache, Tensor slots, Tensor path) -> ()", move_slots, _move_fake)

@@ -52,12 +52,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.ops.operator import is_traced
+
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether specdec's kernels compute on x: x is on a GPU, has a dtype that they know, and no gradient is recorded."""
-    return x.is_cuda and x.dtype in KERNEL_DTYPES and not torch.is_grad_enabled() and has_triton()
+    """Whether specdec's kernels compute on x: x is on a GPU, has a dtype that they know, and no gradient is recorded.
+
+    While a pass is traced no kernel is launched: functions without an operator (operator.py) are recorded as they are defined.
+    """
+    if not x.is_cuda or is_traced(x):
+        return False
+    return x.dtype in KERNEL_DTYPES and not torch.is_grad_enabled() and has_triton()
 
 
 @cache
