@@ -173,6 +173,7 @@ class GivenCache(KVCache):
         layers: Sequence[Mapping[str, Tensor]],
     ) -> None:
         self.layout, self.kinds, self.sources = layout, tuple(kinds), tuple(sources)
+        self.groups, self.group_numbers = (0,) * len(kinds), (0,)
         self.layers = dict(zip(sorted(set(sources)), layers, strict=True))
 
     def view(self, layer: int) -> KVView:
