@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.attention import fake_flash
-from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LAYERS, PASSES, Cell, World, label
+from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LATENT, LAYERS, PASSES, Cell, World, label
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.paths import ROOT
 from torch import Tensor
@@ -84,7 +84,7 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
     refused = set(CELLS) - set(ANSWERED)
     for cell in refused:
         hold_refusal(cell.backend, cell.needs)
-    assert {cell.backend for cell in refused if cell.cache != "mla"} == {"fa2", "fa3", "fa4"}
+    assert {cell.backend for cell in refused if cell.cache not in LATENT} == {"fa2", "fa3", "fa4"}
     for cell in ANSWERED:
         assert choose_backend(cell.backend, cell.needs).name == cell.backend
     tested = {cell._replace(kind=kind) for cell in PASSES + CAPTURED for kind in KINDS}
