@@ -16,28 +16,16 @@ Shapes: N tokens or slots, C latent rank, R rotated dim, L = C + R, G = C / 128 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.latent_view import LatentParts, LatentView
 from specdec.attention.caches.quant_cache import FP8_MAX
 
 GROUP = 128  # numbers of a latent that share a scale
 LEAST_LATENT_SCALE = torch.finfo(torch.float32).tiny  # the smallest normal float32, so that a latent of zeros divides to zeros
-
-
-class LatentParts(NamedTuple):
-    """What slots hold, part by part: views of one cache, in which only the last dim is contiguous.
-
-    latent_NC: the latents, or their codes (float8_e4m3fn).
-    rope_NR: the rotated part.
-    scales_NG: float32, what the codes are to be multiplied with; None: latent_NC holds the latents themselves.
-    """
-
-    latent_NC: Tensor
-    rope_NR: Tensor
-    scales_NG: Tensor | None = None
 
 
 def row_bytes(rank: int, rope_dim: int) -> int:
@@ -81,3 +69,24 @@ def unpack_latents(rows_NX: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     assert scales_NG is not None
     latent_NC = (codes_NC.float().unflatten(1, (-1, GROUP)) * scales_NG[..., None]).flatten(1)
     return torch.cat((latent_NC.to(dtype), rope_NR.to(dtype)), dim=1)
+
+
+@dataclass(frozen=True)
+class Fp8LatentView(LatentView):
+    """One layer of a cache of such rows.  rows: [num_slots, X] uint8.  rank: C."""
+
+    rows: Tensor
+    rank: int
+
+    @property
+    def width(self) -> int:
+        return self.rank + (self.rows.shape[1] - row_bytes(self.rank, 0)) // 2
+
+    def parts(self) -> LatentParts:
+        return parts_of(self.rows, self.rank)
+
+    def put(self, slots_T: Tensor, latent_TL: Tensor) -> None:
+        self.rows.index_copy_(0, slots_T, pack_latents(latent_TL, self.rank))
+
+    def latents(self, slots_N: Tensor, dtype: torch.dtype) -> Tensor:
+        return unpack_latents(self.rows.index_select(0, slots_N), self.rank, dtype)

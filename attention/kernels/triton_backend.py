@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVView, MHAView
-from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import launch_rope_store
@@ -105,7 +105,7 @@ class TritonBackend(Backend):
         """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any."""
         q_THD = _dense_rows(q_THD)
         T, H, D = q_THD.shape
-        if isinstance(view, MLAView):
+        if isinstance(view, LatentView):
             return attend_latent(q_THD, view, plan, scoring, self.programs or programs_at_once(q_THD.device))
         assert isinstance(view, MHAView | QuantView)
         check_view(q_THD, view)
