@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache, MHAView
-from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.latent import LatentPrep, expand
 from specdec.attention.segment import AttentionPlan, Segment
@@ -72,7 +72,7 @@ class MLAttention:
         scoring: Scoring = PLAIN,
     ) -> Tensor:
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
-        assert isinstance(view, MLAView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
+        assert isinstance(view, LatentView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
         C, N = view.rank, q_THQ.shape[2] - (latent_TL.shape[1] - view.rank)
         if rows_R is None and self.prompt is None:
             q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, latent_TL.shape[1])
@@ -96,7 +96,7 @@ def is_expanded(plan: AttentionPlan) -> bool:
 
 
 def store_latent(
-    view: MLAView,
+    view: LatentView,
     q_THR: Tensor,
     latent_TL: Tensor,
     slots_T: Tensor,
@@ -110,9 +110,9 @@ def store_latent(
     if use_kernels(latent_TL):
         from specdec.attention.latent.mla_store_triton import launch_store_latent
 
-        launch_store_latent(view.latent, q_THR, latent_TL, slots_T, prep, q_THR if out_THR is None else out_THR)
+        launch_store_latent(view, q_THR, latent_TL, slots_T, prep, q_THR if out_THR is None else out_THR)
         return
-    view.latent.index_copy_(0, slots_T, prep.apply_(q_THR, latent_TL))
+    view.put(slots_T, prep.apply_(q_THR, latent_TL))
     if out_THR is not None:
         out_THR.copy_(q_THR)
 
@@ -156,15 +156,15 @@ class ExpandedPrompt:
         return cls(prompt, own)
 
     def attend(
-        self, backend: Backend, view: MLAView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
+        self, backend: Backend, view: LatentView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
     ) -> Tensor:
         """[T, H, V]: the prompt's own tokens causally, merged with chunks of the tokens that were cached before."""
         assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-        N = q_THQ.shape[2] - (view.latent.shape[1] - view.rank)
-        own = MHAView(expand(view.latent.index_select(0, slots_T), up_HXC, N))
+        N = q_THQ.shape[2] - (view.width - view.rank)
+        own = MHAView(expand(view.latents(slots_T, q_THQ.dtype), up_HXC, N))
         state = backend.run(q_THQ, own, self.own, scoring)
         for slots_E, segment in self.cached():
-            chunk = MHAView(expand(view.latent.index_select(0, slots_E), up_HXC, N))
+            chunk = MHAView(expand(view.latents(slots_E, q_THQ.dtype), up_HXC, N))
             state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))
         return state.out_THD[..., : up_HXC.shape[1] - N]
 

@@ -8,17 +8,21 @@ Shapes: T queries, H heads, C rank, R rotated dim, L = C + R.
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
-from toolkit.kernels import DEVICE
+from toolkit.kernels import DEVICE, HAS_GPU
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
+from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
+from specdec.attention.latent.latent import LatentPrep
+from specdec.attention.latent.mla import store_latent
+from specdec.attention.latent.mla_store_triton import launch_store_latent
 from specdec.attention.plan import causal_segment, prefix_segment, slots_at
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.ops.rope import Rotation, rotary_table
 
 C, R, H = 128, 16, 4
 SCALE = Scoring(scale=0.1)
@@ -108,3 +112,43 @@ def test_several_scales_and_odd_dims() -> None:
     suffix = suffix_rows(table, [40, 3], [2, 1], 5)
     q_THL = queries(4, 3, 390, dtype=torch.float32)
     check(TritonBackend(8), q_THL, view, prefix_segment(table, ints(38, 1), 2, 5), suffix=suffix)
+
+
+# ---- the store ----
+
+
+def prep(T: int, C: int, R: int, dtype: torch.dtype) -> LatentPrep:
+    table = rotary_table(100.0 ** -(torch.arange(R // 2) / (R // 2)), 256).to(DEVICE, dtype)
+    norm_C = 1 + torch.rand(C, generator=torch.Generator().manual_seed(1))
+    return LatentPrep(Rotation(table, (7 * torch.arange(T)).to(DEVICE)), norm_C.to(DEVICE, dtype), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else []), ids=str)
+@pytest.mark.parametrize(("C", "R"), [(128, 16), (384, 6)])
+def test_the_store_kernel_writes_the_bytes_of_its_definition(C: int, R: int, dtype: torch.dtype) -> None:
+    """Keeps out: codes of the raw latent, scales in another group's or slot's place, a rotated part that is quantised.
+
+    A norm's sum may come out one rounding apart, so a few codes may be neighbours.  Triton's interpreter forgets the carry from
+    mantissa to exponent where it converts to float8: there a code of 2^n may come out as 2^(n - 1).
+    """
+    T, N, slots_T = 9, 12, torch.tensor([3, 9, 0, 4, 5, 11, 2, 15, 8], device=DEVICE)
+    q_THQ, latent_TL = queries(T, 5, N + R, dtype=dtype), queries(T, 30 + C + R, dtype=dtype, seed=3)[:, 30:]
+    got, want = (Fp8LatentView(torch.full((17, row_bytes(C, R)), 0xFF, dtype=torch.uint8, device=DEVICE), C) for _ in range(2))
+    out = torch.full((T, 5, C + R), float("nan"), device=DEVICE, dtype=dtype)
+    how = prep(T, C, R, dtype)
+    launch_store_latent(got, q_THQ[..., N:], latent_TL, slots_T, how, out[..., C:])
+    with torch.enable_grad():  # the definition, on a GPU too
+        store_latent(want, q_THQ[..., N:], latent_TL.clone(), slots_T, how)
+    eps = torch.finfo(dtype).eps
+    for part, exact in zip(got.parts(), want.parts()):
+        assert torch.equal(part.float().isnan(), exact.float().isnan())
+    (codes, rope, scales), (exact_codes, exact_rope, exact_scales) = ([x[slots_T].float() for x in v.parts()] for v in (got, want))
+    torch.testing.assert_close(scales, exact_scales, rtol=2 * eps, atol=0)
+    torch.testing.assert_close(rope, exact_rope, rtol=2.0**-7, atol=1e-3)
+    step = torch.maximum(exact_codes.abs() * 2.0**-3, torch.tensor(2.0**-9, device=DEVICE))
+    if not HAS_GPU:
+        codes = torch.where((codes * 2 == exact_codes) & (exact_codes.abs().frexp().mantissa == 0.5), exact_codes, codes)
+    assert ((codes - exact_codes).abs() <= step).all()
+    assert float((codes != exact_codes).float().mean()) < 0.02
+    torch.testing.assert_close(out[..., C:], q_THQ[..., N:], rtol=4 * eps, atol=4 * eps)
+    assert out[..., :C].isnan().all()
