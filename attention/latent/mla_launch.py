@@ -78,20 +78,20 @@ def _launch_paged(
     (tiles, splits), keys = shape, Keys.of(view, q_THL.dtype)
     num_tiles = triton.cdiv(segment.max_seqlen_q * H, tiles.block_m)
     starts_T = segment.starts_T
-    assert segment.page_table.stride(1) == 1
+    assert segment.pages.table.stride(1) == 1
     grid = (segment.rows * num_tiles, splits)
-    tables = (segment.page_table, segment.cache_seqlens, segment.cu_seqlens_q)
+    tables = (segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q)
     numbers = (
-        scale, *q_THL.stride()[:2], *keys.strides, segment.page_table.stride(0), num_tiles, first, states,
+        scale, *q_THL.stride()[:2], *keys.strides, segment.pages.table.stride(0), num_tiles, first, states,
     )  # fmt: skip
     shared = {
-        "HEADS": H, "PAGE_SIZE": segment.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
+        "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
         "SCALED": keys.scaled, "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.page_size % tiles.block_n == 0
+        by_engine = segment.pages.page_size % tiles.block_n == 0
         blocks = blocks_of(*keys.tensors[:2]) if by_engine else keys.tensors[:2]
         latent_hopper_kernel[grid](q_THL, *keys.tensors, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
         return
@@ -107,7 +107,7 @@ def _launch_merge(
     partial: AttentionState, state: AttentionState, states: int,
 ) -> None:  # fmt: skip
     (T, H, L), C, keys = q_THL.shape, view.rank, Keys.of(view, q_THL.dtype)
-    table, lens, starts_T = (suffix.page_table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
+    table, lens, starts_T = (suffix.pages.table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
     if starts_T is None:
         starts_T = lens
     # A suffix needs products, which need 16 rows.  A merge alone takes one head a program, to spread over the GPU.
@@ -174,9 +174,7 @@ def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> i
 
 
 @lru_cache
-def latent_tiles(
-    packed: int, dims: tuple[int, int], itemsize: int, local: bool, scaled: bool, generation: int
-) -> LatentTiles:
+def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool, scaled: bool, generation: int) -> LatentTiles:
     """The tiles for `packed` queries x heads a row.
 
     dims: rank, and width of a latent.

@@ -20,7 +20,8 @@ from specdec.attention.kinds import LayerKind, Scoring
 from specdec.attention.latent.latent import LatentPrep
 from specdec.attention.latent.mla import store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
-from specdec.attention.plan import causal_segment, prefix_segment, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import Rotation, rotary_table
 
@@ -35,30 +36,28 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def scattered(lens: list[int], P: int, seed: int, C: int = C, R: int = R) -> tuple[Tensor, Fp8LatentView]:
+def scattered(lens: list[int], P: int, seed: int, C: int = C, R: int = R) -> tuple[PageTable, Fp8LatentView]:
     """A page table in random order, and rows of random latents; every bit is set where no row may read."""
     pages = Scattered(lens, P, spare=1, idle_is_dummy=True, seed=seed, device=DEVICE)
     latent_NL = pages.fill(C + R)
     latent_NL[:, :C] *= 10.0 ** (torch.arange(C, device=DEVICE) // 128 - 1)  # so that a neighbour's scale would show
     rows_NX = pack_latents(latent_NL, C)
     rows_NX[latent_NL.isnan().any(1)] = 0xFF
-    return pages.table_BW, Fp8LatentView(rows_NX, C)
+    return PageTable(pages.table_BW, P), Fp8LatentView(rows_NX, C)
 
 
 def queries(*shape: int, dtype: torch.dtype, seed: int = 2) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def suffix_rows(table: Tensor, lens: list[int], counts: list[int], P: int) -> Segment:
+def suffix_rows(pages: PageTable, lens: list[int], counts: list[int]) -> Segment:
     """One-query rows of a tree: query q of a row reads counts[q] of the slots before lens, last first."""
     places = torch.tensor([[max(n - 1 - i, 0) for i in range(max(counts))] for n in lens], device=DEVICE)
-    slots = slots_at(table, places, P).repeat_interleave(len(counts), 0)
+    slots = pages.slots_at(places).repeat_interleave(len(counts), 0)
     return Segment.of_slots(slots.int(), ints(*(counts * len(lens))))
 
 
-def check(
-    backend: Backend, q_THL: Tensor, view: Fp8LatentView, *segments: Segment, suffix: Segment | None = None
-) -> None:
+def check(backend: Backend, q_THL: Tensor, view: Fp8LatentView, *segments: Segment, suffix: Segment | None = None) -> None:
     plan = AttentionPlan(segments, suffix=suffix)
     want = ReferenceBackend().attend(q_THL.double(), view, plan, SCALE)
     got = backend.attend(q_THL, view, backend.prepare(plan), SCALE)
@@ -74,8 +73,8 @@ def check(
 def test_chains(backend: Backend, P: int, count: int, dtype: torch.dtype) -> None:
     """Any page size, and an empty row.  Keeps out: scales of another slot, codes read at the latents' stride, NaN of a tail."""
     lens = [count, 7, 133, 0]
-    table, view = scattered(lens, P, seed=P)
-    check(backend, queries(4 * count, H, C + R, dtype=dtype), view, causal_segment(table, ints(*lens), count, P))
+    pages, view = scattered(lens, P, seed=P)
+    check(backend, queries(4 * count, H, C + R, dtype=dtype), view, causal_segment(pages, ints(*lens), count))
 
 
 @pytest.mark.slow_cases
@@ -85,33 +84,33 @@ def test_chains(backend: Backend, P: int, count: int, dtype: torch.dtype) -> Non
 def test_trees(backend: Backend, P: int, dtype: torch.dtype) -> None:
     """Prefix and rows of slots.  Keeps out: a suffix whose codes are read without their scales, or as 16-bit latents."""
     lens, counts = [90, 0, 20], [1, 2, 3, 2]
-    table, view = scattered([n + 3 for n in lens], P, seed=20 + P)
-    suffix = suffix_rows(table, [n + 3 for n in lens], counts, P)
+    pages, view = scattered([n + 3 for n in lens], P, seed=20 + P)
+    suffix = suffix_rows(pages, [n + 3 for n in lens], counts)
     q_THL = queries(len(lens) * len(counts), H, C + R, dtype=dtype)
-    check(backend, q_THL, view, prefix_segment(table, ints(*lens), len(counts), P), suffix=suffix)
+    check(backend, q_THL, view, prefix_segment(pages, ints(*lens), len(counts)), suffix=suffix)
 
 
 def test_shared_prefixes_windows_and_rows_of_prompts() -> None:
     """Keeps out: first keys that are ignored once latents have scales; a segment's states written over another's."""
     backend = TritonBackend(programs=64)
-    table, view = scattered([64, 64], 16, seed=5)
+    pages, view = scattered([64, 64], 16, seed=5)
     q_THL = queries(6, H, C + R, dtype=torch.float32)
-    shared = Segment(table[:1], ints(48), ints(0, 6), 6, False, 16)
-    own = Segment(table[:, 3:], ints(9, 1), ints(0, 3, 6), 3, False, 16)
-    check(backend, q_THL, view, shared, own, suffix=suffix_rows(table, [64, 64], [1, 2, 2], 16))
-    chain = causal_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=20), torch.tensor([48, 49, 50] * 2).to(DEVICE))
+    shared = Segment(PageTable(pages.table[:1], 16), ints(48), ints(0, 6), 6)
+    own = Segment(PageTable(pages.table[:, 3:], 16), ints(9, 1), ints(0, 3, 6), 3)
+    check(backend, q_THL, view, shared, own, suffix=suffix_rows(pages, [64, 64], [1, 2, 2]))
+    chain = causal_segment(pages, ints(51, 51), 3).local(LayerKind(window=20), torch.tensor([48, 49, 50] * 2).to(DEVICE))
     check(backend, q_THL, view, chain)
-    unread = slots_at(table, torch.arange(29, device=DEVICE).expand(2, 29), 16).flatten()
+    unread = pages.slots_at(torch.arange(29, device=DEVICE).expand(2, 29)).flatten()
     view.rows[unread] = 0xFF  # keys before all windows may be overwritten
     check(backend, q_THL, view, chain)
 
 
 def test_several_scales_and_odd_dims() -> None:
     """Keeps out: groups taken for neighbours where the rank is padded, and a rotated dim that is no power of two."""
-    table, view = scattered([40, 3], 5, seed=7, C=384, R=6)
-    suffix = suffix_rows(table, [40, 3], [2, 1], 5)
+    pages, view = scattered([40, 3], 5, seed=7, C=384, R=6)
+    suffix = suffix_rows(pages, [40, 3], [2, 1])
     q_THL = queries(4, 3, 390, dtype=torch.float32)
-    check(TritonBackend(8), q_THL, view, prefix_segment(table, ints(38, 1), 2, 5), suffix=suffix)
+    check(TritonBackend(8), q_THL, view, prefix_segment(pages, ints(38, 1), 2), suffix=suffix)
 
 
 # ---- the store ----
@@ -142,7 +141,9 @@ def test_the_store_kernel_writes_the_bytes_of_its_definition(C: int, R: int, dty
     eps = torch.finfo(dtype).eps
     for part, exact in zip(got.parts(), want.parts()):
         assert torch.equal(part.float().isnan(), exact.float().isnan())
-    (codes, rope, scales), (exact_codes, exact_rope, exact_scales) = ([x[slots_T].float() for x in v.parts()] for v in (got, want))
+    (codes, rope, scales), (exact_codes, exact_rope, exact_scales) = (
+        [x[slots_T].float() for x in v.parts()] for v in (got, want)
+    )
     torch.testing.assert_close(scales, exact_scales, rtol=2 * eps, atol=0)
     torch.testing.assert_close(rope, exact_rope, rtol=2.0**-7, atol=1e-3)
     step = torch.maximum(exact_codes.abs() * 2.0**-3, torch.tensor(2.0**-9, device=DEVICE))
