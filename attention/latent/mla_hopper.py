@@ -5,7 +5,11 @@ warps, and the other four repeat their work; larger tiles do not fit the registe
 the keys, then half of the values' columns.  A block of 64 latents is loaded by the GPU's copy engine (TMA) if it lies within
 one page, and by asynchronous copies otherwise; the next block is loaded while the current one is computed.
 
-Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
+Latents in 8 bits (caches/fp8_latent.py) are loaded as codes.  Before its products a block is multiplied with its scales in
+registers and written to shared memory in 16 bits; while the products run, the next block's codes are loaded.
+
+Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 groups of
+a latent that share a scale.
 """
 
 import triton.language as tl
@@ -28,9 +32,11 @@ from specdec.attention.kernels.paged_triton import LN2, LOG2E
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-TILE = gl.NVMMASharedLayout(
-    swizzle_byte_width=128, element_bitwidth=16, rank=2
-)  # the layout of shared memory that products read
+
+
+def _tile(bits: int) -> gl.NVMMASharedLayout:
+    """The layout of shared memory that products read."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 @gluon.jit
@@ -41,39 +47,60 @@ def _copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(to, latent, pages, start, high, stride, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Copies the 64 keys from `start` on, from pages of any size."""
-    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+def _slots(pages, start, high, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
+    """The slots of the 64 keys from `start` on, and which of them lie before `high`."""
+    key_N = start + gl.arange(0, 64, layout=layout)
     page_N = gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
-    base_N = latent + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride
-    _copy_rows(to, base_N, key_N < high, COLUMNS, layout)
+    return page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE, key_N < high
 
 
 @gluon.jit
-def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.constexpr):
-    """Loads 64 keys of one page through the copy engine."""
-    slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
-    mbarrier.expect(bar, 64 * 576 * 2)
-    _fetch(tiles_c, [slot, 0], bar, to_c)
-    _fetch(tiles_r, [slot, 512], bar, to_r)
+def _copy_keys(to, keys, pages, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Copies the 64 keys from `start` on, from pages of any size."""
+    slot_N, ok_N = _slots(pages, start, high, PAGE_SIZE, gl.SliceLayout(1, layout))
+    _copy_rows(to, keys + slot_N * STRIDE, ok_N, COLUMNS, layout)
 
 
 @gluon.jit
 def _start_loading(
-    to_c, to_r, bar, latent, tiles_c, tiles_r, pages, start, high, stride,
-    PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+    to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, start, high,
+    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block."""
+    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block, which must
+    not be read whole: the slots after the row's end may hold NaN.
+    """
     if TMA:
         if start + 64 <= high:
-            _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
+            slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
+            mbarrier.expect(bar, 64 * (512 * latent.dtype.element_ty.primitive_bitwidth // 8 + 64 * 2))
+            _fetch(latent_tiles, [slot, 0], bar, to_c)
+            _fetch(rope_tiles, [slot, 0], bar, to_r)
         else:
-            _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
-            _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
+            _copy_keys(to_c, latent, pages, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
+            _copy_keys(to_r, rope, pages, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
     else:
-        _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
-        _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
+        _copy_keys(to_c, latent, pages, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
+        _copy_keys(to_r, rope, pages, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _load_scales(scales, pages, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
+    """[N, G]: the scales of the 64 keys from `start` on, or zeros from `high` on."""
+    slot_N, ok_N = _slots(pages, start, high, PAGE_SIZE, gl.SliceLayout(1, layout))
+    g = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
+    return gl.load(scales + (slot_N * STRIDE)[:, None] + g[None, :], mask=ok_N[:, None] & (g < 4)[None, :], other=0.0)
+
+
+@gluon.jit
+def _multiply(to, codes, scale_NG, flat: gl.constexpr, grouped: gl.constexpr):
+    """Writes a block of codes [N, C], multiplied with their scales in float32, to `to`.
+
+    flat, grouped: the layouts of [N, C] and of [N, G, 128] that hold a number in the same place.
+    """
+    x_NC = codes.load(flat).to(gl.float32)
+    x_NGE = gl.convert_layout(x_NC.reshape([64, 4, 128]), grouped, assert_trivial=True) * gl.expand_dims(scale_NG, 2)
+    to.store(gl.convert_layout(x_NGE.to(to.dtype).reshape([64, 512]), flat, assert_trivial=True))
 
 
 @gluon.jit(
@@ -81,8 +108,9 @@ def _start_loading(
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q"],
 )
 def latent_hopper_kernel(
-    q, latent, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
-    stride_qt, stride_qh, stride_slot, stride_row, tiles, first_state, states,
+    q, latent, rope, scales, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
+    stride_qt, stride_qh, stride_row, tiles, first_state, states,
+    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, SCALED: gl.constexpr,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
     TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -91,7 +119,11 @@ def latent_hopper_kernel(
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    GROUPED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0])
+    KEYS: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0]) if SCALED else WIDE
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tile = gl.program_id(0) % tiles
     if CAUSAL:
         tile = tiles - 1 - tile
@@ -119,7 +151,10 @@ def latent_hopper_kernel(
     q_c = gl.allocate_shared_memory(q.dtype.element_ty, [64, 512], SHARED)
     q_r = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
     p_s = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
-    c_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 512], SHARED)
+    c_s = gl.allocate_shared_memory(q.dtype.element_ty, [1 if SCALED else 2, 64, 512], SHARED)
+    codes_s = c_s
+    if SCALED:
+        codes_s = gl.allocate_shared_memory(latent.dtype.element_ty, [1, 64, 512], CODES)
     r_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 64], SHARED)
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(2):
@@ -142,9 +177,12 @@ def latent_hopper_kernel(
     _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
     async_copy.commit_group()
     _start_loading(
-        c_s.index(0), r_s.index(0), bars.index(0), latent, latent_tiles, rope_tiles, pages, low, high,
-        stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
+        codes_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, low, high,
+        LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, KEYS, NARROW,
     )  # fmt: skip
+    scale_NG = 1.0
+    if SCALED:
+        scale_NG = _load_scales(scales, pages, low, high, SCALES_STRIDE, PAGE_SIZE, gl.SliceLayout(2, GROUPED))
     async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
@@ -156,21 +194,29 @@ def latent_hopper_kernel(
     scale2 = scale * LOG2E
     for block in range(blocks):
         start = low + block * 64
-        c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
+        c_NC, r_NR = c_s.index(0 if SCALED else block % 2), r_s.index(block % 2)
         if start + 64 <= engine_end:
             mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
         else:
             async_copy.wait_group(0)
             fence_async_shared()
             _barrier()
+        if SCALED:
+            _multiply(c_NC, codes_s.index(0), scale_NG, FLAT, GROUPED)
+            fence_async_shared()
+            _barrier()  # all warps have read the codes, so their buffer may be overwritten
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
         if block + 1 < blocks:
             to = (block + 1) % 2
             _start_loading(
-                c_s.index(to), r_s.index(to), bars.index(to), latent, latent_tiles, rope_tiles, pages, start + 64, high,
-                stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
+                codes_s.index(0 if SCALED else to), r_s.index(to), bars.index(to), latent, rope, latent_tiles, rope_tiles, pages,
+                start + 64, high, LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, KEYS, NARROW,
             )  # fmt: skip
+            if SCALED:
+                scale_NG = _load_scales(
+                    scales, pages, start + 64, high, SCALES_STRIDE, PAGE_SIZE, gl.SliceLayout(2, GROUPED)
+                )  # fmt: skip
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > whole:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
@@ -204,8 +250,9 @@ def latent_hopper_kernel(
     )
 
 
-def blocks_of(latent: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The copy engine's descriptors of a block's latents (first C columns) and of their rotated part."""
-    shape, stride = list(latent.shape), list(latent.stride())
-    wide, narrow = (TensorDescriptor(latent, shape, stride, [64, columns], TILE) for columns in (512, 64))
+def blocks_of(latent: Tensor, rope: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The copy engine's descriptors of a block's latents (or their codes) and of their rotated part."""
+    wide, narrow = (
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], _tile(8 * x.element_size())) for x in (latent, rope)
+    )
     return wide, narrow

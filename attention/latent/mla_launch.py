@@ -21,6 +21,7 @@ from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.kernels.tiles_triton import padded
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import Scoring
+from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_merge_kernel
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
@@ -50,6 +51,8 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
     assert scoring.softcap is None and scoring.sinks_H is None, "no model of latent attention has softcap or sinks"
     assert q_THL.stride(2) == 1 and q_THL.shape[2] == view.width
+    stored = view.parts()
+    assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
@@ -75,28 +78,28 @@ def _launch_paged(
     shape: tuple[LatentTiles, int], first: int, states: int,
 ) -> None:  # fmt: skip
     (_, H, L), C = q_THL.shape, view.rank
-    (tiles, splits), keys = shape, Keys.of(view, q_THL.dtype)
+    (tiles, splits), keys = shape, LatentKeys.of(view)
     num_tiles = triton.cdiv(segment.max_seqlen_q * H, tiles.block_m)
     starts_T = segment.starts_T
     assert segment.pages.table.stride(1) == 1
     grid = (segment.rows * num_tiles, splits)
     tables = (segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q)
     numbers = (
-        scale, *q_THL.stride()[:2], *keys.strides, segment.pages.table.stride(0), num_tiles, first, states,
+        scale, *q_THL.stride()[:2], segment.pages.table.stride(0), num_tiles, first, states,
     )  # fmt: skip
     shared = {
         "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
-        "SCALED": keys.scaled, "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
+        "LEAST": tiles.least, "num_warps": tiles.warps, **keys.options, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
         by_engine = segment.pages.page_size % tiles.block_n == 0
-        blocks = blocks_of(*keys.tensors[:2]) if by_engine else keys.tensors[:2]
-        latent_hopper_kernel[grid](q_THL, *keys.tensors, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
+        blocks = blocks_of(*keys.pointers[:2]) if by_engine else keys.pointers[:2]
+        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
         return
     latent_attention_kernel[grid](
-        q_THL, *keys.tensors, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
+        q_THL, *keys.pointers, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
         RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), HAS_STARTS=starts_T is not None,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages, **shared,
     )  # fmt: skip
@@ -106,7 +109,7 @@ def _launch_merge(
     q_THL: Tensor, view: LatentView, suffix: Segment | None, scale: float,
     partial: AttentionState, state: AttentionState, states: int,
 ) -> None:  # fmt: skip
-    (T, H, L), C, keys = q_THL.shape, view.rank, Keys.of(view, q_THL.dtype)
+    (T, H, L), C, keys = q_THL.shape, view.rank, LatentKeys.of(view)
     table, lens, starts_T = (suffix.pages.table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
     if starts_T is None:
         starts_T = lens
@@ -114,34 +117,13 @@ def _launch_merge(
     block_h, warps, unroll = (16, 8, 4) if suffix else (1, 4, 16)
     padded_states = triton.next_power_of_2(states)
     latent_merge_kernel[(T, triton.cdiv(H, block_h))](
-        q_THL, *keys.tensors, table, lens, starts_T, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH, scale,
-        *q_THL.stride()[:2], *keys.strides, table.stride(0), states,
-        HEADS=H, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), SCALED=keys.scaled, BLOCK_H=block_h,
+        q_THL, *keys.pointers, table, lens, starts_T, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH, scale,
+        *q_THL.stride()[:2], table.stride(0), states,
+        HEADS=H, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_H=block_h,
         BLOCK_N=16, PADDED_STATES=padded_states, UNROLL=min(unroll, padded_states), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=suffix is not None and suffix.starts_T is not None, num_warps=warps, num_stages=1,
-        **chained(q_THL.device),
+        **keys.options, **chained(q_THL.device),
     )  # fmt: skip
-
-
-class Keys(NamedTuple):
-    """A view as the kernels read it.
-
-    tensors: latents or codes, rotated parts, and scales.  A view without scales gives its latents in their place: kernels need
-        some pointer, and do not read it.
-    strides: from slot to slot, of each.
-    """
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    strides: tuple[int, int, int]
-    scaled: bool
-
-    @classmethod
-    def of(cls, view: LatentView, dtype: torch.dtype) -> Keys:
-        """dtype: of the queries, which is that of latents without scales too."""
-        latent, rope, scales = view.parts()
-        assert latent.stride(1) == rope.stride(1) == 1 and (scales is not None or latent.dtype == dtype)
-        other = latent if scales is None else scales
-        return cls((latent, rope, other), (latent.stride(0), rope.stride(0), other.stride(0)), scales is not None)
 
 
 def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, programs: int) -> tuple[LatentTiles, int]:

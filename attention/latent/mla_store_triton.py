@@ -1,7 +1,7 @@
 """The kernel between projection and latent attention: the latent's norm, rotary positions, and the latent into its slot.
 
-`store_latent` in mla.py defines what it computes, and caches/fp8_latent.py the bytes of a latent in 8 bits.  The first program of
-a token handles its latent, the others its heads' queries.
+`store_latent` in mla.py defines what it computes, and caches/fp8_latent.py the bytes of a latent in 8 bits.  The first program
+of a token handles its latent, the others its heads' queries.
 
 Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait, for the reason given in
 kernels/rope_store_triton.py.
@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.attention.caches.fp8_latent import LEAST_LATENT_SCALE
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.quant_cache import FP8_MAX
+from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.latent import LatentPrep
 from specdec.ops.launch import chained
 
@@ -57,17 +58,17 @@ def store_latent_kernel(
     stride_qt,
     stride_qh,
     stride_fresh,
-    stride_slot,
-    stride_rope,
-    stride_scales,
     stride_ot,
     stride_oh,
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
-    SCALED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -95,10 +96,10 @@ def store_latent_kernel(
             x_C = x_C.to(fresh.dtype.element_ty).to(tl.float32)  # rounded as in a cache without scales
             x_C, scale_G = quantised(x_C, PADDED_RANK)
             g = tl.arange(0, PADDED_RANK // 128)
-            tl.store(scales + slot * stride_scales + g, scale_G, mask=g < RANK // 128)
-        tl.store(latent + slot * stride_slot + c, x_C.to(latent.dtype.element_ty), mask=ok_C)
+            tl.store(scales + slot * SCALES_STRIDE + g, scale_G, mask=g < RANK // 128)
+        tl.store(latent + slot * LATENT_STRIDE + c, x_C.to(latent.dtype.element_ty), mask=ok_C)
         low_E, high_E = rotated(fresh + RANK + e, ok_E, cos_low_E, cos_high_E, sin_low_E, sin_high_E, HALF)
-        to_E = rope + slot * stride_rope + e
+        to_E = rope + slot * ROPE_STRIDE + e
         tl.store(to_E, low_E.to(rope.dtype.element_ty), mask=ok_E)
         tl.store(to_E + HALF, high_E.to(rope.dtype.element_ty), mask=ok_E)
     else:
@@ -117,18 +118,15 @@ def launch_store_latent(
     view: LatentView, q_THR: Tensor, fresh_TL: Tensor, slots_T: Tensor, prep: LatentPrep, out_THR: Tensor
 ) -> None:
     """`mla.store_latent` into the view's slots; the rotated queries [T, H, R] go to out_THR."""
-    (T, H, R), C = q_THR.shape, view.rank
-    latent, rope, scales = view.parts()
-    table, other = prep.rotation.table_P2D, latent if scales is None else scales
+    (T, H, R), C, keys = q_THR.shape, view.rank, LatentKeys.of(view)
+    table = prep.rotation.table_P2D
     assert fresh_TL.shape == (T, C + R) and table.shape[1:] == (2, R) and table.is_contiguous() and prep.norm_C.shape == (C,)
-    assert q_THR.stride(2) == out_THR.stride(2) == fresh_TL.stride(1) == latent.stride(1) == 1 and slots_T.shape == (T,)
+    assert q_THR.stride(2) == out_THR.stride(2) == fresh_TL.stride(1) == 1 and slots_T.shape == (T,)
     block_h = min(triton.next_power_of_2(H), 32)
     if T:
         store_latent_kernel[(T, 1 + triton.cdiv(H, block_h))](
-            q_THR, fresh_TL, latent, rope, other, slots_T.contiguous(), prep.rotation.positions_T.contiguous(), table,
-            prep.norm_C, out_THR, prep.eps, *q_THR.stride()[:2], fresh_TL.stride(0), latent.stride(0), rope.stride(0),
-            other.stride(0), *out_THR.stride()[:2],
+            q_THR, fresh_TL, *keys.pointers, slots_T.contiguous(), prep.rotation.positions_T.contiguous(), table, prep.norm_C,
+            out_THR, prep.eps, *q_THR.stride()[:2], fresh_TL.stride(0), *out_THR.stride()[:2],
             HEADS=H, RANK=C, PADDED_RANK=triton.next_power_of_2(C), HALF=R // 2,
-            PADDED_HALF=triton.next_power_of_2(R // 2), SCALED=scales is not None, BLOCK_H=block_h, num_warps=2,
-            **chained(latent.device),
+            PADDED_HALF=triton.next_power_of_2(R // 2), BLOCK_H=block_h, num_warps=2, **keys.options, **chained(q_THR.device),
         )  # fmt: skip

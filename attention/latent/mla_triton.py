@@ -22,7 +22,7 @@ from specdec.attention.kernels.paged_triton import LN2, LOG2E
 
 @triton.jit
 def latents(
-    latent, scales, slot_N, ok_N, stride_slot, stride_scales, to: tl.constexpr,
+    latent, scales, slot_N, ok_N, LATENT_STRIDE: tl.constexpr, SCALES_STRIDE: tl.constexpr, to: tl.constexpr,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """[N, C] of the type `to`: the latents of these slots.
@@ -34,27 +34,29 @@ def latents(
     ok_NC = (c < RANK)[None, :]
     if ok_N is not None:
         ok_NC = ok_NC & ok_N[:, None]
-    x_NC = tl.load(latent + (slot_N * stride_slot)[:, None] + c[None, :], mask=ok_NC, other=0.0)
+    x_NC = tl.load(latent + (slot_N * LATENT_STRIDE)[:, None] + c[None, :], mask=ok_NC, other=0.0)
     if SCALED:
         GROUPS: tl.constexpr = PADDED_RANK // 128
         g = tl.arange(0, GROUPS)
         ok_NG = (g < RANK // 128)[None, :]
         if ok_N is not None:
             ok_NG = ok_NG & ok_N[:, None]
-        scale_NG = tl.load(scales + (slot_N * stride_scales)[:, None] + g[None, :], mask=ok_NG, other=0.0)
+        scale_NG = tl.load(scales + (slot_N * SCALES_STRIDE)[:, None] + g[None, :], mask=ok_NG, other=0.0)
         x_NGE = tl.reshape(x_NC.to(tl.float32), [slot_N.shape[0], GROUPS, 128]) * scale_NG[:, :, None]
         x_NC = tl.reshape(x_NGE, [slot_N.shape[0], PADDED_RANK])
     return x_NC.to(to)
 
 
 @triton.jit
-def rotated_parts(rope, slot_N, ok_N, stride_rope, to: tl.constexpr, ROPE: tl.constexpr, PADDED_ROPE: tl.constexpr):
+def rotated_parts(
+    rope, slot_N, ok_N, ROPE_STRIDE: tl.constexpr, to: tl.constexpr, ROPE: tl.constexpr, PADDED_ROPE: tl.constexpr
+):  # fmt: skip
     """[N, R] of the type `to`: the rotated parts of these slots.  ok_N: as in `latents`."""
     r = tl.arange(0, PADDED_ROPE)
     ok_NR = (r < ROPE)[None, :]
     if ok_N is not None:
         ok_NR = ok_NR & ok_N[:, None]
-    return tl.load(rope + (slot_N * stride_rope)[:, None] + r[None, :], mask=ok_NR, other=0.0).to(to)
+    return tl.load(rope + (slot_N * ROPE_STRIDE)[:, None] + r[None, :], mask=ok_NR, other=0.0).to(to)
 
 
 @triton.jit
@@ -93,19 +95,19 @@ def latent_attention_kernel(
     scale,
     stride_qt,
     stride_qh,
-    stride_slot,
-    stride_rope,
-    stride_scales,
     stride_row,
     tiles,
     first_state,  # the index of this segment's first split among the states
     states,  # S
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PADDED_ROPE: tl.constexpr,
-    SCALED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
@@ -173,8 +175,8 @@ def latent_attention_kernel(
         slot_N = page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE
         ahead_N = start + BLOCK_N + n
         page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < whole, other=0)
-        c_NC = latents(latent, scales, slot_N, None, stride_slot, stride_scales, q_MC.dtype, RANK, PADDED_RANK, SCALED)
-        r_NR = rotated_parts(rope, slot_N, None, stride_rope, q_MR.dtype, ROPE, PADDED_ROPE)
+        c_NC = latents(latent, scales, slot_N, None, LATENT_STRIDE, SCALES_STRIDE, q_MC.dtype, RANK, PADDED_RANK, SCALED)
+        r_NR = rotated_parts(rope, slot_N, None, ROPE_STRIDE, q_MR.dtype, ROPE, PADDED_ROPE)
         s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale2
         top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
     for start in tl.range(whole, high, BLOCK_N, num_stages=STAGES):
@@ -183,8 +185,8 @@ def latent_attention_kernel(
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N, other=0)
         slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
         # Masked: an unwritten slot may hold NaN, and 0 * NaN is NaN.
-        c_NC = latents(latent, scales, slot_N, ok_N, stride_slot, stride_scales, q_MC.dtype, RANK, PADDED_RANK, SCALED)
-        r_NR = rotated_parts(rope, slot_N, ok_N, stride_rope, q_MR.dtype, ROPE, PADDED_ROPE)
+        c_NC = latents(latent, scales, slot_N, ok_N, LATENT_STRIDE, SCALES_STRIDE, q_MC.dtype, RANK, PADDED_RANK, SCALED)
+        r_NR = rotated_parts(rope, slot_N, ok_N, ROPE_STRIDE, q_MR.dtype, ROPE, PADDED_ROPE)
         visible_MN = ok_N[None, :] & ok_M[:, None]
         if CAUSAL:
             visible_MN &= key_N[None, :] < (length - (queries - 1 - query_M))[:, None]
@@ -225,17 +227,17 @@ def latent_merge_kernel(
     scale,
     stride_qt,
     stride_qh,
-    stride_slot,
-    stride_rope,
-    stride_scales,
     stride_row,
     states,  # S
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PADDED_ROPE: tl.constexpr,
-    SCALED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PADDED_STATES: tl.constexpr,
@@ -273,8 +275,8 @@ def latent_merge_kernel(
             key_N = start + tl.arange(0, BLOCK_N)
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
-            c_NC = latents(latent, scales, slot_N, ok_N, stride_slot, stride_scales, q_HC.dtype, RANK, PADDED_RANK, SCALED)
-            r_NR = rotated_parts(rope, slot_N, ok_N, stride_rope, q_HR.dtype, ROPE, PADDED_ROPE)
+            c_NC = latents(latent, scales, slot_N, ok_N, LATENT_STRIDE, SCALES_STRIDE, q_HC.dtype, RANK, PADDED_RANK, SCALED)
+            r_NR = rotated_parts(rope, slot_N, ok_N, ROPE_STRIDE, q_HR.dtype, ROPE, PADDED_ROPE)
             s_HN = tl.dot(q_HC, tl.trans(c_NC), input_precision="ieee")
             s_HN = tl.dot(q_HR, tl.trans(r_NR), s_HN, input_precision="ieee") * scale
             s_HN = tl.where(ok_N[None, :], s_HN, -float("inf"))

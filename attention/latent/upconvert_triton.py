@@ -1,7 +1,7 @@
-"""The kernel that converts rows of cached 8-bit latents to 16 or 32 bits, one behind the other in a workspace.
+"""The kernel that converts rows of cached 8-bit latents to 16 or 32 bits, one after the other in a workspace.
 
-`upconvert` in upconvert.py defines what it computes.  A program converts BLOCK latents of one row; programs beyond a row's end do
-nothing.
+`upconvert` in upconvert.py defines what it computes.  A program converts BLOCK latents of one row; programs beyond a row's end
+do nothing.
 
 Order of chained launches (specdec/ops/launch.py): everything is read after gdc_wait.
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.kernels.tiles_triton import padded
+from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.mla_triton import latents, rotated_parts
+from specdec.attention.pages import PageTable
 from specdec.ops.launch import chained
 
 BLOCK = 16  # latents of a program
 
 
-@triton.jit(
-    do_not_specialize=["stride_row"], do_not_specialize_on_alignment=["page_table", "lens", "starts"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["stride_row"], do_not_specialize_on_alignment=["page_table", "lens", "starts"])
 def upconvert_kernel(
     latent,  # [slots, C]
     rope,  # [slots, R]
@@ -33,10 +33,11 @@ def upconvert_kernel(
     lens,  # [B] int32
     starts,  # [B] int32
     out,  # [rows of the workspace, C + R]
-    stride_slot,
-    stride_rope,
-    stride_scales,
     stride_row,
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
@@ -54,24 +55,20 @@ def upconvert_kernel(
     page_N = tl.load(page_table + row.to(tl.int64) * stride_row + place_N // PAGE_SIZE, mask=ok_N, other=0)
     slot_N = page_N.to(tl.int64) * PAGE_SIZE + place_N % PAGE_SIZE
     to: tl.constexpr = out.dtype.element_ty
-    c_NC = latents(latent, scales, slot_N, ok_N, stride_slot, stride_scales, to, RANK, PADDED_RANK, True)
-    r_NR = rotated_parts(rope, slot_N, ok_N, stride_rope, to, ROPE, PADDED_ROPE)
+    c_NC = latents(latent, scales, slot_N, ok_N, LATENT_STRIDE, SCALES_STRIDE, to, RANK, PADDED_RANK, SCALED)
+    r_NR = rotated_parts(rope, slot_N, ok_N, ROPE_STRIDE, to, ROPE, PADDED_ROPE)
     to_N = out + (tl.load(starts + row).to(tl.int64) + place_N) * (RANK + ROPE)
     c, r = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
     tl.store(to_N[:, None] + c[None, :], c_NC, mask=ok_N[:, None] & (c < RANK)[None, :])
     tl.store(to_N[:, None] + RANK + r[None, :], r_NR, mask=ok_N[:, None] & (r < ROPE)[None, :])
 
 
-def launch_upconvert(
-    view: LatentView, page_table_BW: Tensor, page_size: int, lens_B: Tensor, starts_B: Tensor, most: int, out_NL: Tensor
-) -> None:
+def launch_upconvert(view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tensor, most: int, out_NL: Tensor) -> None:
     """`upconvert.upconvert` for rows of at most `most` latents."""
-    latent, rope, scales = view.parts()
-    C, L = view.rank, view.width
-    assert scales is not None and out_NL.is_contiguous() and out_NL.shape[1] == L and page_table_BW.stride(1) == 1
+    C, L, keys = view.rank, view.width, LatentKeys.of(view)
+    assert out_NL.is_contiguous() and out_NL.shape[1] == L and pages.table.stride(1) == 1
     upconvert_kernel[(triton.cdiv(most, BLOCK), lens_B.shape[0])](
-        latent, rope, scales, page_table_BW, lens_B, starts_B, out_NL,
-        latent.stride(0), rope.stride(0), scales.stride(0), page_table_BW.stride(0),
-        PAGE_SIZE=page_size, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_N=BLOCK,
-        num_warps=4, **chained(out_NL.device),
+        *keys.pointers, pages.table, lens_B, starts_B, out_NL, pages.table.stride(0),
+        PAGE_SIZE=pages.page_size, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_N=BLOCK,
+        num_warps=4, **keys.options, **chained(out_NL.device),
     )  # fmt: skip
