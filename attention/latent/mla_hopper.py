@@ -93,14 +93,25 @@ def _load_scales(scales, pages, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl
 
 
 @gluon.jit
-def _multiply(to, codes, scale_NG, flat: gl.constexpr, grouped: gl.constexpr):
-    """Writes a block of codes [N, C], multiplied with their scales in float32, to `to`.
+def _wait_for_keys(bar, phase, by_engine):
+    """Waits until a block's keys have arrived, as `_start_loading` sent for them."""
+    if by_engine:
+        mbarrier.wait(bar, phase)
+    else:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        _barrier()
+
+
+@gluon.jit
+def _values(codes, scale_NG, to: gl.constexpr, flat: gl.constexpr, grouped: gl.constexpr):
+    """[N, C] of the type `to`: a block of codes, multiplied with their scales in float32.
 
     flat, grouped: the layouts of [N, C] and of [N, G, 128] that hold a number in the same place.
     """
     x_NC = codes.load(flat).to(gl.float32)
     x_NGE = gl.convert_layout(x_NC.reshape([64, 4, 128]), grouped, assert_trivial=True) * gl.expand_dims(scale_NG, 2)
-    to.store(gl.convert_layout(x_NGE.to(to.dtype).reshape([64, 512]), flat, assert_trivial=True))
+    return gl.convert_layout(x_NGE.to(to).reshape([64, 512]), flat, assert_trivial=True)
 
 
 @gluon.jit(
@@ -112,7 +123,7 @@ def latent_hopper_kernel(
     stride_qt, stride_qh, stride_row, tiles, first_state, states,
     LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, SCALED: gl.constexpr,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
-    TMA: gl.constexpr, PDL: gl.constexpr,
+    TMA: gl.constexpr, OVERLAP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The arguments are those of latent_attention_kernel, without first keys."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
@@ -192,17 +203,18 @@ def latent_hopper_kernel(
     acc_MC = gl.zeros([64, 512], gl.float32, layout=A)
     nothing = gl.zeros([64, 64], gl.float32, layout=S)
     scale2 = scale * LOG2E
+    if SCALED and OVERLAP:
+        _wait_for_keys(bars.index(0), 0, low + 64 <= engine_end)
+        c_s.index(0).store(_values(codes_s.index(0), scale_NG, q.dtype.element_ty, FLAT, GROUPED))
+        fence_async_shared()
+        _barrier()
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(0 if SCALED else block % 2), r_s.index(block % 2)
-        if start + 64 <= engine_end:
-            mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
-        else:
-            async_copy.wait_group(0)
-            fence_async_shared()
-            _barrier()
-        if SCALED:
-            _multiply(c_NC, codes_s.index(0), scale_NG, FLAT, GROUPED)
+        if not (SCALED and OVERLAP):
+            _wait_for_keys(bars.index(block % 2), (block // 2) % 2, start + 64 <= engine_end)
+        if SCALED and not OVERLAP:
+            c_NC.store(_values(codes_s.index(0), scale_NG, q.dtype.element_ty, FLAT, GROUPED))
             fence_async_shared()
             _barrier()  # all warps have read the codes, so their buffer may be overwritten
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -235,8 +247,18 @@ def latent_hopper_kernel(
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
         total_M = total_M * decay_M + gl.sum(p_MN, 1)
-        acc_MC = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()  # all warps are done with this block, so its buffer may be overwritten
+        if SCALED and OVERLAP:
+            if block + 1 < blocks:
+                _wait_for_keys(bars.index((block + 1) % 2), ((block + 1) // 2) % 2, start + 128 <= engine_end)
+            x_NC = _values(codes_s.index(0), scale_NG, q.dtype.element_ty, FLAT, GROUPED)
+            acc_MC = warpgroup_mma_wait(0, deps=(acc,))
+            _barrier()
+            c_NC.store(x_NC)
+            fence_async_shared()
+            _barrier()
+        else:
+            acc_MC = warpgroup_mma_wait(0, deps=(acc,))
+            _barrier()  # all warps are done with this block, so its buffer may be overwritten
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)
