@@ -85,33 +85,27 @@ def _start_loading(
 
 
 @gluon.jit
-def _load_scales(scales, pages, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
-    """[N, G]: the scales of the 64 keys from `start` on, or zeros from `high` on."""
-    slot_N, ok_N = _slots(pages, start, high, PAGE_SIZE, gl.SliceLayout(1, layout))
-    g = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
-    return gl.load(scales + (slot_N * STRIDE)[:, None] + g[None, :], mask=ok_N[:, None] & (g < 4)[None, :], other=0.0)
+def _load_codes(latent, scales, pages, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """The codes [N, C] of the 64 keys from `start` on, and their scales [N, G]; zeros from `high` on."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    GROUPS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0]))
+    slot_N, ok_N = _slots(pages, start, high, PAGE_SIZE, gl.SliceLayout(1, FLAT))
+    c = gl.arange(0, 512, layout=gl.SliceLayout(0, FLAT))
+    codes = gl.load(latent + (slot_N * STRIDE)[:, None] + c[None, :], mask=ok_N[:, None] & (c < 512)[None, :], other=0.0)
+    slot_N, ok_N = gl.convert_layout(slot_N, gl.SliceLayout(1, GROUPS)), gl.convert_layout(ok_N, gl.SliceLayout(1, GROUPS))
+    g = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
+    at_NG = scales + (slot_N * SCALES_STRIDE)[:, None] + g[None, :]
+    return codes, gl.load(at_NG, mask=ok_N[:, None] & (g < 4)[None, :], other=0.0)
 
 
 @gluon.jit
-def _wait_for_keys(bar, phase, by_engine):
-    """Waits until a block's keys have arrived, as `_start_loading` sent for them."""
-    if by_engine:
-        mbarrier.wait(bar, phase)
-    else:
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _barrier()
-
-
-@gluon.jit
-def _values(codes, scale_NG, to: gl.constexpr, flat: gl.constexpr, grouped: gl.constexpr):
-    """[N, C] of the type `to`: a block of codes, multiplied with their scales in float32.
-
-    flat, grouped: the layouts of [N, C] and of [N, G, 128] that hold a number in the same place.
-    """
-    x_NC = codes.load(flat).to(gl.float32)
-    x_NGE = gl.convert_layout(x_NC.reshape([64, 4, 128]), grouped, assert_trivial=True) * gl.expand_dims(scale_NG, 2)
-    return gl.convert_layout(x_NGE.to(to).reshape([64, 512]), flat, assert_trivial=True)
+def _store_values(to, codes, scale_NG):
+    """Writes a block of codes [N, C], multiplied with their scales in float32, to `to`."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    GROUPED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0])
+    x_NGE = gl.convert_layout(codes.to(gl.float32).reshape([64, 4, 128]), GROUPED, assert_trivial=True)
+    x_NGE *= gl.expand_dims(scale_NG, 2)
+    to.store(gl.convert_layout(x_NGE.to(to.dtype).reshape([64, 512]), FLAT, assert_trivial=True))
 
 
 @gluon.jit(
@@ -123,18 +117,14 @@ def latent_hopper_kernel(
     stride_qt, stride_qh, stride_row, tiles, first_state, states,
     LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, SCALED: gl.constexpr,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
-    TMA: gl.constexpr, OVERLAP: gl.constexpr, PDL: gl.constexpr,
+    TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The arguments are those of latent_attention_kernel, without first keys."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    GROUPED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0])
-    KEYS: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0]) if SCALED else WIDE
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tile = gl.program_id(0) % tiles
     if CAUSAL:
         tile = tiles - 1 - tile
@@ -157,15 +147,12 @@ def latent_hopper_kernel(
     if CAUSAL:
         whole = gl.minimum(high, length - queries + 1)
     pages = page_table + row.to(gl.int64) * stride_row
-    engine_end = high if TMA else low  # the copy engine loads the full blocks that end at or before this key
+    engine_end = high if TMA and not SCALED else low  # the copy engine loads the full blocks that end at or before this key
 
     q_c = gl.allocate_shared_memory(q.dtype.element_ty, [64, 512], SHARED)
     q_r = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
     p_s = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
-    c_s = gl.allocate_shared_memory(q.dtype.element_ty, [1 if SCALED else 2, 64, 512], SHARED)
-    codes_s = c_s
-    if SCALED:
-        codes_s = gl.allocate_shared_memory(latent.dtype.element_ty, [1, 64, 512], CODES)
+    c_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 512], SHARED)
     r_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 64], SHARED)
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(2):
@@ -187,13 +174,16 @@ def latent_hopper_kernel(
     base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
     _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
     async_copy.commit_group()
-    _start_loading(
-        codes_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, low, high,
-        LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, KEYS, NARROW,
-    )  # fmt: skip
-    scale_NG = 1.0
     if SCALED:
-        scale_NG = _load_scales(scales, pages, low, high, SCALES_STRIDE, PAGE_SIZE, gl.SliceLayout(2, GROUPED))
+        codes, scale_NG = _load_codes(latent, scales, pages, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE)
+        _copy_keys(r_s.index(0), rope, pages, low, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+        async_copy.commit_group()
+        _store_values(c_s.index(0), codes, scale_NG)
+    else:
+        _start_loading(
+            c_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, low, high,
+            LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
+        )  # fmt: skip
     async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
@@ -203,32 +193,28 @@ def latent_hopper_kernel(
     acc_MC = gl.zeros([64, 512], gl.float32, layout=A)
     nothing = gl.zeros([64, 64], gl.float32, layout=S)
     scale2 = scale * LOG2E
-    if SCALED and OVERLAP:
-        _wait_for_keys(bars.index(0), 0, low + 64 <= engine_end)
-        c_s.index(0).store(_values(codes_s.index(0), scale_NG, q.dtype.element_ty, FLAT, GROUPED))
-        fence_async_shared()
-        _barrier()
     for block in range(blocks):
         start = low + block * 64
-        c_NC, r_NR = c_s.index(0 if SCALED else block % 2), r_s.index(block % 2)
-        if not (SCALED and OVERLAP):
-            _wait_for_keys(bars.index(block % 2), (block // 2) % 2, start + 64 <= engine_end)
-        if SCALED and not OVERLAP:
-            c_NC.store(_values(codes_s.index(0), scale_NG, q.dtype.element_ty, FLAT, GROUPED))
-            fence_async_shared()
-            _barrier()  # all warps have read the codes, so their buffer may be overwritten
+        c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
+        to_c, to_r, bar = c_s.index((block + 1) % 2), r_s.index((block + 1) % 2), bars.index((block + 1) % 2)
+        if not SCALED:
+            if start + 64 <= engine_end:
+                mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
+            else:
+                async_copy.wait_group(0)
+                fence_async_shared()
+                _barrier()
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
-        if block + 1 < blocks:
-            to = (block + 1) % 2
+        if SCALED:
+            codes, scale_NG = _load_codes(latent, scales, pages, start + 64, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE)
+            _copy_keys(to_r, rope, pages, start + 64, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+            async_copy.commit_group()
+        elif block + 1 < blocks:
             _start_loading(
-                codes_s.index(0 if SCALED else to), r_s.index(to), bars.index(to), latent, rope, latent_tiles, rope_tiles, pages,
-                start + 64, high, LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, KEYS, NARROW,
+                to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, start + 64, high,
+                LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
             )  # fmt: skip
-            if SCALED:
-                scale_NG = _load_scales(
-                    scales, pages, start + 64, high, SCALES_STRIDE, PAGE_SIZE, gl.SliceLayout(2, GROUPED)
-                )  # fmt: skip
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > whole:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
@@ -241,24 +227,19 @@ def latent_hopper_kernel(
         p_MN = gl.exp2(s_MN - shift_M[:, None])
         decay_M = gl.exp2(top_M - shift_M)
         top_M = new_M
+        total_M = total_M * decay_M + gl.sum(p_MN, 1)
         p_s.store(p_MN.to(q.dtype.element_ty))
         fence_async_shared()
         _barrier()
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
-        total_M = total_M * decay_M + gl.sum(p_MN, 1)
-        if SCALED and OVERLAP:
-            if block + 1 < blocks:
-                _wait_for_keys(bars.index((block + 1) % 2), ((block + 1) // 2) % 2, start + 128 <= engine_end)
-            x_NC = _values(codes_s.index(0), scale_NG, q.dtype.element_ty, FLAT, GROUPED)
-            acc_MC = warpgroup_mma_wait(0, deps=(acc,))
-            _barrier()
-            c_NC.store(x_NC)
+        if SCALED:  # while the product runs
+            _store_values(to_c, codes, scale_NG)
+        acc_MC = warpgroup_mma_wait(0, deps=(acc,))
+        if SCALED:
+            async_copy.wait_group(0)
             fence_async_shared()
-            _barrier()
-        else:
-            acc_MC = warpgroup_mma_wait(0, deps=(acc,))
-            _barrier()  # all warps are done with this block, so its buffer may be overwritten
+        _barrier()  # all warps are done with this block, so its buffer may be overwritten
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)
