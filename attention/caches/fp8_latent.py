@@ -1,4 +1,4 @@
-"""Latents in 8 bits: the row of bytes in which a cache of latents keeps one token ("fp8_ds_mla", 656 bytes with DeepSeek's dims).
+"""Latents in 8 bits: the bytes in which a cache of latents keeps one token ("fp8_ds_mla", 656 bytes with DeepSeek's dims).
 
 A row holds, one after the other:
 - C bytes: the normed latent divided by its scales, as float8_e4m3fn;

@@ -55,7 +55,9 @@ def _slots(pages, start, high, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(to, keys, pages, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+def _copy_keys(
+    to, keys, pages, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
+):
     """Copies the 64 keys from `start` on, from pages of any size."""
     slot_N, ok_N = _slots(pages, start, high, PAGE_SIZE, gl.SliceLayout(1, layout))
     _copy_rows(to, keys + slot_N * STRIDE, ok_N, COLUMNS, layout)
@@ -256,6 +258,7 @@ def latent_hopper_kernel(
 def blocks_of(latent: Tensor, rope: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
     """The copy engine's descriptors of a block's latents (or their codes) and of their rotated part."""
     wide, narrow = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], _tile(8 * x.element_size())) for x in (latent, rope)
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], _tile(8 * x.element_size()))
+        for x in (latent, rope)
     )
     return wide, narrow

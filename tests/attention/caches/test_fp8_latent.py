@@ -15,7 +15,7 @@ TINY = 2.0**-126  # the smallest normal float32
 
 
 def e4m3(byte: int) -> float:
-    """The number that an e4m3 byte stands for, by the format's definition: 1 sign bit, 4 of exponent (bias 7), 3 of mantissa."""
+    """The number that an e4m3 byte stands for, by the format's definition: a sign bit, 4 of exponent (bias 7), 3 of mantissa."""
     sign, exponent, mantissa = -1.0 if byte & 128 else 1.0, byte >> 3 & 15, byte & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
@@ -45,7 +45,7 @@ def latents(N: int, C: int, R: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 @pytest.mark.parametrize(("C", "R"), DIMS)
 def test_the_bytes_are_those_of_the_layout(C: int, R: int) -> None:
-    """Keeps out: parts in another order, scales of a neighbour's group, codes rounded down, a rotated part that is quantised."""
+    """Keeps out: parts in another order, scales of a neighbour's group, codes rounded down, a quantised rotated part."""
     latent_NL = latents(20, C, R)
     rows_NX = pack_latents(latent_NL, C).numpy()
     assert rows_NX.shape == (20, C + 4 * C // 128 + 2 * R)
@@ -88,7 +88,7 @@ def test_unpacking_says_what_the_bytes_say(dtype: torch.dtype) -> None:
 
 
 def test_codes_are_rounded_to_even_and_never_become_nan() -> None:
-    """Keeps out: ties rounded up (a bias), and the largest number of a group divided to just above 448, which is NaN in e4m3."""
+    """Keeps out: ties rounded up (a bias); a group's largest number divided to just above 448, which is NaN in e4m3."""
     group = torch.zeros(1, 128 + 2)
     group[0, :8] = torch.tensor([448.0, 17.0, 19.0, 21.0, -17.0, -19.0, 2.0**-10, 3 * 2.0**-10])
     got = unpack_latents(pack_latents(group, 128), 128, torch.float32)[0, :8]
