@@ -36,17 +36,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
+from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.latent_view import LatentView
-from specdec.attention.caches.mla_cache import MLACache, MLAView
+from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kinds import Scoring
+from specdec.attention.kinds import FULL, Scoring
 from specdec.attention.latent import mla, mla_launch
-from specdec.attention.latent.latent import LatentPrep
-from specdec.attention.latent.mla import absorbed_queries, absorbed_values, store_latent
+from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.mla_launch import LatentTiles
+from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
@@ -150,7 +151,7 @@ def ours(world: World) -> list[Tensor]:
     """Every layer's attention.  The layers share one prepared plan, as in a model."""
     backend = TritonBackend()
     prepared = backend.prepare(world.plan)
-    return [backend.attend(world.q_THL, view, prepared, SCALING) for view in world.views]
+    return [backend.attend(world.q_THL, view, prepared, SCALING).out_THD for view in world.views]
 
 
 class Around:
@@ -182,8 +183,8 @@ class Prompt(OneLayer):
         pages = -(-(T + cached) // 64)
         self.table = torch.randperm(pages, device=DEVICE).view(1, pages).int()
         self.positions_T = cached + torch.arange(T, device=DEVICE)
-        self.cache = MLACache(1, pages * 64, C, R, dtype=torch.bfloat16, device=DEVICE)
-        self.cache.latent.normal_()
+        self.cache = KVCache(LatentLayout(C, R, torch.bfloat16), [FULL], pages * 64, device=DEVICE)
+        self.cache.planes["latent"].normal_()
         length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
         segment = replace(causal_segment(PageTable(self.table, 64), length_1, T), max_cached=cached)
         self.plan = AttentionPlan((segment,))
@@ -191,8 +192,8 @@ class Prompt(OneLayer):
 
     def __call__(self, _: object) -> list[Tensor]:
         slots_T, around = PageTable(self.table, 64).slots_at(self.positions_T[None])[0], self.around
-        attn = PagedAttention(TritonBackend(), self.cache, self.plan, slots_T).latent()
-        return [attn(0, around.q, around.fresh, around.up, around.prep, None, SCALING)]
+        attn = PagedAttention(TritonBackend(), self.cache, PassTables(self.plan, slots_T))
+        return [attn(0, LatentInputs(around.q, around.fresh, around.up, around.prep), None, SCALING)]
 
 
 def prompts(_: Pool, replays: int) -> list[dict[str, Any]]:
@@ -231,7 +232,7 @@ def timed(step: Callable[[Any], list[Tensor]], world: Any, replays: int) -> tupl
 def error(world: World, out: Tensor, view: LatentView) -> float:
     """||out - exact|| / ||exact||, where `exact` is float64 over what the view holds."""
     oracle = TorchBackend()
-    exact = oracle.attend(world.q_THL.double(), view, oracle.prepare(world.plan), SCALING)
+    exact = oracle.attend(world.q_THL.double(), view, oracle.prepare(world.plan), SCALING).out_THD
     return float((out.double() - exact).norm() / exact.norm())
 
 
@@ -349,7 +350,7 @@ class CachedPrompt(OneLayer):
         return [self.backend.run(self.q_THL, self.view, self.segment, SCALING).out_THD]
 
     def converted(self, _: object) -> list[Tensor]:
-        return [self.workspace.attend(self.backend, self.q_THL, self.view, SCALING).out_THD]
+        return [self.workspace.state(self.backend, self.q_THL, self.view, SCALING).out_THD]
 
 
 def conversions(_: Pool, replays: int) -> list[dict[str, Any]]:

@@ -16,12 +16,14 @@ Shapes: N tokens or slots, C latent rank, R rotated dim, L = C + R, G = C / 128 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentParts, LatentView
+from specdec.attention.caches.planes import CacheLayout, Plane
 from specdec.attention.caches.quant_cache import FP8_MAX
 
 GROUP = 128  # numbers of a latent that share a scale
@@ -90,3 +92,18 @@ class Fp8LatentView(LatentView):
 
     def latents(self, slots_N: Tensor, dtype: torch.dtype) -> Tensor:
         return unpack_latents(self.rows.index_select(0, slots_N), self.rank, dtype)
+
+
+@dataclass(frozen=True)
+class Fp8LatentLayout(CacheLayout):
+    """rank, rope_dim: C and R."""
+
+    rank: int
+    rope_dim: int
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane("latent", (row_bytes(self.rank, self.rope_dim),), torch.uint8),)
+
+    def view(self, layer: int, planes: Mapping[str, Tensor]) -> Fp8LatentView:
+        return Fp8LatentView(planes["latent"], self.rank)

@@ -8,8 +8,8 @@ one page, and by asynchronous copies otherwise; the next block is loaded while t
 Latents in 8 bits (caches/fp8_latent.py) are loaded as codes.  Before its products a block is multiplied with its scales in
 registers and written to shared memory in 16 bits; while the products run, the next block's codes are loaded.
 
-Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 groups of
-a latent that share a scale.
+Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales of a
+latent.
 """
 
 import triton.language as tl
@@ -66,7 +66,8 @@ def _copy_keys(
 @gluon.jit
 def _start_loading(
     to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, start, high,
-    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, TMA: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block, which must
     not be read whole: the slots after the row's end may hold NaN.

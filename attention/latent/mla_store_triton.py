@@ -19,7 +19,7 @@ from specdec.attention.caches.fp8_latent import LEAST_LATENT_SCALE
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.quant_cache import FP8_MAX
 from specdec.attention.latent.keys import LatentKeys
-from specdec.attention.latent.latent import LatentPrep
+from specdec.attention.latent.prep import LatentPrep
 from specdec.ops.launch import chained
 
 MOST, LEAST_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_LATENT_SCALE)

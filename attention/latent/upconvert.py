@@ -1,8 +1,8 @@
 """Long prompts over 8-bit latents: the latents of a pass are converted once, to a workspace that all its queries read.
 
-The kernels multiply codes with their scales as they load them, once for each tile of queries.  For a few queries a row that costs
-less than writing converted latents to memory and reading them again; for many queries it costs more.  The rule is one number,
-UPCONVERT_FROM.
+The kernels multiply codes with their scales as they load them, once for each tile of queries.  For a few queries a row that
+costs less than writing converted latents to memory and reading them again; for many queries it costs more.  The rule is one
+number, UPCONVERT_FROM.
 
 The workspace holds the latents of as many rows as fit, one row after the other, each from a page's first slot on.  Rows that do
 not fit are converted and attended to afterwards, in the same memory.
@@ -23,7 +23,7 @@ from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kinds import Scoring
 from specdec.attention.pages import PageTable
-from specdec.attention.segment import Segment
+from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import use_kernels
 
@@ -100,6 +100,19 @@ class Workspace:
     latent_NL: Tensor
 
     @classmethod
+    def of_plan(cls, plan: AttentionPlan, view: LatentView, dtype: torch.dtype) -> Workspace | None:
+        """The workspace of a plan's pass; None if its queries read the cache itself.
+
+        Only prompts have so many queries a row, and a prompt's plan is one causal segment.  In a captured graph it does not say
+        how much of a row is cached, so nobody would know the workspace's size.
+        """
+        prompt = plan.segments[0]
+        converts = view.parts().scales_NG is not None and prompt.max_seqlen_q >= UPCONVERT_FROM
+        if not converts or len(plan.parts) > 1 or not prompt.causal or prompt.max_cached is None or prompt.starts_T is not None:
+            return None
+        return cls.of(prompt, view.width, dtype)
+
+    @classmethod
     def of(cls, prompt: Segment, width: int, dtype: torch.dtype) -> Workspace:
         """The workspace of a causal segment that says how much of it was cached before.  It reads nothing from the device."""
         assert prompt.max_cached is not None and prompt.causal and prompt.starts_T is None
@@ -118,7 +131,7 @@ class Workspace:
         memory_NL = torch.empty(slots, width, dtype=dtype, device=lens_B.device)
         return cls(prompt, most, starts_B, tuple(chunks), memory_NL)
 
-    def attend(self, backend: Backend, q_THL: Tensor, view: LatentView, scoring: Scoring) -> AttentionState:
+    def state(self, backend: Backend, q_THL: Tensor, view: LatentView, scoring: Scoring) -> AttentionState:
         """The state of absorbed queries over the whole prompt."""
         state: AttentionState | None = None
         for chunk in self.chunks:
@@ -127,17 +140,3 @@ class Workspace:
             state = part if state is None else merge_states(state, part)
         assert state is not None
         return state
-
-
-def upconverts(prompt: Segment, view: LatentView) -> bool:
-    """Whether a prompt's latents are converted before its queries read them.
-
-    Passes in captured graphs must not be: they do not say how much of a row is cached, so nobody knows the workspace's size.
-    """
-    return (
-        view.parts().scales_NG is not None
-        and prompt.causal
-        and prompt.max_seqlen_q >= UPCONVERT_FROM
-        and prompt.max_cached is not None
-        and prompt.starts_T is None
-    )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.attention.attend import PassTables
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -142,6 +143,11 @@ class PackedPrompts:
             plan=AttentionPlan((whole,), positions_T),
             last_plan=AttentionPlan((causal_segment(pages, lens_B, 1),)),
         )
+
+    @property
+    def tables(self) -> PassTables:
+        """Where the tokens stand, for the attention of a pass over them."""
+        return PassTables(self.plan, self.slots_T, self.last_plan)
 
     def next_ids(self, first_B: Tensor) -> Tensor:
         """[T] int64: the id of the token after each token.

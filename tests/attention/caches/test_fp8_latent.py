@@ -15,7 +15,7 @@ TINY = 2.0**-126  # the smallest normal float32
 
 
 def e4m3(byte: int) -> float:
-    """The number that an e4m3 byte stands for, by the format's definition: a sign bit, 4 of exponent (bias 7), 3 of mantissa."""
+    """What an e4m3 byte stands for, by the format's definition: a sign bit, 4 of exponent (bias 7), 3 of mantissa."""
     sign, exponent, mantissa = -1.0 if byte & 128 else 1.0, byte >> 3 & 15, byte & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")

@@ -7,6 +7,7 @@ Shapes: T queries, H heads, C rank, R rotated dim, L = C + R.
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.kernels import DEVICE, HAS_GPU
 from toolkit.oracles.reference import ReferenceBackend
@@ -17,9 +18,9 @@ from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
-from specdec.attention.latent.latent import LatentPrep
 from specdec.attention.latent.mla import store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
+from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -59,8 +60,8 @@ def suffix_rows(pages: PageTable, lens: list[int], counts: list[int]) -> Segment
 
 def check(backend: Backend, q_THL: Tensor, view: Fp8LatentView, *segments: Segment, suffix: Segment | None = None) -> None:
     plan = AttentionPlan(segments, suffix=suffix)
-    want = ReferenceBackend().attend(q_THL.double(), view, plan, SCALE)
-    got = backend.attend(q_THL, view, backend.prepare(plan), SCALE)
+    want = attended(ReferenceBackend(), q_THL.double(), view, plan, SCALE)
+    got = attended(backend, q_THL, view, plan, SCALE)
     assert got.dtype == q_THL.dtype
     size, tolerance = float(want.abs().max()), TOLERANCE[q_THL.dtype]
     torch.testing.assert_close(got.double(), want, atol=tolerance * size, rtol=tolerance)

@@ -14,15 +14,16 @@ from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent import upconvert
-from specdec.attention.latent.upconvert import Workspace, first_rows, upconverts, workspace_starts
+from specdec.attention.latent.upconvert import Workspace, first_rows, workspace_starts
 from specdec.attention.latent.upconvert_triton import launch_upconvert
 from specdec.attention.pages import PageTable
-from specdec.attention.segment import Segment
+from specdec.attention.segment import AttentionPlan, Segment
 
 C, R, H = 128, 16, 4
 SCALE = Scoring(scale=0.1)
@@ -86,7 +87,7 @@ def test_a_prompt_reads_the_same_from_the_workspace(
     segment, view, q_THL = prompt([40, 9, 66], [9, 9, 2], 5)
     workspace = Workspace.of(segment, view.width, q_THL.dtype)
     assert len(workspace.chunks) == chunks
-    got = workspace.attend(backend, q_THL, view, SCALE)
+    got = workspace.state(backend, q_THL, view, SCALE)
     want = ReferenceBackend().run(q_THL.double(), view, segment, SCALE)
     torch.testing.assert_close(got.out_THD.double(), want.out_THD, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.lse_TH.double(), want.lse_TH, atol=1e-5, rtol=1e-5)
@@ -95,10 +96,15 @@ def test_a_prompt_reads_the_same_from_the_workspace(
 def test_who_converts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a captured pass that needs a workspace of a size nobody knows; 16-bit latents converted to themselves."""
     monkeypatch.setattr(upconvert, "UPCONVERT_FROM", 9)
-    segment, view, _ = prompt([40, 9], [9, 4], 5)
-    assert upconverts(segment, view)
-    assert not upconverts(replace(segment, max_cached=None), view)
-    assert not upconverts(replace(segment, causal=False), view)
-    assert not upconverts(segment, MLAView(view.latents(torch.arange(3, device=DEVICE), torch.float32), C))
+    segment, view, q_THL = prompt([40, 9], [9, 4], 5)
+
+    def converts(segment: Segment, view: LatentView, *more: Segment) -> bool:
+        return Workspace.of_plan(AttentionPlan((segment, *more)), view, q_THL.dtype) is not None
+
+    assert converts(segment, view)
+    assert not converts(segment, view, segment)
+    assert not converts(replace(segment, max_cached=None), view)
+    assert not converts(replace(segment, causal=False), view)
+    assert not converts(segment, MLAView(view.latents(torch.arange(3, device=DEVICE), torch.float32), C))
     monkeypatch.setattr(upconvert, "UPCONVERT_FROM", 10)
-    assert not upconverts(segment, view)
+    assert not converts(segment, view)
