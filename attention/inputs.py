@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
@@ -112,6 +113,13 @@ class LayerInputs(ABC):
     @abstractmethod
     def dense(self) -> DenseHeads:
         """The same tokens' queries, keys and values, where no cache is used: in training, and in checks."""
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
+        """`dense`, over what a cache would give back.  as_stored: rounds what the layer keeps: here keys and values
+        [T, 2, K, D].
+        """
+        heads = self.dense()
+        return DenseHeads(heads.q_TQD, *as_stored(torch.stack(heads[1:], dim=1)).unbind(1))
 
     def finish(self, out_TQE: Tensor) -> Tensor:
         """What `paged` returns, from the attention over `dense`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from specdec.attention.caches.latent_view import LatentParts, LatentView
 from specdec.attention.caches.planes import CacheLayout, Plane
 from specdec.attention.caches.quant_cache import FP8_MAX
 
+FP8_LATENTS = "fp8_ds_mla"  # the kv_cache_dtype that asks for these rows
 GROUP = 128  # numbers of a latent that share a scale
 LEAST_LATENT_SCALE = torch.finfo(torch.float32).tiny  # the smallest normal float32, so that a latent of zeros divides to zeros
 
@@ -84,11 +86,16 @@ class Fp8LatentView(LatentView):
     def width(self) -> int:
         return self.rank + (self.rows.shape[1] - row_bytes(self.rank, 0)) // 2
 
+    @cached_property
     def parts(self) -> LatentParts:
         return parts_of(self.rows, self.rank)
 
     def put(self, slots_T: Tensor, latent_TL: Tensor) -> None:
         self.rows.index_copy_(0, slots_T, pack_latents(latent_TL, self.rank))
+
+    def as_stored(self, kept: Tensor) -> Tensor:
+        """These latents [T, L] as a later read of the cache would return them."""
+        return unpack_latents(pack_latents(kept, self.rank), self.rank, kept.dtype)
 
     def latents(self, slots_N: Tensor, dtype: torch.dtype) -> Tensor:
         return unpack_latents(self.rows.index_select(0, slots_N), self.rank, dtype)

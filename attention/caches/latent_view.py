@@ -30,6 +30,7 @@ class LatentView(ABC):
 
     rank: int
 
+    @property
     @abstractmethod
     def parts(self) -> LatentParts:
         """All slots, part by part, as kernels read and write them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class MLAView(LatentView):
     def width(self) -> int:
         return self.latent.shape[1]
 
+    @cached_property
     def parts(self) -> LatentParts:
         return LatentParts(self.latent[:, : self.rank], self.latent[:, self.rank :])
 

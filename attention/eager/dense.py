@@ -8,15 +8,16 @@ Shapes: B rows of T tokens each, N = B * T, Q query heads, K kv heads, D head di
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.attention.inputs import DenseHeads, LayerInputs
+from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 
-StoreFn = Callable[[int, Tensor], Tensor]  # (layer, keys and values [N, 2, K, D]) -> what a cache gives back of them
+StoreFn = Callable[[int, Tensor], Tensor]  # (layer, what it keeps of N tokens) -> what a cache gives back of it
 
 
 class DenseAttention:
@@ -24,16 +25,14 @@ class DenseAttention:
 
     kinds: each layer's kind.
     batch: B.
-    as_stored: rounds keys and values as an 8-bit cache would; None: the cache keeps them as they are.
+    as_stored: rounds what layers keep as an 8-bit cache would; None: the cache keeps it as it is.
     """
 
     def __init__(self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None) -> None:
         self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        heads = inputs.dense()
-        if self.as_stored is not None:
-            heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:], dim=1)).unbind(1))
+        heads = inputs.dense() if self.as_stored is None else inputs.dense_as_stored(partial(self.as_stored, layer))
         q, k, v = (per_row(x, self.batch) for x in heads)
         out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)

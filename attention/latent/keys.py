@@ -24,7 +24,7 @@ class LatentKeys(NamedTuple):
     @classmethod
     def of(cls, view: LatentView) -> LatentKeys:
         """The keys of one layer's view."""
-        latent, rope, scales = view.parts()
+        latent, rope, scales = view.parts
         assert latent.stride(1) == rope.stride(1) == 1
         other = latent if scales is None else scales
         names = ("LATENT_STRIDE", "ROPE_STRIDE", "SCALES_STRIDE")

@@ -18,7 +18,7 @@ rows, W keys of a row at a time, E expanded keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +86,11 @@ class LatentInputs(LayerInputs):
         return absorbed_values(call.attend(q_THL), up_HXC[:, N:])
 
     def dense(self) -> DenseHeads:
+        return self.dense_as_stored(lambda latent_TL: latent_TL)
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
         N = self.nope_dim
-        kv_T2HQ = expand(self.prep.apply_(self.q_THQ[..., N:], self.latent_TL), self.up_HXC, N)
+        kv_T2HQ = expand(as_stored(self.prep.apply_(self.q_THQ[..., N:], self.latent_TL)), self.up_HXC, N)
         return DenseHeads(self.q_THQ, kv_T2HQ[:, 0], kv_T2HQ[:, 1, :, : self.up_HXC.shape[1] - N])
 
 

@@ -8,8 +8,8 @@ one page, and by asynchronous copies otherwise; the next block is loaded while t
 Latents in 8 bits (caches/fp8_latent.py) are loaded as codes.  Before its products a block is multiplied with its scales in
 registers and written to shared memory in 16 bits; while the products run, the next block's codes are loaded.
 
-Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales of a
-latent.
+Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
+of a latent.
 """
 
 import triton.language as tl

@@ -51,7 +51,7 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
     assert scoring.softcap is None, "no model of latent attention has a softcap"
     assert q_THL.stride(2) == 1 and q_THL.shape[2] == view.width
-    stored = view.parts()
+    stored = view.parts
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
     paged, suffix = plan.segments, plan.suffix
@@ -130,7 +130,7 @@ def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, program
     """The tiles for a paged segment, and the number of splits."""
     packed = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
-    scaled = view.parts().scales_NG is not None
+    scaled = view.parts.scales_NG is not None
     tiles = latent_tiles(packed, dims, q_THL.element_size(), local, scaled, gpu_generation(q_THL.device))
     num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
     return tiles, latent_splits(num_tiles, segment.max_keys, tiles.least, programs)

@@ -15,7 +15,7 @@ from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.kv import heads_a_key, keeps_latents
+from specdec.models.kv import heads_a_key, keeps_latents, latent_rank
 from specdec.options import EngineOptions
 
 
@@ -160,6 +160,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         sinks=any(c.has_sinks for c in configs),
         kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),
+        latent_rank=latent_rank(target),
         page_size=settings.options.page_size,
         tree=spec is not None and spec.topk > 1,
         graphs=settings.cuda_graphs,

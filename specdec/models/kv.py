@@ -3,7 +3,8 @@
 This file knows model configs and caches; it knows neither pages nor requests.
 
 kv_cache_dtype is, in all functions, the setting of that name: "auto" stores keys and values in the model's own dtype, while
-"fp8" and "int8" quantise them.  A config's head_dim is the dimension of every key and value head; only with latent attention
+"fp8" and "int8" quantise them.  "fp8_ds_mla" quantises latents; a draft head with ordinary heads then stores its few keys and
+values in its own dtype.  A config's head_dim is the dimension of every key and value head; only with latent attention
 (MLA) it is the rotated part of a key, which is stored beside the latent.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
@@ -29,6 +31,11 @@ def keeps_latents(config: ModelConfig) -> bool:
     return isinstance(config, DeepseekConfig)
 
 
+def latent_rank(config: ModelConfig) -> int:
+    """How many numbers of a token's latent are not rotated; 0 if the model keeps no latents."""
+    return config.rank if isinstance(config, DeepseekConfig) else 0
+
+
 def cache_layout(
     config: ModelConfig,
     kv_cache_dtype: str,
@@ -38,11 +45,13 @@ def cache_layout(
 ) -> CacheLayout:
     """What each layer of a model of that config keeps of a token.
 
-    dtype: the model's; latents are always stored in it.  scales: of an fp8 cache, the checkpoint's scales by layer.
+    dtype: the model's.  scales: of an fp8 cache, the checkpoint's scales by layer.
     """
     if isinstance(config, DeepseekConfig):
+        if kv_cache_dtype == FP8_LATENTS:
+            return Fp8LatentLayout(config.rank, config.head_dim)
         return LatentLayout(config.rank, config.head_dim, dtype)
-    if kv_cache_dtype == "auto":
+    if kv_cache_dtype in ("auto", FP8_LATENTS):
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)
 

@@ -84,7 +84,7 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
     refused = set(CELLS) - set(ANSWERED)
     for cell in refused:
         hold_refusal(cell.backend, cell.needs)
-    assert {cell.backend for cell in refused if cell.cache != "mla"} == {"fa2", "fa3", "fa4"}
+    assert {cell.backend for cell in refused if not cell.rank} == {"fa2", "fa3", "fa4"}
     for cell in ANSWERED:
         assert choose_backend(cell.backend, cell.needs).name == cell.backend
     tested = {cell._replace(kind=kind) for cell in PASSES + CAPTURED for kind in KINDS}
@@ -110,6 +110,10 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "odd heads": dict(head_dims=(100,)),
     "no full layer": dict(kinds=(LAYERS["window"], LAYERS["chunk"])),
     "two at once": dict(mla=True, head_dims=(), kv_cache_dtype="fp8"),
+    "latents on Ampere": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", architecture=(8, 0)),
+    "keys as latents": dict(kv_cache_dtype="fp8_ds_mla"),
+    "odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", latent_rank=320),
+    "int8 for odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="int8", latent_rank=320),
     "fp8 on Ampere": dict(architecture=(8, 0), kv_cache_dtype="fp8"),
     "nothing": dict(),
     "shared_prefixes": dict(shared_prefixes=True),

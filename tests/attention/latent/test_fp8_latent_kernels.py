@@ -140,10 +140,10 @@ def test_the_store_kernel_writes_the_bytes_of_its_definition(C: int, R: int, dty
     with torch.enable_grad():  # the definition, on a GPU too
         store_latent(want, q_THQ[..., N:], latent_TL.clone(), slots_T, how)
     eps = torch.finfo(dtype).eps
-    for part, exact in zip(got.parts(), want.parts()):
+    for part, exact in zip(got.parts, want.parts):
         assert torch.equal(part.float().isnan(), exact.float().isnan())
     (codes, rope, scales), (exact_codes, exact_rope, exact_scales) = (
-        [x[slots_T].float() for x in v.parts()] for v in (got, want)
+        [x[slots_T].float() for x in v.parts] for v in (got, want)
     )
     torch.testing.assert_close(scales, exact_scales, rtol=2 * eps, atol=0)
     torch.testing.assert_close(rope, exact_rope, rtol=2.0**-7, atol=1e-3)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.mla_cache import LatentLayout, MLAView
+from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs
@@ -34,9 +36,10 @@ H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
 CACHES = (*KV_DTYPES, "mla")
+RANKS = {"mla": 16, FP8_LATENTS: 128}  # C, of the caches that keep latents
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
-N, H, K, C = 4, 4, 2, 16
+N, H, K = 4, 4, 2
 D = 64 if HAS_GPU else 16  # builds of flash-attn 2 may lack smaller heads
 PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
 SOFTCAP, SINKS = 3.0, (0.5, -1.0, 0.0, 2.0)
@@ -55,10 +58,15 @@ class Cell(NamedTuple):
     graphs: Any
 
     @property
+    def rank(self) -> int | None:
+        """C; None: the cache keeps no latents."""
+        return RANKS.get(self.cache)
+
+    @property
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
-            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.cache == "mla" else (D,),
-            kinds=(FULL, LAYERS[self.kind]), softcap=self.capped, sinks=self.capped, mla=self.cache == "mla",
+            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
+            softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
             kv_cache_dtype="auto" if self.cache == "mla" else self.cache, page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
         )  # fmt: skip
@@ -100,8 +108,8 @@ class Absorbed(LayerInputs):
         self.q_THL, self.latent_TL = q_THL, latent_TL
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, MLAView)
-        call.view.latent.index_copy_(0, call.slots_T, self.latent_TL)
+        assert isinstance(call.view, LatentView)
+        call.view.put(call.slots_T, self.latent_TL)
         return call.attend(self.q_THL)
 
     def dense(self) -> DenseHeads:
@@ -121,16 +129,18 @@ class World:
         self.mask_NN = mask_of(list(PARENTS) if cell.tree else chain_shape(N)[0]).to(DEVICE)
         self.depth_N = self.mask_NN.sum(-1) - 1
         self.deepest = int(self.depth_N.max()) + 1
-        self.scoring = Scoring(0.25) if cell.cache == "mla" else PLAIN  # absorbed queries do not tell the scale
+        self.scoring = Scoring(0.25) if cell.rank else PLAIN  # absorbed queries do not tell the scale
         if cell.capped:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
-        self.heads_kv, self.head_dim = (1, C + D) if cell.cache == "mla" else (K, D)
+        self.heads_kv, self.head_dim = (1, cell.rank + D) if cell.rank else (K, D)
         self.fill()
 
     def new_cache(self, num_slots: int) -> KVCache:
         kinds, device = tuple(LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
-            return KVCache(LatentLayout(C, D, self.dtype), kinds, num_slots, device=device)
+            return KVCache(LatentLayout(RANKS["mla"], D, self.dtype), kinds, num_slots, device=device)
+        if self.cell.cache == FP8_LATENTS:
+            return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], D), kinds, num_slots, device=device)
         if self.cell.cache != "auto":
             return KVCache(QuantLayout(self.cell.cache, K, D, device), kinds, num_slots, device=device)
         return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
@@ -140,8 +150,8 @@ class World:
 
     def write(self, layer: int, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         view = self.cache.view(layer)
-        if self.cell.cache == "mla":
-            view.latent[slots_T] = kv_T2KD.flatten(1)  # type: ignore[attr-defined]
+        if isinstance(view, LatentView):
+            view.put(slots_T, kv_T2KD.flatten(1))
         else:
             view.write(slots_T, kv_T2KD)
 
@@ -154,7 +164,7 @@ class World:
             self.write(layer, slots_T, self.fresh(len(slots_T)))
 
     def fresh(self, tokens: int) -> Tensor:
-        return self.rand(tokens, 1, C + D) if self.cell.cache == "mla" else self.rand(tokens, 2, K, D)
+        return self.rand(tokens, 1, self.head_dim) if self.cell.rank else self.rand(tokens, 2, K, D)
 
     def slots(self, b: int, count: int) -> Tensor:
         return PageTable(self.table[b : b + 1], self.cell.page_size).slots_at(torch.arange(count, device=DEVICE)[None])[0]
@@ -176,7 +186,7 @@ class World:
         """One pass: every layer stores its tokens, and attends."""
         outs = []
         for layer, fresh in enumerate(kv):
-            if self.cell.cache == "mla":
+            if self.cell.rank:
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
             else:
                 qkv_TXD = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1)
