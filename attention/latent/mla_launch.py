@@ -167,6 +167,8 @@ def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool,
     Measured at DeepSeek's dims: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     wanted = max(16, triton.next_power_of_2(packed))
+    if scaled and generation >= 9:  # codes are converted on the way into shared memory, from which only such tiles are fed
+        wanted = max(wanted, 64)
     if itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     if wanted < 64:
