@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
-from specdec.attention.flash.rule import MEASURED_HEAD_DIM, why_fa4
+from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.config import GraphMode
 
@@ -58,6 +59,8 @@ class Capability:
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
     fp8_from: the lowest compute capability for float8, in KV or latents.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").
+    split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
+        two keys.  No backend reads these in 8 bits.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
         reads shared prefixes.
     """
@@ -80,6 +83,7 @@ class Capability:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
+    split_heads: bool = False
     tree: bool = True
     graphs: tuple[GraphMode, ...] = GRAPH_MODES
     shared_prefixes: bool = True
@@ -90,19 +94,19 @@ TABLE = {
     c.name: c
     for c in (
         Capability(
-            "torch", "gathered keys, SDPA", "CPU, H100", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring",
+            "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
+            mla="any scoring", split_heads=True,
         ),
         Capability(
-            "triton", "our kernels", "H100", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain",
+            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", split_heads=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
             head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
         ),
         Capability(
-            "fa3", "flash_attn_interface", UNSEEN, package="flash-attn-3", least_version=(3, 0), architectures=(9,),
+            "fa3", "flash_attn_interface", "H200", package="flash-attn-3", least_version=(3, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
         ),
         Capability(
@@ -126,7 +130,10 @@ class AttentionNeeds:
     """What a pair of models and its settings need of attention.
 
     architecture: the GPU's compute capability; None on a CPU.
+    gpu: the kind of GPU, as gpu_kind names it.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
+    value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
+    differential: whether these values are those of differential attention.
     kv_cache_dtype: as in EngineOptions.
     mla, latent_rank: whether the target keeps latents, and their rank.
     tree: whether draft trees branch.
@@ -140,7 +147,10 @@ class AttentionNeeds:
     device: torch.device
     dtype: torch.dtype
     architecture: tuple[int, int] | None = None
+    gpu: str = ""
     head_dims: tuple[int, ...] = (128,)
+    value_dims: tuple[int, ...] = ()
+    differential: bool = False
     kinds: tuple[LayerKind, ...] = (FULL,)
     softcap: bool = False
     sinks: bool = False
@@ -160,6 +170,13 @@ class AttentionNeeds:
 def architecture_of(device: torch.device) -> tuple[int, int] | None:
     """The GPU's compute capability (major, minor); None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
+def gpu_kind(device: torch.device) -> str:
+    """The kind of GPU by which measured rules are kept: "H100" or "H200"; the empty string for any other device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+    return next((kind for kind in MEASURED if kind in name), "")
 
 
 def kind_name(kind: LayerKind) -> str:
@@ -185,7 +202,7 @@ def short(dtype: torch.dtype) -> str:
 
 def listed(numbers: tuple[int, ...]) -> str:
     """Numbers as text: 1, 2 or 3."""
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+    return str(numbers[0]) if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 def _major_minor(text: str) -> tuple[int, int]:
@@ -217,7 +234,7 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         names = " or ".join(short(dtype) for dtype in c.dtypes)
         best = c.dtypes[0]
         yield Fault(f"computes {names}, got {short(n.dtype)}", f"dtype='{short(best)}'", replace(n, dtype=best))
-    for dim in n.head_dims:
+    for dim in (*n.head_dims, *n.value_dims):
         if c.head_dims and (not c.head_dims.least <= dim <= c.head_dims.most or dim % c.head_dims.multiple):
             yield Fault(f"takes heads of {c.head_dims}, got {dim}")
     if n.page_size in c.unread_pages:
@@ -235,7 +252,20 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault("does not read MLA's latent cache")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
         yield Fault("reads MLA's latent cache without softcap or sinks, which these models use")
+    yield from _split_faults(c, n)
     yield from _plan_faults(c, n)
+
+
+def _split_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    """What keeps a backend from values that are not as wide as their keys."""
+    if not n.value_dims:
+        return
+    what = "differential attention" if n.differential else "values that are not as wide as their keys"
+    if not c.split_heads:
+        yield Fault(f"does not read {what}, got values of {listed(n.value_dims)}")
+    if n.kv_cache_dtype != "auto":
+        problem = f"reads {what} in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
+        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
 
 
 def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
@@ -263,7 +293,8 @@ def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if kept not in c.kv_cache_dtypes:
         yield fault("reads KV in the models' own dtype", "auto")
     elif kept == FP8_LATENTS and not n.mla:
-        yield fault(f"keeps latents (MLA) as {FP8_LATENTS}, which these models have none of", "int8" if is_too_old else "fp8")
+        nearest = "auto" if n.value_dims else "int8" if is_too_old else "fp8"
+        yield fault(f"keeps latents (MLA) as {FP8_LATENTS}, which these models have none of", nearest)
     elif n.mla and kept in KV_CACHE_DTYPES:
         nearest = "auto" if is_too_old or n.latent_rank % GROUP else FP8_LATENTS
         yield fault(f"keeps latents (MLA) in the model's own dtype or as {FP8_LATENTS}", nearest)
@@ -354,7 +385,8 @@ def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
         if not_torch := why_not("torch", needs):
             raise ValueError(not_torch)
         return BackendChoice("torch", f"triton {problem}")
-    if not why_not("fa4", needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
-        if reason := why_fa4(needs.rows, needs.kv_heads, needs.packed, needs.tokens):
-            return BackendChoice("fa4", reason, by_rule=True)
+    library = MEASURED.get(needs.gpu)
+    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
+        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens)):
+            return BackendChoice(library, reason, by_rule=True)
     return BackendChoice("triton", "CUDA device and triton installed")

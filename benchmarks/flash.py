@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.capabilities import gpu_kind
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.flash.backend import FlashBackend
-from specdec.attention.flash.rule import fa4_is_faster
+from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kernels.triton_backend import TritonBackend
 
 spec = importlib.util.spec_from_file_location("attention_cells", Path(__file__).with_name("attention.py"))
@@ -57,7 +58,7 @@ MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_att
 class Side:
     """One backend over all layers of a world, as in a model: the plan is prepared once."""
 
-    def __init__(self, backend: TritonBackend) -> None:
+    def __init__(self, backend: Any) -> None:
         self.backend = backend
 
     def __call__(self, world: Any) -> list[Tensor]:
@@ -76,10 +77,12 @@ def measure(case: Any, pool: Tensor, ours: Side, library: Side, replays: int) ->
     library_us, library_out = cells.timed(library, world, replays)
     packed = case.N * cells.H // cells.K
     prefix = world.plan.segments[0]
+    name, gpu = library.backend.library, gpu_kind(prefix.cache_seqlens.device)
+    by_rule = is_faster(name, gpu, Reads(prefix.rows, cells.K, packed, prefix.max_keys))
     row: dict[str, Any] = {
         "kind": case.kind, "B": case.B, "L": case.L, "N": case.N, "packed": packed,
         "us": round(us, 2), "library_us": round(library_us, 2), "ratio": round(us / library_us, 3),
-        "rule": "fa4" if fa4_is_faster(prefix.rows, cells.K, packed) else "ours",
+        "rule": name if by_rule else "ours",
         "first_call_s": round(first, 2), "apart": cells.apart(out, library_out),
     }  # fmt: skip
     if case.B * case.L <= ORACLE_KEYS and case.N <= 64:
@@ -104,7 +107,7 @@ def main() -> int:
     parser.add_argument("--pool-gb", type=float, default=36.0, help="GPU memory for caches; larger cases are skipped")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--library", choices=("fa2", "fa3", "fa4"), default="fa4")
-    parser.add_argument("--part", choices=("all", "cells", "between"), default="all")
+    parser.add_argument("--part", choices=("all", "cells", "between", "prompts"), default="all")
     args = parser.parse_args()
     start = time.perf_counter()
     importlib.import_module(MODULES[args.library])  # seconds, and not part of a first call
@@ -112,14 +115,14 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, {cells.versions()}, import of {args.library} {import_s:.1f} s")
     pool = torch.empty(int(args.pool_gb * 1e9) // 2, dtype=torch.bfloat16, device="cuda").normal_()
     ours, library, rows = Side(TritonBackend()), Side(FlashBackend(args.library)), []
-    asked = {"all": cells.CAUSAL + cells.TREES + BETWEEN + PROMPTS, "cells": cells.CAUSAL + cells.TREES}
+    asked = {"all": cells.CAUSAL + cells.TREES + BETWEEN + PROMPTS, "cells": cells.CAUSAL + cells.TREES, "prompts": PROMPTS}
     print(f"kind     B       L     N        us    {args.library} us  ratio   the rule takes")
     for case in asked.get(args.part, BETWEEN + PROMPTS):
         if case.B * (case.L + case.N + cells.PAGE_SIZE) * 2 * cells.K * cells.D > pool.numel():
             continue
         rows.append(measure(case, pool, ours, library, args.replays))
         print(show(rows[-1]), flush=True)
-    wrong = [row for row in rows if (row["ratio"] > 1.0) != (row["rule"] == "fa4")]
+    wrong = [row for row in rows if (row["ratio"] > 1.0) != (row["rule"] != "ours")]
     faster = sum(row["ratio"] > 1 for row in rows)
     print(f"{args.library} is faster in {faster} of {len(rows)}; the rule takes the slower in {len(wrong)}:")
     for row in sorted(wrong, key=lambda row: row["ratio"]):

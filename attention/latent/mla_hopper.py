@@ -34,11 +34,9 @@ from specdec.attention.kernels.paged_triton import LN2, LOG2E
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-def _tile(bits: int) -> gl.NVMMASharedLayout:
-    """The layout of shared memory that products read."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+TILE = gl.NVMMASharedLayout(
+    swizzle_byte_width=128, element_bitwidth=16, rank=2
+)  # the layout of shared memory that products read
 
 
 @gluon.jit
@@ -49,53 +47,65 @@ def _copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _slots(pages, start, high, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
-    """The slots of the 64 keys from `start` on, and which of them lie before `high`."""
-    key_N = start + gl.arange(0, 64, layout=layout)
-    page_N = gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
-    return page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE, key_N < high
+def _pages_of(pages, start, high, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
+    """The page numbers of the 64 keys from `start` on."""
+    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    return gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
 
 
 @gluon.jit
 def _copy_keys(
-    to, keys, pages, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
+    to, keys, page_N, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
 ):
     """Copies the 64 keys from `start` on, from pages of any size."""
-    slot_N, ok_N = _slots(pages, start, high, PAGE_SIZE, gl.SliceLayout(1, layout))
-    _copy_rows(to, keys + slot_N * STRIDE, ok_N, COLUMNS, layout)
+    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    base_N = keys + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * STRIDE
+    _copy_rows(to, base_N, key_N < high, COLUMNS, layout)
+
+
+@gluon.jit
+def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.constexpr):
+    """Loads 64 keys of one page through the copy engine."""
+    slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
+    mbarrier.expect(bar, 64 * 576 * 2)
+    _fetch(tiles_c, [slot, 0], bar, to_c)
+    _fetch(tiles_r, [slot, 0], bar, to_r)
 
 
 @gluon.jit
 def _start_loading(
-    to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, start, high,
+    to_c, to_r, bar, latent, rope, tiles_c, tiles_r, pages, wide_N, narrow_N, start, high,
     LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, TMA: gl.constexpr,
     WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block, which must
-    not be read whole: the slots after the row's end may hold NaN.
+    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block.
+
+    wide_N, narrow_N: the keys' page numbers, read before: without TMA each key may lie in a page of its own.
     """
     if TMA:
         if start + 64 <= high:
-            slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
-            mbarrier.expect(bar, 64 * (512 * latent.dtype.element_ty.primitive_bitwidth // 8 + 64 * 2))
-            _fetch(latent_tiles, [slot, 0], bar, to_c)
-            _fetch(rope_tiles, [slot, 0], bar, to_r)
+            _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
         else:
-            _copy_keys(to_c, latent, pages, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
-            _copy_keys(to_r, rope, pages, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+            last_wide_N = _pages_of(pages, start, high, PAGE_SIZE, WIDE)
+            last_narrow_N = _pages_of(pages, start, high, PAGE_SIZE, NARROW)
+            _copy_keys(to_c, latent, last_wide_N, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
+            _copy_keys(to_r, rope, last_narrow_N, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
     else:
-        _copy_keys(to_c, latent, pages, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
-        _copy_keys(to_r, rope, pages, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+        _copy_keys(to_c, latent, wide_N, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
+        _copy_keys(to_r, rope, narrow_N, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _load_codes(latent, scales, pages, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr):
+def _load_codes(
+    latent, scales, page_N, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    wide: gl.constexpr,
+):  # fmt: skip
     """The codes [N, C] of the 64 keys from `start` on, and their scales [N, G]; zeros from `high` on."""
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     GROUPS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0]))
-    slot_N, ok_N = _slots(pages, start, high, PAGE_SIZE, gl.SliceLayout(1, FLAT))
-    c = gl.arange(0, 512, layout=gl.SliceLayout(0, FLAT))
+    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+    slot_N, ok_N = page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE, key_N < high
+    c = gl.arange(0, 512, layout=gl.SliceLayout(0, wide))
     codes = gl.load(latent + (slot_N * STRIDE)[:, None] + c[None, :], mask=ok_N[:, None] & (c < 512)[None, :], other=0.0)
     slot_N, ok_N = gl.convert_layout(slot_N, gl.SliceLayout(1, GROUPS)), gl.convert_layout(ok_N, gl.SliceLayout(1, GROUPS))
     g = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
@@ -104,12 +114,11 @@ def _load_codes(latent, scales, pages, start, high, STRIDE: gl.constexpr, SCALES
 
 
 @gluon.jit
-def _store_values(to, codes, scale_NG):
+def _store_values(to, codes, scale_NG, wide: gl.constexpr):
     """Writes a block of codes [N, C], multiplied with their scales, to `to`, which is float16.
 
     Scales are limited so that 448 times a scale is finite in float16.
     """
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     GROUPED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0])
     codes_NGE = gl.convert_layout(codes.reshape([64, 4, 128]), GROUPED, assert_trivial=True)
     scale_NG = gl.minimum(scale_NG, 146.0).to(gl.float16)
@@ -130,7 +139,7 @@ def _store_values(to, codes, scale_NG):
         is_pure=True,
         pack=4,
     )
-    to.store(gl.convert_layout(x_NGE.reshape([64, 512]), FLAT, assert_trivial=True))
+    to.store(gl.convert_layout(x_NGE.reshape([64, 512]), wide, assert_trivial=True))
 
 
 @gluon.jit
@@ -161,7 +170,7 @@ def latent_hopper_kernel(
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
     TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The arguments are those of latent_attention_kernel, without first keys."""
+    """The arguments are those of latent_attention_kernel, without first keys.  TMA: only without scales."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -189,7 +198,7 @@ def latent_hopper_kernel(
     if CAUSAL:
         whole = gl.minimum(high, length - queries + 1)
     pages = page_table + row.to(gl.int64) * stride_row
-    engine_end = high if TMA and not SCALED else low  # the copy engine loads the full blocks that end at or before this key
+    engine_end = high if TMA else low  # the copy engine loads the full blocks that end at or before this key
 
     TO: gl.constexpr = gl.float16 if SCALED else q.dtype.element_ty
     LIFT: gl.constexpr = 14.0 if SCALED else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
@@ -211,26 +220,31 @@ def latent_hopper_kernel(
         gl.store(lse + state_M, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)
         return
     blocks = gl.maximum(gl.cdiv(high - low, 64), 1)  # at least 1: into a loop that may not run the compiler puts a wait
+    wide_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, WIDE)
+    narrow_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, NARROW)
     packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
     if SCALED:
         unit_M = _load_queries(q_c, q_r, base, packed // HEADS < queries, WIDE, NARROW)
         scale2 = (gl.convert_layout(unit_M, gl.SliceLayout(1, S)) * (scale * LOG2E))[:, None]
-        codes, scale_NG = _load_codes(latent, scales, pages, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE)
-        _copy_keys(r_s.index(0), rope, pages, low, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+        codes, scale_NG = _load_codes(latent, scales, wide_N, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, WIDE)
+        _copy_keys(r_s.index(0), rope, narrow_N, low, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
         async_copy.commit_group()
-        _store_values(c_s.index(0), codes, scale_NG)
+        _store_values(c_s.index(0), codes, scale_NG, WIDE)
     else:
+        scale2 = scale * LOG2E
         _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
         packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
         base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
         _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
         async_copy.commit_group()
-        scale2 = scale * LOG2E
         _start_loading(
-            c_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, low, high,
-            LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
+            c_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, low,
+            high, LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
         )  # fmt: skip
+    if not TMA:  # page numbers are read one block ahead, so that the copies of the block can start at once
+        wide_N = _pages_of(pages, low + 64, high, PAGE_SIZE, WIDE)
+        narrow_N = _pages_of(pages, low + 64, high, PAGE_SIZE, NARROW)
     async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
@@ -253,14 +267,19 @@ def latent_hopper_kernel(
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
         if SCALED:
-            codes, scale_NG = _load_codes(latent, scales, pages, start + 64, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE)
-            _copy_keys(to_r, rope, pages, start + 64, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+            codes, scale_NG = _load_codes(
+                latent, scales, wide_N, start + 64, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, WIDE
+            )  # fmt: skip
+            _copy_keys(to_r, rope, narrow_N, start + 64, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
             async_copy.commit_group()
         elif block + 1 < blocks:
             _start_loading(
-                to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, start + 64, high,
+                to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, start + 64, high,
                 LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
             )  # fmt: skip
+        if not TMA:
+            wide_N = _pages_of(pages, start + 128, high, PAGE_SIZE, WIDE)
+            narrow_N = _pages_of(pages, start + 128, high, PAGE_SIZE, NARROW)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > whole:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
@@ -273,14 +292,13 @@ def latent_hopper_kernel(
         p_MN = gl.exp2(s_MN - (shift_M - LIFT)[:, None])
         decay_M = gl.exp2(top_M - shift_M)
         top_M = new_M
-        total_M = total_M * decay_M + gl.sum(p_MN, 1)
         p_s.store(p_MN.to(TO))
         fence_async_shared()
         _barrier()
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
         if SCALED:  # while the product runs
-            _store_values(to_c, codes, scale_NG)
+            _store_values(to_c, codes, scale_NG, WIDE)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
         if SCALED:
             async_copy.wait_group(0)
@@ -300,9 +318,6 @@ def latent_hopper_kernel(
 
 
 def blocks_of(latent: Tensor, rope: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The copy engine's descriptors of a block's latents (or their codes) and of their rotated part."""
-    wide, narrow = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], _tile(8 * x.element_size()))
-        for x in (latent, rope)
-    )
+    """The copy engine's descriptors of a block's latents and of their rotated part."""
+    wide, narrow = (TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], TILE) for x in (latent, rope))
     return wide, narrow

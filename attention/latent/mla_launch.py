@@ -27,6 +27,8 @@ from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
+SHORT, SHORT_LEAST = 4096, 64
+
 
 class LatentTiles(NamedTuple):
     """What one program works on.
@@ -94,7 +96,7 @@ def _launch_paged(
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.pages.page_size % tiles.block_n == 0
+        by_engine = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
         blocks = blocks_of(*keys.pointers[:2]) if by_engine else keys.pointers[:2]
         latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
         return
@@ -132,6 +134,8 @@ def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, program
     dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
     scaled = view.parts.scales_NG is not None
     tiles = latent_tiles(packed, dims, q_THL.element_size(), local, scaled, gpu_generation(q_THL.device))
+    if segment.max_keys <= SHORT:
+        tiles = tiles._replace(least=SHORT_LEAST)
     num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
     return tiles, latent_splits(num_tiles, segment.max_keys, tiles.least, programs)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend
+from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.kv import heads_a_key, keeps_latents, latent_rank
+from specdec.models.diffllama.config import DiffLlamaConfig
+from specdec.models.kv import heads_a_key, keeps_latents, latent_rank, split_widths
 from specdec.options import EngineOptions
 
 
@@ -154,7 +155,10 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         settings.device,
         settings.dtype,
         architecture_of(settings.device),
+        gpu_kind(settings.device),
         head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not keeps_latents(c))),
+        value_dims=split_widths(*configs),
+        differential=isinstance(target, DiffLlamaConfig),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),

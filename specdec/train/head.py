@@ -59,6 +59,8 @@ def train_head(
     torch.manual_seed(run.seed)
     train, held = load_documents(texts, run.held_out)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
+    if refusal := decoder.model.config.features_refusal:
+        raise ValueError(f"target: an EAGLE-3 head can't be trained for {target}: {refusal}")
     set_training_threads(decoder.settings.device, threads)
     rows = _rows(decoder, train, run, folder / "self_text.pt", resume).to(decoder.settings.device)
     model = decoder.model
@@ -81,8 +83,8 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     """
     config = model.config
     shape = replace(
-        config, num_layers=1, layer_kinds=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False,
-        intermediate_size=run.intermediate_size or config.intermediate_size,
+        config, num_layers=1, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False,
+        mlp_bias=False, intermediate_size=run.intermediate_size or config.intermediate_size,
     )  # fmt: skip
     head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
     device = model.embed_tokens.weight.device

@@ -112,8 +112,12 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "two at once": dict(mla=True, head_dims=(), kv_cache_dtype="fp8"),
     "latents on Ampere": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", architecture=(8, 0)),
     "keys as latents": dict(kv_cache_dtype="fp8_ds_mla"),
+    "wide values as latents": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8_ds_mla"),
     "odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", latent_rank=320),
     "int8 for odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="int8", latent_rank=320),
+    "split heads in int8": dict(value_dims=(64,), kv_cache_dtype="int8"),
+    "differential in fp8": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8"),
+    "values too wide": dict(value_dims=(512,), differential=True),
     "fp8 on Ampere": dict(architecture=(8, 0), kv_cache_dtype="fp8"),
     "nothing": dict(),
     "shared_prefixes": dict(shared_prefixes=True),
@@ -175,7 +179,7 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     first = CELLS[0].needs
     varied = {f.name for f in fields(AttentionNeeds) for c in CELLS if getattr(c.needs, f.name) != getattr(first, f.name)}
     elsewhere = {key for change in OTHER_MACHINES.values() for key in change}
-    only_for_auto = {"rows", "tokens", "kv_heads", "packed"}
+    only_for_auto = {"gpu", "rows", "tokens", "kv_heads", "packed"}
     assert varied | elsewhere | only_for_auto == {f.name for f in fields(AttentionNeeds)}
 
 

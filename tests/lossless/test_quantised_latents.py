@@ -15,7 +15,8 @@ from toolkit.oracles.stored import is_clearly_the_oracle_s_text
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.caches.fp8_latent import Fp8LatentLayout
 from specdec.attention.latent import mla, upconvert
-from specdec.loading.build import kv_bytes_per_page
+from specdec.engine.pages.groups import ALL
+from specdec.loading.memory import kv_page_bytes
 
 TARGET = "v3-wide-latents"
 CASES = [("eagle3", (4, 4, 16), 16), ("eagle3", (4, 1, 5), 1), ("eagle1", (3, 8, 24), 5)]
@@ -69,7 +70,9 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: DeepseekZoo, tmp_path: P
     decoder = zoo.decoder(TARGET, "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype="fp8_ds_mla")
     caches = Driver(decoder).caches
     taken = sum(plane.nbytes for cache in caches for plane in cache.planes.values())
-    assert taken == Driver(decoder).pages_allocated * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
+    assert decoder.head is not None
+    configs = [decoder.model.config, decoder.head.config.model]
+    assert taken == Driver(decoder).pages_allocated * kv_page_bytes(configs, decoder.settings, (ALL,))[0]
     assert caches[0].layout.bytes == 128 + 4 + 2 * 8 and caches[0].planes["latent"].dtype == torch.uint8
 
 

@@ -129,27 +129,34 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("asked", "change"),
+    ("gpu", "asked", "change"),
     [
-        ("fa4", dict()),
-        ("triton", dict(rows=4)),
-        ("triton", dict(packed=128)),
-        ("triton", dict(tokens=1024)),
-        ("triton", dict(tree=False)),
-        ("triton", dict(head_dims=(128, 64))),
-        ("triton", dict(architecture=(8, 0))),
-        ("triton", dict(page_size=128)),
-        ("triton", dict(kv_cache_dtype="fp8")),
+        ("H100", "fa4", dict()),
+        ("H100", "triton", dict(rows=4)),
+        ("H100", "triton", dict(packed=128)),
+        ("H100", "triton", dict(tokens=1024)),
+        ("H100", "triton", dict(tree=False)),
+        ("H100", "triton", dict(head_dims=(128, 64))),
+        ("H100", "triton", dict(architecture=(8, 0))),
+        ("H100", "triton", dict(page_size=128)),
+        ("H100", "triton", dict(kv_cache_dtype="fp8")),
+        ("H200", "fa3", dict()),
+        ("H200", "fa3", dict(packed=128)),
+        ("H200", "triton", dict(packed=124)),
+        ("H200", "triton", dict(tokens=1024)),
+        ("H200", "triton", dict(tree=False)),
+        ("H200", "triton", dict(head_dims=(64,))),
+        ("", "triton", dict()),
     ],
 )
-def test_auto_takes_what_measured_faster(asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: seconds of compiling for calls that our own kernel answers sooner, and a choice without a reason."""
+def test_auto_takes_what_measured_faster(gpu: str, asked: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a library where our own kernel answers sooner, or on a GPU that nobody measured, and no reason given."""
     fake_flash.install(monkeypatch)
     needs = AttentionNeeds(
-        torch.device("cuda"), torch.bfloat16, (9, 0), head_dims=(128,), rows=8, tokens=8192, kv_heads=8, packed=256
+        torch.device("cuda"), torch.bfloat16, (9, 0), gpu, head_dims=(128,), rows=8, tokens=8192, kv_heads=8, packed=256
     )
     choice = choose_backend("auto", replace(needs, **change))
-    assert choice.name == asked and choice.reason and choice.by_rule == (asked == "fa4")
+    assert choice.name == asked and choice.reason and choice.by_rule == (asked != "triton")
 
 
 class Asked(Exception):

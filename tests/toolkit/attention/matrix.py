@@ -19,8 +19,11 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.split_cache import PairedView, SplitLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
-from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs
+from specdec.attention.differential.inputs import DifferentialInputs
+from specdec.attention.differential.subtract import Difference, subtract_halves
+from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
@@ -35,19 +38,21 @@ HAS_GPU = torch.cuda.is_available()
 H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
-CACHES = (*KV_DTYPES, "mla")
+SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
+CACHES = (*KV_DTYPES, "mla", "split", "differential")
 RANKS = {"mla": 16, FP8_LATENTS: 128}  # C, of the caches that keep latents
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
-N, H, K = 4, 4, 2
+N, H, K, E = 4, 4, 2, 8
 D = 64 if HAS_GPU else 16  # builds of flash-attn 2 may lack smaller heads
+DIFFERENCE = (0.6, 0.7, 1e-5)  # a factor, a scale and an eps
 PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
 SOFTCAP, SINKS = 3.0, (0.5, -1.0, 0.0, 2.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest, and of each element
 
 
 class Cell(NamedTuple):
-    """cache: a kv_cache_dtype, or mla.  capped: with softcap and sinks."""
+    """cache: a kv_cache_dtype; mla; split: values of another width; or differential.  capped: with softcap and sinks."""
 
     backend: str
     kind: str
@@ -67,7 +72,9 @@ class Cell(NamedTuple):
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
             softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
-            kv_cache_dtype="auto" if self.cache == "mla" else self.cache, page_size=self.page_size, tree=self.tree,
+            kv_cache_dtype=self.cache if self.cache in KV_DTYPES else "auto",
+            value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
+            differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
         )  # fmt: skip
 
@@ -116,8 +123,22 @@ class Absorbed(LayerInputs):
         raise NotImplementedError("the matrix has a definition of its own")
 
 
+def split_row(row: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [tokens, K, D] and values [tokens, K, E] of one row of numbers a token."""
+    k, v = row.split((K * D, K * E), dim=1)
+    return k.unflatten(1, (K, D)), v.unflatten(1, (K, E))
+
+
+def difference() -> Difference:
+    factor, scale, eps = DIFFERENCE
+    return Difference(torch.tensor(factor, device=DEVICE), scale, eps)
+
+
 class World:
-    """Two sequences whose pages lie scattered, with N more tokens each: a chain, or a tree.  Unread slots hold NaN."""
+    """Two sequences whose pages lie scattered, with N more tokens each: a chain, or a tree.  Unread slots hold NaN.
+
+    There is a layer of every kind, and, but for latents, one more that shares the windowed layer's keys and values.
+    """
 
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, P = cell, cell.page_size
@@ -141,9 +162,13 @@ class World:
             return KVCache(LatentLayout(RANKS["mla"], D, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == FP8_LATENTS:
             return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], D), kinds, num_slots, device=device)
-        if self.cell.cache != "auto":
-            return KVCache(QuantLayout(self.cell.cache, K, D, device), kinds, num_slots, device=device)
-        return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
+        if self.cell.cache == "split":
+            return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
+        if self.cell.cache == "differential":
+            return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
+        layout = HeadsLayout(K, D, self.dtype) if self.cell.cache == "auto" else QuantLayout(self.cell.cache, K, D, device)
+        kinds, sources = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
+        return KVCache(layout, kinds, num_slots, device=device, sources=sources)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
@@ -152,6 +177,8 @@ class World:
         view = self.cache.view(layer)
         if isinstance(view, LatentView):
             view.put(slots_T, kv_T2KD.flatten(1))
+        elif self.cell.cache == "split":
+            view.write_heads(slots_T, *split_row(kv_T2KD))  # type: ignore[attr-defined]
         else:
             view.write(slots_T, kv_T2KD)
 
@@ -164,7 +191,8 @@ class World:
             self.write(layer, slots_T, self.fresh(len(slots_T)))
 
     def fresh(self, tokens: int) -> Tensor:
-        return self.rand(tokens, 1, self.head_dim) if self.cell.rank else self.rand(tokens, 2, K, D)
+        shapes = {"split": (K * (D + E),)} | dict.fromkeys(RANKS, (1, self.head_dim))
+        return self.rand(tokens, *shapes.get(self.cell.cache, (2, K, D)))
 
     def slots(self, b: int, count: int) -> Tensor:
         return PageTable(self.table[b : b + 1], self.cell.page_size).slots_at(torch.arange(count, device=DEVICE)[None])[0]
@@ -183,14 +211,21 @@ class World:
         return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()))
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:
-        """One pass: every layer stores its tokens, and attends."""
+        """One pass: every layer stores its tokens, and attends; the layer that shares attends with other queries."""
         outs = []
         for layer, fresh in enumerate(kv):
             if self.cell.rank:
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
+            elif self.cell.cache == "split":
+                outs.append(attn(layer, SplitInputs(DenseHeads(q_THD, *split_row(fresh))), scoring=self.scoring))
             else:
-                qkv_TXD = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1)
-                outs.append(attn(layer, HeadInputs(qkv_TXD, HeadPrep(None, K)), scoring=self.scoring))
+                qkv_TXD, prep = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1), HeadPrep(None, K)
+                inputs: LayerInputs = HeadInputs(qkv_TXD, prep)
+                if self.cell.cache == "differential":
+                    inputs = DifferentialInputs(qkv_TXD, prep, difference())
+                outs.append(attn(layer, inputs, scoring=self.scoring))
+        if self.cell.cache in KV_DTYPES and not self.cell.rank:
+            outs.append(attn(len(kv), QueryInputs(-q_THD, HeadPrep(None, 0)), scoring=self.scoring))
         return outs
 
     def dense(self, layer: int, q_THD: Tensor) -> Tensor:
@@ -198,23 +233,26 @@ class World:
         kind, outs = self.cache.kinds[layer], []
         for b, q_NHD in enumerate(q_THD.unflatten(0, (len(LENS), N))):
             L = int(self.lens_B[b])
-            k, v = self.cache.view(layer).read(self.slots(b, L + N), torch.float64)
+            view = self.cache.view(layer)
+            view = PairedView(view.kv) if self.cell.cache == "differential" else view  # type: ignore[attr-defined]
+            k, v = view.read(self.slots(b, L + N), torch.float64)
             at_X = torch.cat((torch.arange(L, device=DEVICE), L + self.depth_N))
             seen_NX = torch.cat((torch.ones(N, L, dtype=torch.bool, device=DEVICE), self.mask_NN), dim=1)
             seen_NX &= of_kind(kind, L + self.depth_N, at_X)
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring)[0])
-        return torch.cat(outs)
+        out = torch.cat(outs)
+        return subtract_halves(out, K, difference()) if self.cell.cache == "differential" else out
 
     def inputs(self) -> tuple[Tensor, list[Tensor]]:
         return self.rand(len(LENS) * N, H, self.head_dim), [self.fresh(len(LENS) * N) for _ in LAYERS]
 
     def check(self, outs: list[Tensor], q_THD: Tensor) -> None:
         tolerance = TOLERANCE[self.dtype]
-        for layer, (kind, out) in enumerate(zip(LAYERS, outs, strict=True)):
+        for layer, (kind, out) in enumerate(zip(self.cache.kinds, outs, strict=True)):
             torch.testing.assert_close(
                 out.double(),
-                self.dense(layer, q_THD),
+                self.dense(layer, q_THD if layer < len(LAYERS) else -q_THD),
                 atol=tolerance,
                 rtol=tolerance,
-                msg=lambda text, kind=kind: f"{kind}: {text}",
+                msg=lambda text, layer=layer, kind=kind: f"layer {layer}, {kind}: {text}",
             )
