@@ -35,7 +35,7 @@ NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 LOGIT_NOISE = {
     "fp8": 2.0**-6,
     "int8": 2.0**-8,
-    FP8_LATENTS: 2.0**-6,
+    FP8_LATENTS: 2.0**-8,
 }  # how far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py
 
 

@@ -15,6 +15,7 @@ from toolkit.oracles.stored import is_clearly_the_oracle_s_text
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.caches.fp8_latent import Fp8LatentLayout
 from specdec.attention.latent import mla, upconvert
+from specdec.config import GraphMode
 from specdec.engine.pages.groups import ALL
 from specdec.loading.memory import kv_page_bytes
 
@@ -63,6 +64,19 @@ def test_text_is_the_target_s_over_rounded_latents(
     assert sum(clear) >= 2, "too many near-ties: choose other prompts"
     assert sum(out.stats.drafted for out in outputs) > 0 and bool(converted) == (upconvert_from < 1000)
     Driver(decoder).assert_nothing_leaked()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["round", "step", False])
+@pytest.mark.parametrize(("shape", "page_size"), [((4, 4, 16), 16), ((3, 1, 4), 5)])
+def test_captured_rounds_write_the_same(
+    zoo: DeepseekZoo, shape: tuple[int, int, int], page_size: int, graphs: GraphMode
+) -> None:
+    """In float32 on a GPU.  Keeps out: a workspace in a captured pass, scales of the pass that was captured."""
+    settings = dict(page_size=page_size, max_batch_size=3, device="cuda", cuda_graphs=graphs, kv_cache_dtype="fp8_ds_mla")
+    decoder = zoo.decoder(TARGET, "eagle3", SpecConfig(*shape), **settings)
+    outputs = decoder.generate(ragged_prompts(40, 6, seed=7), SamplingParams(max_tokens=24))
+    assert sum([is_clearly_the_oracle_s_text(decoder, out) for out in outputs]) >= 2
 
 
 def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: DeepseekZoo, tmp_path: Path) -> None:
