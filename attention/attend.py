@@ -6,7 +6,7 @@ layer: a plan says which query reads which keys, and a layer's inputs say what i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ class PagedAttention:
 
     def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables) -> None:
         self.backend, self.cache = backend, cache
+        self._handed_on: dict[str, Any] = {}
         self._groups = {
             group: _Group(
                 each.slots_T, PreparedPlan(each.plan), None if each.rows_plan is None else PreparedPlan(each.rows_plan)
@@ -51,7 +52,7 @@ class PagedAttention:
         prepared = group.all if rows_R is None else group.rows
         assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
-        return inputs.paged(LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring))
+        return inputs.paged(LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring, self._handed_on))
 
 
 class _Group(NamedTuple):

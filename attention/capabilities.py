@@ -59,6 +59,7 @@ class Capability:
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
     fp8_from: the lowest compute capability for float8, in KV or latents.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").
+    sparse: whether it reads latents that an indexer chose for each query.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
@@ -83,6 +84,7 @@ class Capability:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
+    sparse: bool = False
     split_heads: bool = False
     tree: bool = True
     graphs: tuple[GraphMode, ...] = GRAPH_MODES
@@ -95,11 +97,11 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring", split_heads=True,
+            mla="any scoring", sparse=True, split_heads=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", split_heads=True,
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -135,7 +137,8 @@ class AttentionNeeds:
     value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
     differential: whether these values are those of differential attention.
     kv_cache_dtype: as in EngineOptions.
-    mla, latent_rank: whether the target keeps latents, and their rank.
+    mla, latent_rank, sparse: whether the target's layers keep latents, the latents' rank, and whether an indexer chooses those
+        that a query reads.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
     rows: the most sequences in a batch.
@@ -157,6 +160,7 @@ class AttentionNeeds:
     kv_cache_dtype: str = "auto"
     mla: bool = False
     latent_rank: int = 512
+    sparse: bool = False
     page_size: int = 16
     tree: bool = True
     graphs: GraphMode = False
@@ -250,6 +254,8 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     yield from _kv_faults(c, n)
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
+    if n.sparse and not c.sparse:
+        yield Fault("does not read latents that an indexer chose")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
         yield Fault("reads MLA's latent cache without softcap or sinks, which these models use")
     yield from _split_faults(c, n)

@@ -81,6 +81,7 @@ class Fp8LatentView(LatentView):
 
     rows: Tensor
     rank: int
+    rounds = True
 
     @property
     def width(self) -> int:
@@ -94,7 +95,6 @@ class Fp8LatentView(LatentView):
         self.rows.index_copy_(0, slots_T, pack_latents(latent_TL, self.rank))
 
     def as_stored(self, kept: Tensor) -> Tensor:
-        """These latents [T, L] as a later read of the cache would return them."""
         return unpack_latents(pack_latents(kept, self.rank), self.rank, kept.dtype)
 
     def latents(self, slots_N: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,9 +26,14 @@ class LatentParts(NamedTuple):
 
 
 class LatentView(ABC):
-    """One layer of a cache of latents.  rank: C."""
+    """One layer of a cache of latents.  rank: C.  rounds: whether the cache rounds what it stores."""
 
     rank: int
+    rounds = False
+
+    def as_stored(self, kept: Tensor) -> Tensor:
+        """Latents [T, L] as a later read of the cache would return them."""
+        return kept
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class QuantView:
     scale_2K: Tensor | None = None
     scales_N2K: Tensor | None = None
     needs_scale: bool = False
+    rounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
@@ -100,7 +102,7 @@ def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
     they are.
     """
     views = [cache.view(layer) for layer in range(len(cache.kinds))]
-    rounding = [view for view in views if isinstance(view, RoundingView)]
+    rounding = [view for view in views if isinstance(view, RoundingView) and view.rounds]
     assert len(rounding) in (0, len(views)), "some layers round what they keep, others do not"
     return (lambda layer, kept: rounding[layer].as_stored(kept)) if rounding else None
 

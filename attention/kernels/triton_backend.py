@@ -224,7 +224,7 @@ def check_view(q_THD: Tensor, view: PlannedView) -> None:
 
 def strides_of(k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """A slot's stride; how far values begin after keys; the strides of key heads and of value heads.  All in numbers."""
-    return k.stride(0), v.storage_offset() - k.storage_offset(), k.stride(1), v.stride(1)
+    return k.stride(0), int(v.storage_offset() - k.storage_offset()), k.stride(1), v.stride(1)
 
 
 def quant_of(view: PlannedView) -> str:

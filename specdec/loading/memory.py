@@ -92,9 +92,9 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
     """The bytes of one page of each group: keys and values that group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
     for config in configs:
-        a_layer = cache_layout(config, options.kv_cache_dtype, settings.dtype).bytes
+        layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
         for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
-            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * a_layer
+            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * layout.layer_bytes(layer)
     return tuple(sizes)
 
 

@@ -21,6 +21,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.sparse_cache import LatentFormat, SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
@@ -36,6 +37,22 @@ def keeps_latents(config: ModelConfig) -> bool:
 def latent_rank(config: ModelConfig) -> int:
     """How many numbers of a token's latent are not rotated; 0 if the model keeps no latents."""
     return config.rank if isinstance(config, DeepseekConfig) else 0
+
+
+def most_read(config: ModelConfig) -> int | None:
+    """The most keys that a query reads where an indexer chooses them (sparse attention); None: nothing is chosen."""
+    return config.indexer.topk if isinstance(config, DeepseekConfig) and config.indexer is not None else None
+
+
+def key_operations(config: ModelConfig) -> float:
+    """How many more operations a query takes in attention for each key that comes before it, over all layers.
+
+    Layers that read all keys take four for each head and dimension.  Where an indexer chooses the keys, only its scores grow:
+    two for each of its heads and dimensions.  Layers with a window cost the same at every position.
+    """
+    if isinstance(config, DeepseekConfig) and (index := config.indexer) is not None:
+        return 2.0 * index.heads * index.head_dim * len(set(index.sources))
+    return 4.0 * config.num_heads * config.head_dim * sum(kind.span is None for kind in config.layer_kinds)
 
 
 def split_widths(*configs: ModelConfig) -> tuple[int, ...]:
@@ -56,9 +73,12 @@ def cache_layout(
     dtype: the model's.  scales: of an fp8 cache, the checkpoint's scales by layer.
     """
     if isinstance(config, DeepseekConfig):
+        latents: LatentFormat = LatentLayout(config.rank, config.head_dim, dtype)
         if kv_cache_dtype == FP8_LATENTS:
-            return Fp8LatentLayout(config.rank, config.head_dim)
-        return LatentLayout(config.rank, config.head_dim, dtype)
+            latents = Fp8LatentLayout(config.rank, config.head_dim)
+        if (index := config.indexer) is None:
+            return latents
+        return SparseLatentLayout(latents, index.head_dim, dtype, tuple(sorted(set(index.sources))))
     if kv_cache_dtype in ("auto", FP8_LATENTS) and config.value_width:
         return SplitLayout(config.num_kv_heads, config.head_dim, config.value_width, dtype)
     if kv_cache_dtype in ("auto", FP8_LATENTS):
@@ -69,12 +89,21 @@ def cache_layout(
 
 def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
-    return len(set(config.kv_source)) * cache_layout(config, kv_cache_dtype, dtype).bytes
+    layout = cache_layout(config, kv_cache_dtype, dtype)
+    return sum(layout.layer_bytes(layer) for layer in set(config.kv_source))
 
 
-def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
-    """Bytes that all layers read of one token; layers that share keys and values each read them."""
-    return config.num_layers * cache_layout(config, kv_cache_dtype, dtype).bytes
+def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
+    """Bytes that all layers read at least of a sequence of `context` tokens.  Layers that share keys and values each read them.
+
+    Where an indexer chooses, its layers read all of its keys, and each layer the latents of the most tokens that a query reads.
+    """
+    layout = cache_layout(config, kv_cache_dtype, dtype)
+    token = sum(map(layout.layer_bytes, config.kv_source))
+    if not isinstance(config, DeepseekConfig) or (index := config.indexer) is None:
+        return context * token
+    keys = len(set(index.sources)) * index.head_dim * dtype.itemsize
+    return context * keys + min(context, index.topk) * (token - keys)
 
 
 def heads_a_key(config: ModelConfig) -> int:

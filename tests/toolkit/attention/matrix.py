@@ -19,6 +19,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
 from specdec.attention.differential.inputs import DifferentialInputs
@@ -29,7 +30,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep
-from toolkit.attention import fake_flash
+from toolkit.attention import fake_flash, sparse_cells
 from toolkit.attention.caches import Scattered
 from toolkit.oracles.attention import dense_attention, of_kind
 from toolkit.trees import chain_shape, mask_of
@@ -39,8 +40,9 @@ H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
 SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
-CACHES = (*KV_DTYPES, "mla", "split", "differential")
-RANKS = {"mla": 16, FP8_LATENTS: 128}  # C, of the caches that keep latents
+CACHES = (*KV_DTYPES, "mla", "sparse", "sparse fp8", "split", "differential")
+RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of the caches that keep latents
+SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer chose
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
 N, H, K, E = 4, 4, 2, 8
@@ -52,7 +54,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # 
 
 
 class Cell(NamedTuple):
-    """cache: a kv_cache_dtype; mla; split: values of another width; or differential.  capped: with softcap and sinks."""
+    """cache: a kv_cache_dtype; mla; one of SPARSE; split: values of another width; or differential.
+
+    capped: with softcap and sinks.
+    """
 
     backend: str
     kind: str
@@ -68,11 +73,15 @@ class Cell(NamedTuple):
         return RANKS.get(self.cache)
 
     @property
+    def kv_cache_dtype(self) -> str:
+        return FP8_LATENTS if self.cache == "sparse fp8" else self.cache if self.cache in KV_DTYPES else "auto"
+
+    @property
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
             softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
-            kv_cache_dtype=self.cache if self.cache in KV_DTYPES else "auto",
+            sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
             differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
@@ -162,6 +171,11 @@ class World:
             return KVCache(LatentLayout(RANKS["mla"], D, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == FP8_LATENTS:
             return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], D), kinds, num_slots, device=device)
+        if self.cell.cache in SPARSE:  # such layers have no windows
+            rank = RANKS[self.cell.cache]
+            latents = LatentLayout(rank, D, self.dtype) if self.cell.cache == "sparse" else Fp8LatentLayout(rank, D)
+            layout = SparseLatentLayout(latents, sparse_cells.DIM, self.dtype)
+            return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)
         if self.cell.cache == "split":
             return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == "differential":
@@ -177,6 +191,9 @@ class World:
         view = self.cache.view(layer)
         if isinstance(view, LatentView):
             view.put(slots_T, kv_T2KD.flatten(1))
+        elif isinstance(view, SparseLatentView) and view.index_keys is not None:
+            latent_TL, view.index_keys[slots_T] = sparse_cells.split(kv_T2KD.flatten(1), self.head_dim)[:2]
+            view.latents.put(slots_T, latent_TL)
         elif self.cell.cache == "split":
             view.write_heads(slots_T, *split_row(kv_T2KD))  # type: ignore[attr-defined]
         else:
@@ -192,6 +209,7 @@ class World:
 
     def fresh(self, tokens: int) -> Tensor:
         shapes = {"split": (K * (D + E),)} | dict.fromkeys(RANKS, (1, self.head_dim))
+        shapes |= dict.fromkeys(SPARSE, (1, self.head_dim + sparse_cells.WIDTH))
         return self.rand(tokens, *shapes.get(self.cell.cache, (2, K, D)))
 
     def slots(self, b: int, count: int) -> Tensor:
@@ -214,7 +232,10 @@ class World:
         """One pass: every layer stores its tokens, and attends; the layer that shares attends with other queries."""
         outs = []
         for layer, fresh in enumerate(kv):
-            if self.cell.rank:
+            if self.cell.cache in SPARSE:
+                rank = RANKS[self.cell.cache]
+                outs.append(attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), rank), scoring=self.scoring))
+            elif self.cell.rank:
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
             elif self.cell.cache == "split":
                 outs.append(attn(layer, SplitInputs(DenseHeads(q_THD, *split_row(fresh))), scoring=self.scoring))
@@ -239,12 +260,16 @@ class World:
             at_X = torch.cat((torch.arange(L, device=DEVICE), L + self.depth_N))
             seen_NX = torch.cat((torch.ones(N, L, dtype=torch.bool, device=DEVICE), self.mask_NN), dim=1)
             seen_NX &= of_kind(kind, L + self.depth_N, at_X)
+            if isinstance(view, SparseLatentView):
+                tokens_NX = self.last[layer].flatten(1)[b * N : (b + 1) * N]
+                seen_NX = sparse_cells.chosen(view, self.slots(b, L + N), tokens_NX, seen_NX)
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring)[0])
         out = torch.cat(outs)
         return subtract_halves(out, K, difference()) if self.cell.cache == "differential" else out
 
     def inputs(self) -> tuple[Tensor, list[Tensor]]:
-        return self.rand(len(LENS) * N, H, self.head_dim), [self.fresh(len(LENS) * N) for _ in LAYERS]
+        self.last = [self.fresh(len(LENS) * N) for _ in LAYERS]
+        return self.rand(len(LENS) * N, H, self.head_dim), [fresh.clone() for fresh in self.last]
 
     def check(self, outs: list[Tensor], q_THD: Tensor) -> None:
         tolerance = TOLERANCE[self.dtype]
