@@ -87,7 +87,7 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: DeepseekZoo, tmp_path: P
     assert decoder.head is not None
     configs = [decoder.model.config, decoder.head.config.model]
     assert taken == Driver(decoder).pages_allocated * kv_page_bytes(configs, decoder.settings, (ALL,))[0]
-    assert caches[0].layout.bytes == 128 + 4 + 2 * 8 and caches[0].planes["latent"].dtype == torch.uint8
+    assert caches[0].layout.layer_bytes(0) == 128 + 4 + 2 * 8 and caches[0].planes["latent"].dtype == torch.uint8
 
 
 def test_moves_copy_bytes() -> None:
