@@ -109,13 +109,14 @@ class DecodePass(nn.Module):
         slots_BN = pages.next_tokens(lens_B, shape[1]).slots
         plan = chain_plan(pages, lens_B, shape[1]) if mask_BNN is None else tree_plan(pages, lens_B, slots_BN, mask_BNN)
         given, prepared, slots_T = self.given_cache(cache), PreparedPlan(plan), slots_BN.flatten()
+        handed_on: dict[str, Any] = {}
 
         # This is PagedAttention, whose default for `scoring` torch.compile can't trace (torch 2.11) in an object that is made
         # during the trace.
         def attn(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring | None = None) -> Tensor:
             scoring = PLAIN if scoring is None else scoring
             view, kind = given.view(layer), given.kinds[layer]
-            return inputs.paged(LayerCall(self.backend, view, kind, slots_T, prepared, rows_R, scoring))
+            return inputs.paged(LayerCall(self.backend, view, kind, slots_T, prepared, rows_R, scoring, handed_on))
 
         assert plan.positions_T is not None
         out = self.target(tokens_BN.flatten(), plan.positions_T, attn)
@@ -172,6 +173,7 @@ class GivenCache(KVCache):
         layers: Sequence[Mapping[str, Tensor]],
     ) -> None:
         self.layout, self.kinds, self.sources = layout, tuple(kinds), tuple(sources)
+        self.groups, self.group_numbers = (0,) * len(kinds), (0,)
         self.layers = dict(zip(sorted(set(sources)), layers, strict=True))
 
     def view(self, layer: int) -> KVView:

@@ -106,7 +106,8 @@ def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
     shapes = {(call.query.shape[1], *call.key.shape[1::2], call.value.shape[3]) for call in calls}
     if len(shapes) > 1:
         raise Unsupported(
-            f"all layers must have the same heads; got (query heads, kv heads, key dim, value dim) = {sorted(shapes)}"
+            "all layers must have the same heads, because a cache has one shape for all layers; got (query heads, kv heads, "
+            f"key dim, value dim) = {sorted(shapes)}"
         )
     for layer, call in enumerate(calls):
         if call.module not in set(parts.layers[layer].modules()):
