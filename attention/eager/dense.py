@@ -53,7 +53,7 @@ def per_row(x_NHD: Tensor, batch: int) -> Tensor:
 
 def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring) -> Tensor:
     """[B, Q, T, D]: every token attends to its row's tokens up to itself, as far back as the kind allows."""
-    plain = scoring.softcap is None and scoring.sinks_H is None
+    plain = scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None
     if plain and kind.span is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
     mask_TT = visible(q_BQTD.shape[2], kind, q_BQTD.device)
@@ -63,6 +63,9 @@ def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind,
     group = q_BQTD.shape[1] // k_BKTD.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))
     scores = scoring.capped(q_BQTD.to(dtype) @ k.transpose(-1, -2) * scoring.factor(q_BQTD.shape[-1]))
+    if scoring.slopes_H is not None:
+        at_T = torch.arange(q_BQTD.shape[2], device=q_BQTD.device)
+        scores = scores + scoring.slopes_H.to(dtype)[:, None, None] * (at_T - at_T[:, None])
     scores = scores.masked_fill(~mask_TT, -torch.inf)
     if scoring.sinks_H is None:
         return (scores.softmax(-1) @ v).to(q_BQTD.dtype)

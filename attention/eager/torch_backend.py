@@ -32,6 +32,7 @@ class DenseBlock:
     slots_BN: Tensor
     mask_BQN: Tensor | None  # bool; None: every query reads every key
     has_empty_rows: bool  # some query may read no key: its output must be 0, not NaN
+    distance_BQN: Tensor | None = None  # int32, each key's position minus the query's; None: no layer has slopes
     _additive: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def additive_mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
@@ -43,6 +44,12 @@ class DenseBlock:
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._additive[group, dtype] = zeros.masked_fill_(hidden, -torch.inf)
         return self._additive[group, dtype]
+
+    def alibi(self, slopes_H: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """[B, K, Q * G, N]: slopes times distances, for queries packed with the heads of their group."""
+        assert self.distance_BQN is not None, "slopes need a plan for layers of a kind with alibi"
+        slopes_KG = slopes_H.to(dtype).view(-1, 1, group, 1)
+        return (slopes_KG * self.distance_BQN[:, None, :, None].to(dtype)).flatten(2, 3)
 
 
 class TorchBackend(Backend):
@@ -60,7 +67,7 @@ class TorchBackend(Backend):
         return [_joined_block(tuple(_spread(part, sequences) for part in plan.parts))]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> Tensor:
-        if scoring.softcap is not None or scoring.sinks_H is not None:
+        if not (scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None):
             state = _joined_states([_dense_state(q_THD, view, block, scoring) for block in prepared])
             return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD.to(q_THD.dtype)
         outs = [_dense_attention(q_THD, view, block, scoring) for block in prepared]
@@ -96,9 +103,12 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     visible_QN = keys < length - (later_Q1 if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
+    if segment.ends_T is not None:
+        visible_QN &= keys < segment.ends_T[start:end, None]
     has_empty_rows = queries > length if segment.causal else not length
     slots_BN = _only_seen(_row_slots(one, keys.shape[0]), visible_QN[None])
-    return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows)
+    distance_BQN = None if segment.at_T is None else (keys - segment.at_T[start:end, None])[None]
+    return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows, distance_BQN)
 
 
 def _only_seen(slots_BN: Tensor, mask_BQN: Tensor) -> Tensor:
@@ -136,18 +146,23 @@ def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
     """
     batch = segments[0].rows
     queries = segments[0].max_seqlen_q
-    slots, masks = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
+    slots, masks, distances = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
     slots_BN = slots[0] if len(slots) == 1 else torch.cat(slots, dim=1)
     mask_BQN = masks[0] if len(masks) == 1 else torch.cat(masks, dim=2)
     slots_BN = _only_seen(slots_BN, mask_BQN)
+    assert len({distance is None for distance in distances}) == 1, "either all parts say where queries stand, or none does"
+    distance_BQN = None if distances[0] is None else torch.cat(distances, dim=2)
     on_host = mask_BQN.device.type == "cpu"
     if on_host and bool(mask_BQN.all()):
-        return DenseBlock(0, batch, queries, slots_BN, None, False)
-    return DenseBlock(0, batch, queries, slots_BN, mask_BQN, not (on_host and bool(mask_BQN.any(-1).all())))
+        return DenseBlock(0, batch, queries, slots_BN, None, False, distance_BQN)
+    has_empty_rows = not (on_host and bool(mask_BQN.any(-1).all()))
+    return DenseBlock(0, batch, queries, slots_BN, mask_BQN, has_empty_rows, distance_BQN)
 
 
-def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, Tensor]:
-    """Slots [B, n * W] and mask [B, Q, n * W] of a segment that gives each sequence n rows of Q / n queries."""
+def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Slots [B, n * W], mask [B, Q, n * W] and distances of that shape (see DenseBlock) of a segment that gives each sequence
+    n rows of Q / n queries.
+    """
     assert segment.rows % batch == 0 and segment.rows * segment.max_seqlen_q == batch * queries
     rows, device = segment.rows // batch, segment.page_table.device
     on_host = device.type == "cpu"
@@ -162,11 +177,16 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
     if segment.starts_T is not None:
         visible_BRQW = visible_BRQW & (keys_W >= segment.starts_T.view(batch, rows, -1, 1))
+    if segment.ends_T is not None:
+        visible_BRQW = visible_BRQW & (keys_W < segment.ends_T.view(batch, rows, -1, 1))
+    distance = None
+    if segment.at_T is not None:  # a row's keys stand where its own queries count from; other rows' keys are masked
+        distance = keys_W.repeat(rows) - segment.at_T.view(batch, queries, 1)
     if rows == 1:
-        return slots_BN, visible_BRQW[:, 0]
+        return slots_BN, visible_BRQW[:, 0], distance
     own_row = torch.eye(rows, dtype=torch.bool, device=device)[:, None, :, None]
     mask = (visible_BRQW[:, :, :, None, :] & own_row).reshape(batch, queries, rows * width)
-    return slots_BN, mask
+    return slots_BN, mask, distance
 
 
 def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,6 +217,8 @@ def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scorin
     dtype = torch.promote_types(q_THD.dtype, torch.float32)
     q, k, v = _gathered(q_THD, view, block, dtype)
     scores = scoring.capped(q @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
+    if scoring.slopes_H is not None:
+        scores = scores + block.alibi(scoring.slopes_H, q_THD.shape[1] // k.shape[1], dtype)
     mask = block.additive_mask(q_THD.shape[1] // k.shape[1], dtype)
     if mask is not None:
         scores = scores + mask

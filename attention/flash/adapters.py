@@ -97,7 +97,7 @@ def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> 
     """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
     assert isinstance(view, MHAView), f"the flash-attn adapters read plain caches, got {type(view).__name__}"
     assert scoring.sinks_H is None, "sinks are added once, where states are merged"
-    assert segment.starts_T is None, "first keys differ by query: our kernel reads such segments"
+    assert not segment.is_per_query, "queries have first keys, ends or places of their own: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.page_size))
     return pages[:, :, 0], pages[:, :, 1]

@@ -53,7 +53,7 @@ class FlashBackend(TritonBackend):
         return ADAPTERS[self.library](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
-        if not isinstance(view, MHAView) or segment.starts_T is not None:
+        if not isinstance(view, MHAView) or segment.is_per_query:
             return False
         if segment.page_size % TABLE[self.library].page_multiple:
             return False  # pages of a size that the library can't read, such as slots

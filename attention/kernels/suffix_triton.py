@@ -19,7 +19,9 @@ from specdec.attention.kernels.paged_triton import capped
 
 @triton.jit(
     do_not_specialize=["stride_row", "splits", "stride_whole_t", "stride_whole_h", "stride_lse_t", "stride_lse_h"],
-    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "sinks", "whole_out", "whole_lse"],
+    do_not_specialize_on_alignment=[
+        "slot_table", "cache_seqlens", "starts", "at", "slopes", "sinks", "whole_out", "whole_lse",
+    ],
 )
 def suffix_merge_kernel(
     q,  # [T, H, D]
@@ -28,6 +30,8 @@ def suffix_merge_kernel(
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
+    at,  # [T] int32: where each query stands, counted from its row's key 0
+    slopes,  # [H] float32
     sinks,  # [H], any float type
     partial_out,  # [T, H, S, D] float32
     partial_lse,  # [T, H, S] float32, natural log
@@ -57,6 +61,7 @@ def suffix_merge_kernel(
     CHUNK: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     QUANT: tl.constexpr,  # as in the paged kernel
@@ -88,6 +93,9 @@ def suffix_merge_kernel(
         begin = 0
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token), 0)
+        if HAS_SLOPES:
+            query_at = tl.load(at + token)
+            slope_G = tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "head":
             scale *= tl.load(scales + kv_head)
             value_scale = tl.load(scales + KV_HEADS + kv_head)
@@ -108,6 +116,8 @@ def suffix_merge_kernel(
                 value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0)[None, :]
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
+            if HAS_SLOPES:
+                s_GN += slope_G[:, None] * (key_N - query_at).to(tl.float32)[None, :]
             s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
             new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block holds a readable key
             p_GN = tl.exp(s_GN - new_G[:, None])

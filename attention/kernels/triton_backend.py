@@ -141,16 +141,20 @@ def launch_paged(
     states = lse_THS.stride(1)  # states of a query and head in the whole scratch
     assert segment.page_table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
-    starts_T, sinks_H, quant = segment.starts_T, scoring.sinks_H, quant_of(view)
+    sinks_H, quant = scoring.sinks_H, quant_of(view)
     in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
-    assert starts_T is None or (starts_T.shape[0] >= T and starts_T.is_contiguous())
+    starts_T, ends_T, at_T = segment.starts_T, segment.ends_T, positions_for(scoring, segment)
+    for of_T in (starts_T, ends_T, at_T):
+        assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
         q_THD, view.kv, scales_of(view), segment.page_table, segment.cache_seqlens, segment.cu_seqlens_q,
-        segment.cu_seqlens_q if starts_T is None else starts_T, lse_THS if sinks_H is None else sinks_H, out_THSD, lse_THS,
+        *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, ends_T, at_T)),
+        lse_THS if scoring.slopes_H is None else scoring.slopes_H, lse_THS if sinks_H is None else sinks_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], segment.page_table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
+        HAS_ENDS=ends_T is not None, HAS_SLOPES=at_T is not None,
         SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
         STAGED=in_memory, ASM=has_pdl(q_THD.device),
@@ -179,20 +183,33 @@ def launch_suffix_merge(
     padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.page_table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, sinks_H = suffix.starts_T if suffix else None, scoring.sinks_H
+    at_T = positions_for(scoring, suffix) if suffix else None
+    assert suffix is None or suffix.ends_T is None, "a suffix row's length is its end"
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
-        q_THD, view.kv, scales_of(view), table, lens, lens if starts_T is None else starts_T,
-        lse if sinks_H is None else sinks_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
+        q_THD, view.kv, scales_of(view), table, lens, lens if starts_T is None else starts_T, lens if at_T is None else at_T,
+        lse if scoring.slopes_H is None else scoring.slopes_H, lse if sinks_H is None else sinks_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D),
         BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), HAS_SUFFIX=suffix is not None,
-        HAS_STARTS=starts_T is not None, SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None,
-        QUANT=quant_of(view) if suffix else "", HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
+        HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None,
+        SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant_of(view) if suffix else "",
+        HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
+
+
+def positions_for(scoring: Scoring, segment: Segment) -> Tensor | None:
+    """Where the queries stand, as ALiBi's distances need it; None for a layer without slopes."""
+    slopes_H = scoring.slopes_H
+    if slopes_H is None:
+        return None
+    assert slopes_H.dtype == torch.float32 and slopes_H.is_contiguous(), "slopes are float32"
+    assert segment.at_T is not None, "slopes need a plan for layers of a kind with alibi"
+    return segment.at_T
 
 
 def factors(scoring: Scoring, D: int) -> tuple[float, float]:
