@@ -41,11 +41,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """The encoder in front of a decoder.
+
+    max_tokens: the longest text that it reads.
+    start_ids: the tokens that the decoder's text begins with; no prompt says them.
+    """
+
+    max_tokens: int
+    start_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
+    encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
     """
 
     family: str
@@ -71,6 +84,7 @@ class ModelConfig:
     dtype: str | None = None
     max_position_why: str = "max_position_embeddings"
     has_experts: bool = False
+    encoder: EncoderConfig | None = None
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers

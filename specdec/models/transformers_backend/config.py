@@ -11,17 +11,28 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import dtype_name, one_line, token_ids
-from specdec.models.config import NATIVE_KEYS, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
+from specdec.models.config import NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS
 from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
 
+_BIASED = "adds a learnt bias for each distance to its logits"
+_NO_ENCODER = {  # why encoder-decoder models of these types can't run
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pix2struct", "pop2piano"), _BIASED),
+    **dict.fromkeys(("whisper", "speech_to_text", "moonshine", "moonshine_streaming"), "has an encoder of sound, not of tokens"),
+    **dict.fromkeys(("m2m_100", "nllb-moe"), "counts positions by which ids are padding, not by a cache"),
+}
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's own keys: read under another name, or by nobody
     "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "
     "interpolate_factor lm_head_bias n_ctx num_experts prefix rope_local_base_freq sliding_window_pattern sliding_window_size "
     "task_specific_params".split()
+    # of encoder-decoder models: settings of transformers' own generate, and switches of code that no release has any more
+    + "add_bias_logits classif_dropout decoder_start_token_id early_stopping extra_pos_embeddings force_bos_token_to_be_generated forced_bos_token_id "
+    "gradient_checkpointing length_penalty max_length min_length no_repeat_ngram_size normalize_embedding num_beams output_past "
+    "static_position_embeddings".split()
 )
 
 
@@ -35,7 +46,11 @@ def read_transformers_config(folder: Path) -> ModelConfig:
             f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
             "model; they may change what the model computes; nearest: a config.json without them, if they do not"
         )
-    kinds = layer_kinds(config, where)
+    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    if has_encoder:
+        kinds = (FULL,) * whole(raw, "decoder_layers", where, config.decoder_layers, most=MOST_LAYERS)
+    else:
+        kinds = layer_kinds(config, where)
     traced = trace(config, where)
     most, why = _max_position(config)
     _check_windows(kinds, traced, where)
@@ -43,7 +58,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         family=config.model_type,
         hidden_size=traced.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * traced.hidden_size,
-        num_layers=config.num_hidden_layers,
+        num_layers=len(kinds),
         num_heads=traced.num_heads,
         num_kv_heads=traced.num_kv_heads,
         head_dim=traced.head_dim,
@@ -59,6 +74,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
         eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
         dtype=dtype_name(raw, where),
+        encoder=_encoder(config, folder, most) if has_encoder else None,
     )
 
 
@@ -92,7 +108,12 @@ def unknown_keys(folder: Path) -> list[str]:
 def _refuse(config: Any, where: str) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{where}: {name} is an encoder-decoder model, expected a decoder-only one, such as a Llama")
+        if name in ENCODER_DECODERS:
+            return
+        raise ValueError(
+            f"{where}: {name} is an encoder-decoder model that {_NO_ENCODER.get(name, 'was never tried')}, expected a "
+            f"decoder-only one, such as a Llama, or an encoder-decoder model of type {', '.join(ENCODER_DECODERS)}"
+        )
     if _has_alibi(config):
         raise ValueError(
             f"{where}: {name} with ALiBi biases attention by distance, which no kernel here computes; nearest: a model with "
@@ -108,6 +129,22 @@ def _refuse(config: Any, where: str) -> None:
         raise ValueError(f"{where}: transformers has no causal language model of model_type {name!r}")
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(f"{where}: {name} shares keys and values between layers (num_kv_shared_layers), which can't run here")
+
+
+def _encoder(config: Any, folder: Path, longest: int) -> EncoderConfig:
+    """What the encoder reads, and the tokens that the decoder's text begins with, as transformers' generate begins it."""
+    values: list[int] = []
+    for key in ("decoder_start_token_id", "forced_bos_token_id"):
+        for path in (folder / "generation_config.json", folder / "config.json"):
+            raw = read_json(path) if path.is_file() else {}
+            if raw.get(key) is not None:
+                values.append(whole(raw, key, str(path), least=0, most=config.vocab_size - 1))
+                break
+    if not values:
+        raise ValueError(
+            f"{folder / 'config.json'}: decoder_start_token_id must be the id that the decoder's text begins with, got None"
+        )
+    return EncoderConfig(longest, tuple(values))
 
 
 def _has_alibi(config: Any) -> bool:

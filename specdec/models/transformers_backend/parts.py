@@ -30,6 +30,10 @@ class Parts:
     Unsupported is raised for a model that is not one decoder with a list of num_hidden_layers layers.
     """
 
+    decoder: PreTrainedModel
+    layers: nn.ModuleList
+    head: Any
+
     def __init__(self, model: Any) -> None:
         decoders = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
         if len(decoders) != 1:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
+from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
 from specdec.models.transformers_backend.experts import EXPERTS
+from specdec.models.transformers_backend.make_parts import auto_class, make_parts
 from specdec.models.transformers_backend.parts import Parts, Unsupported
 
 TOKENS = 3  # length of the traced text
@@ -47,21 +48,30 @@ def trace(config: Any, where: str) -> Trace:
     where: the config's name for error messages.  ValueError names `where` and the part of the model that specdec can't run.
     """
     calls: list[AttentionCall] = []
+    of_encoder: list[AttentionCall] = []
     states: dict[int, Tensor] = {}
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
-        return call.value.new_empty((1, TOKENS, call.query.shape[1], call.value.shape[3]))
+        return call.value.new_empty((1, TOKENS, call.query.shape[1], call.query.shape[3]))
+
+    def record_encoder(call: AttentionCall) -> Tensor:
+        of_encoder.append(call)
+        return call.query.transpose(1, 2)
 
     try:
         with torch.device("meta"), torch.no_grad(), answering(record):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(config).from_config(
                 config, attn_implementation=NAME, experts_implementation=EXPERTS, dtype=torch.bfloat16
             ).eval()
-            parts = Parts(model)
+            parts = make_parts(model)
             parts.on_layers(states.__setitem__)
+            if isinstance(parts, EncoderDecoderParts):
+                parts.read_text(torch.zeros(TOKENS, dtype=torch.long), record_encoder)
             hidden = parts.hidden(torch.zeros(TOKENS, dtype=torch.long), torch.arange(TOKENS))
             logits = parts.logits(hidden)
+        if isinstance(parts, EncoderDecoderParts):
+            calls = _own_calls(calls, of_encoder, parts)
         _check_calls(calls, parts)
         _check_shapes(hidden, states, logits, config)
     except Unsupported as error:
@@ -84,6 +94,22 @@ def trace(config: Any, where: str) -> Trace:
         softcap=max((call.softcap for call in calls if call.softcap is not None), default=None),
         has_sinks=any(call.sinks_H is not None for call in calls),
     )
+
+
+def _own_calls(calls: list[AttentionCall], of_encoder: list[AttentionCall], parts: EncoderDecoderParts) -> list[AttentionCall]:
+    """The decoder's calls over its own tokens.  Unsupported if a cross attention, or the encoder, asks for more than heads."""
+    cross = [call for call in calls if parts.is_cross(call)]
+    if [call.module.layer_idx for call in cross] != list(range(len(parts.layers))):
+        raise Unsupported("every decoder layer must read the encoder's output once, through the attention interface")
+    if len({call.query.shape[1::2] for call in calls}) > 1:
+        raise Unsupported("cross attention must have the heads of the decoder's own attention")
+    for call in (*cross, *of_encoder):
+        passed = [name for name, value in call.extra.items() if value is not None and name not in (*_HARMLESS, "dropout")]
+        if passed or call.softcap is not None or call.sinks_H is not None or call.sliding_window is not None:
+            raise Unsupported(f"the encoder's attention, or attention to it, is more than a softmax of products: {passed}")
+        if getattr(call.module, "is_causal", False):
+            raise Unsupported("the encoder's attention, or attention to it, is causal; expected it to read every token")
+    return [call for call in calls if not parts.is_cross(call)]
 
 
 def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
