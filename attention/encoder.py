@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
 from specdec.attention.state import with_sinks
 
@@ -31,7 +32,7 @@ def encoder_segment(cu_seqlens: Tensor, longest: int, positions_T: Tensor, reach
     """
     assert reach is None or reach >= 0, reach
     table_BW = cu_seqlens[:-1, None] + torch.arange(longest, dtype=torch.int32, device=cu_seqlens.device)
-    whole = Segment(table_BW, cu_seqlens.diff(), cu_seqlens, longest, ragged=ragged)
+    whole = Segment(PageTable(table_BW), cu_seqlens.diff(), cu_seqlens, longest, ragged=ragged)
     if reach is None:
         return whole
     starts_T, ends_T = (positions_T - reach).clamp(min=0).int(), (positions_T + reach + 1).int()

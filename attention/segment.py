@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.kinds import LayerKind
+from specdec.attention.pages import PageTable
 from specdec.ops.index import kept, use_index_kernels
 
 
@@ -20,12 +21,11 @@ class Segment:
 
     Row r holds the queries cu_seqlens_q[r] to cu_seqlens_q[r + 1]; each of them reads the row's first cache_seqlens[r] keys.
 
-    page_table: [R, W] int32 page numbers.  With page_size 1 they are slots (one token's place each).
+    pages: the pages of each row's keys.  With page_size 1 they are slots (one token's place each).
     cache_seqlens: [R] int32, the number of readable keys in each row.
     cu_seqlens_q: [R + 1] int32, cumulative query counts as in FlashAttention.
     max_seqlen_q: the most queries that any row holds.  The host knows this number, so no one has to read it from the device.
     causal: query i of n reads keys up to cache_seqlens - n + i (bottom-right aligned, as in FlashAttention).
-    page_size: tokens per page of page_table.
     ragged: the rows hold different numbers of queries (packed prompts).
     base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
@@ -38,12 +38,11 @@ class Segment:
     max_cached: the most keys that any row of a prompt holds before its own queries' keys; known to the host.  None: not given.
     """
 
-    page_table: Tensor
+    pages: PageTable
     cache_seqlens: Tensor
     cu_seqlens_q: Tensor
     max_seqlen_q: int
     causal: bool = False
-    page_size: int = 1
     ragged: bool = False
     base_B: Tensor | None = None
     starts_T: Tensor | None = None
@@ -71,14 +70,14 @@ class Segment:
         holds the queries of several sequences, whose windows may lie far apart and cover more keys than this: there the number
         only decides how many splits there are, and every key is still read.
         """
-        most = self.page_table.shape[1] * self.page_size
+        most = self.pages.capacity
         return most if self.span is None else min(most, self.span + self.max_seqlen_q - 1)
 
     @classmethod
     def empty(cls, rows: int, width: int, queries_per_row: int, *, device: torch.device | str = "cpu") -> Segment:
         """Buffers for `rows` rows of `width` slots, with `queries_per_row` queries each; a builder fills them."""
         return cls(
-            page_table=torch.zeros(rows, width, dtype=torch.int32, device=device),
+            pages=PageTable(torch.zeros(rows, width, dtype=torch.int32, device=device)),
             cache_seqlens=torch.zeros(rows, dtype=torch.int32, device=device),
             cu_seqlens_q=uniform_cu_seqlens(rows, queries_per_row, device),
             max_seqlen_q=queries_per_row,
@@ -87,7 +86,7 @@ class Segment:
     @classmethod
     def of_slots(cls, slots_RW: Tensor, lens_R: Tensor, base_B: Tensor | None = None) -> Segment:
         """One query a row, which reads the first lens_R[r] slots of row r.  All tensors are int32."""
-        return cls(slots_RW, lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1, base_B=base_B)
+        return cls(PageTable(slots_RW), lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1, base_B=base_B)
 
     def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:
         """This segment for layers of that kind: the part that a windowed or chunked layer reads, and where queries stand if
@@ -118,7 +117,9 @@ class AttentionPlan:
 
     def __post_init__(self) -> None:
         assert self.segments, "a plan needs a paged segment"
-        assert self.suffix is None or self.suffix.page_size == self.suffix.max_seqlen_q == 1, "a suffix lists one query's slots"
+        assert self.suffix is None or self.suffix.pages.page_size == self.suffix.max_seqlen_q == 1, (
+            "a suffix lists one query's slots"
+        )
 
     @property
     def parts(self) -> tuple[Segment, ...]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment, uniform_cu_seqlens
 
 
@@ -76,11 +77,10 @@ def split_shared(own: Segment, shared: SharedPrefix | None) -> tuple[Segment, ..
     n, rows = own.max_seqlen_q, own.rows
     assert own.starts_T is None and own.base_B is None and shared.shared_B.shape[0] == rows
     once = Segment(
-        page_table=shared.table_1W,
+        pages=PageTable(shared.table_1W, own.pages.page_size),
         cache_seqlens=shared.length_1,
         cu_seqlens_q=uniform_cu_seqlens(1, rows * n, own.cache_seqlens.device),
         max_seqlen_q=rows * n,
-        page_size=own.page_size,
         starts_T=_each(shared.unshared_B, n),  # a row that is no member starts at the row's end, so it reads none
     )
     return once, replace(own, starts_T=_each(shared.shared_B, n))

@@ -42,7 +42,8 @@ from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
@@ -105,19 +106,19 @@ class World:
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
         committed = L if kind == "tree" else L - N  # where this pass's tokens stand
         positions = (committed + torch.arange(N, device=DEVICE)).expand(B, N)
-        self.slots_T = slots_at(table, positions, PAGE_SIZE).flatten()
+        self.slots_T = PageTable(table, PAGE_SIZE).slots_at(positions).flatten()
         self.qkv_TXD = torch.randn(B * N, H + 2 * K, D, device=DEVICE, dtype=torch.bfloat16)
         self.q_THD = self.qkv_TXD[:, :H].contiguous()
         rotary = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 1024).to(DEVICE, torch.bfloat16)
         self.prep = HeadPrep(Rotation(rotary, torch.arange(B * N, device=DEVICE)), K)
         if kind != "tree":
-            self.plan = AttentionPlan((causal_segment(table, lens, N, PAGE_SIZE),)).local(LayerKind(case.window))
+            self.plan = AttentionPlan((causal_segment(PageTable(table, PAGE_SIZE), lens, N),)).local(LayerKind(case.window))
             return
         mask = tree_mask(N)
         suffix = replace(Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE), base_B=lens)
         fill_tree_suffix(suffix, self.slots_T.view(B, N), mask.expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B)
-        plan = AttentionPlan((prefix_segment(table, lens, N, PAGE_SIZE),), positions_T, suffix)
+        plan = AttentionPlan((prefix_segment(PageTable(table, PAGE_SIZE), lens, N),), positions_T, suffix)
         self.plan = plan.local(LayerKind(case.window))
 
 
@@ -178,10 +179,10 @@ def flash_attn_4(world: World, prefix_only: bool = False) -> list[Tensor]:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     def call(view: MHAView, segment: Segment) -> tuple[Tensor, Tensor]:
-        pages = view.kv.view(-1, segment.page_size, 2, K, D)
+        pages = view.kv.view(-1, segment.pages.page_size, 2, K, D)
         return flash_attn_varlen_func(
             world.q_THD, pages[:, :, 0], pages[:, :, 1], cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q,
-            seqused_k=segment.cache_seqlens, page_table=segment.page_table, causal=segment.causal, return_lse=True,
+            seqused_k=segment.cache_seqlens, page_table=segment.pages.table, causal=segment.causal, return_lse=True,
         )[:2]  # fmt: skip
 
     outs = []

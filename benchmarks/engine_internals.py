@@ -110,7 +110,7 @@ def sharing_difference(decoder: SpecDecoder, rows: int, num_heads: int, head_dim
     q = torch.randn(rows * 6, num_heads, head_dim, dtype=torch.bfloat16, device=device)
     outs = []
     for each in (state, state.sharing(runner.shared)):
-        tables = tree_tables(each, tree, verifier.page_size)
+        tables = tree_tables(each, tree)
         cache, backend = verifier.cache, verifier.backend
         attn = PagedAttention(backend, cache, tables.plan, tables.slots_BN.flatten())
         torch.cuda.synchronize()  # attention reads its tables before it waits: in a model they are much older

@@ -40,7 +40,8 @@ from specdec.attention.latent import mla, mla_launch
 from specdec.attention.latent.latent import LatentPrep
 from specdec.attention.latent.mla import absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.mla_launch import LatentTiles
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import Rotation, rotary_table
 
@@ -87,13 +88,13 @@ class World:
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
         self.q_THL = torch.randn(B * N, H, C + R, device=DEVICE, dtype=torch.bfloat16)
         committed = L if kind == "tree" else L - N
-        self.slots_T = slots_at(table, (committed + torch.arange(N, device=DEVICE)).expand(B, N), P).flatten()
+        self.slots_T = PageTable(table, P).slots_at((committed + torch.arange(N, device=DEVICE)).expand(B, N)).flatten()
         if kind != "tree":
-            self.plan = AttentionPlan((causal_segment(table, lens, N, P),))
+            self.plan = AttentionPlan((causal_segment(PageTable(table, P), lens, N),))
             return
         suffix = Segment.empty(B * N, min(N, DEPTH), 1, device=DEVICE)
         fill_tree_suffix(suffix, self.slots_T.view(B, N), tree_mask(N).expand(B, N, N))
-        self.plan = AttentionPlan((prefix_segment(table, lens, N, P),), suffix=suffix)
+        self.plan = AttentionPlan((prefix_segment(PageTable(table, P), lens, N),), suffix=suffix)
 
 
 def tree_mask(N: int) -> Tensor:
@@ -142,12 +143,12 @@ class Prompt:
         self.cache = MLACache(1, pages * 64, C, R, dtype=torch.bfloat16, device=DEVICE)
         self.cache.latent.normal_()
         length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
-        segment = replace(causal_segment(self.table, length_1, T, 64), max_cached=cached)
+        segment = replace(causal_segment(PageTable(self.table, 64), length_1, T), max_cached=cached)
         self.plan = AttentionPlan((segment,))
         self.around = Around(T)
 
     def __call__(self, _: object) -> list[Tensor]:
-        slots_T, around = slots_at(self.table, self.positions_T[None], 64)[0], self.around
+        slots_T, around = PageTable(self.table, 64).slots_at(self.positions_T[None])[0], self.around
         attn = PagedAttention(TritonBackend(), self.cache, self.plan, slots_T).latent()
         return [attn(0, around.q, around.fresh, around.up, around.prep, None, SCALING)]
 

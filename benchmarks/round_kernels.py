@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from specdec.attention.caches.kv_cache import MHACache
-from specdec.attention.plan import next_tokens
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
@@ -41,7 +40,7 @@ Stage = tuple[int, Callable[[], Any]]  # how often a round runs it; the stage
 
 def random_state(B: int, K: int, lookahead: int) -> BatchState:
     pages = (CONTEXT + lookahead) // PAGE + 1
-    state = BatchState.empty(B, pages, K, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+    state = BatchState.empty(B, pages, K, HIDDEN, page_size=PAGE, device=DEVICE, dtype=torch.bfloat16)
     state.lens_B.fill_(CONTEXT - 3)
     state.speculates_B.fill_(1)
     state.page_table_BW.copy_(torch.randperm(B * pages, device=DEVICE).add_(1).view(B, pages))
@@ -62,7 +61,7 @@ def draft_stages(state: BatchState, spec: SpecConfig, d2t_V: torch.Tensor) -> tu
         tokens_B = greedy_tokens(logits_RV, d2t_V)
         tree = DraftTree.chain(torch.randint(DRAFT_VOCAB, (B, N), device=DEVICE))
         return {
-            "draft: tables": (1, lambda: next_tokens(state.page_table_BW, state.lens_B, S - 1, PAGE, by_step=True)),
+            "draft: tables": (1, lambda: state.pages.next_tokens(state.lens_B, S - 1, by_step=True)),
             "draft: best token": (S - 1, lambda: greedy_tokens(logits_RV, d2t_V)),
             "draft: stack": (1, lambda: torch.stack([state.bonus_B, *[tokens_B] * S], dim=1)),
         }, tree
@@ -71,10 +70,10 @@ def draft_stages(state: BatchState, spec: SpecConfig, d2t_V: torch.Tensor) -> tu
     for level in range(2, S + 1):
         beam = expand(candidates, level, beam, random_bf16(B * K, DRAFT_VOCAB), d2t_V)
     ancestors = torch.zeros(B * K, S - 2, dtype=torch.int32, device=DEVICE)
-    tables, lens = state.page_table_BW, state.lens_B
+    pages, lens = state.pages, state.lens_B
     return {
         "draft: first level": (1, lambda: first_level(candidates, state.level1_tokens_BK, state.level1_logp_BK)),
-        "draft: fork": (S - 1, lambda: fork(tables, lens, beam.parents_BK, hidden_RH, ancestors, PAGE)),
+        "draft: fork": (S - 1, lambda: fork(pages, lens, beam.parents_BK, hidden_RH, ancestors)),
         "draft: scan + expand": (S - 1, lambda: expand(candidates, S, beam, logits_RV, d2t_V)),
         "build: best nodes": (1, lambda: best_nodes(candidates, state.bonus_B, N, S)),
     }, best_nodes(candidates, state.bonus_B, N, S)
@@ -89,17 +88,17 @@ def round_stages(B: int, spec: SpecConfig) -> dict[str, Stage]:
     features_BNF, hidden_BEH = random_bf16(B, N, 3 * HIDDEN), random_bf16(B, E, HIDDEN)
     pages = int(state.page_table_BW.max()) + 1
     cache = MHACache(LAYERS, pages * PAGE, 8, 128, dtype=torch.bfloat16, device=DEVICE)
-    slots_BN = tree_tables(state, tree, PAGE).slots_BN
+    slots_BN = tree_tables(state, tree).slots_BN
     path_BE = torch.arange(E, device=DEVICE).repeat(B, 1)
     path_BE[:, 1:] += N - E  # everything accepted, and everything has to move
     last_B1 = torch.full((B, 1), E - 1, device=DEVICE)
-    stages["verify: tables"] = (1, lambda: tree_tables(state, tree, PAGE))
+    stages["verify: tables"] = (1, lambda: tree_tables(state, tree))
     stages["verify: argmax"] = (1, lambda: greedy_tokens(logits_TV))
     stages["verify: accept"] = (1, lambda: accept(tree, targets_BN, state))
     if K > 1:
         stages["verify: move KV"] = (1, lambda: cache.move(slots_BN, path_BE))
         stages["verify: features"] = (1, lambda: take_rows(features_BNF, path_BE))
-    stages["extend: tables"] = (1, lambda: next_tokens(state.page_table_BW, state.lens_B, E, PAGE))
+    stages["extend: tables"] = (1, lambda: state.pages.next_tokens(state.lens_B, E))
     stages["extend: last row"] = (1, lambda: take_rows(hidden_BEH, last_B1, state.level1_hidden_BH[:, None]))
     out = state.level1_logp_BK, state.level1_tokens_BK
     stages["extend: first level"] = (1, lambda: top_tokens(level1_BV, K, d2t_V, out))

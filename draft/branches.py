@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.plan import fill_draft_suffix, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import fill_draft_suffix
 from specdec.attention.segment import Segment
 from specdec.ops.launch import use_kernels
 
@@ -37,23 +38,21 @@ class Branches(NamedTuple):
     suffix: Segment
 
 
-def fork(
-    page_table_BW: Tensor, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, ancestors: Tensor, page_size: int
-) -> Branches:
+def fork(pages: PageTable, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, ancestors: Tensor) -> Branches:
     """The next step's branches.  Branch k of sequence b continues row b * P + parents_BK[b, k] of the last step.
 
-    page_table_BW, lens_B: int32, each sequence's pages and committed length.
+    pages: of each sequence.  lens_B: int32, its committed length.
     hidden: [B * P, H], the features of the last step's rows.
     ancestors: [B * P, W] int32, the slots of these rows' paths; W is 0 at the first step.
     """
     if use_kernels(hidden):
         from specdec.draft.branches_triton import launch_fork
 
-        return Branches(*launch_fork(page_table_BW, lens_B, parents_BK, hidden, ancestors, page_size))
+        return Branches(*launch_fork(pages, lens_B, parents_BK, hidden, ancestors))
     (B, K), W, H = parents_BK.shape, ancestors.shape[1], hidden.shape[1]
     P = hidden.shape[0] // B
     branches_K = torch.arange(K, device=lens_B.device)
-    slots_BK = slots_at(page_table_BW, lens_B[:, None] + W * K + branches_K, page_size)
+    slots_BK = pages.slots_at(lens_B[:, None] + W * K + branches_K)
     parents_BK1 = parents_BK[..., None]
     inherited_BKW = ancestors.view(B, P, W).gather(1, parents_BK1.expand(B, K, W))
     suffix = replace(Segment.empty(B * K, W + 1, 1, device=lens_B.device), base_B=lens_B)

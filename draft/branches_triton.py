@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.kernels.tables_triton import slots_of
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
 from specdec.ops.launch import chained
 
@@ -61,20 +62,20 @@ def fork_kernel(
 
 
 def launch_fork(
-    page_table_BW: Tensor, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, ancestors: Tensor, page_size: int
+    pages: PageTable, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, ancestors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Segment]:
     """`branches.fork`: (hidden_RH, positions_R, slots_R, suffix)."""
     (B, K), W, H = parents_BK.shape, ancestors.shape[1], hidden.shape[1]
     R, P, device = B * K, hidden.shape[0] // B, hidden.device
     assert P == 1 or parents_BK.is_contiguous()
-    assert hidden.is_contiguous() and ancestors.is_contiguous() and page_table_BW.stride(1) == 1
+    assert hidden.is_contiguous() and ancestors.is_contiguous() and pages.table.stride(1) == 1
     next_hidden = hidden.new_empty(R, H)
     positions, slots = (torch.empty(R, dtype=torch.int64, device=device) for _ in range(2))
     table = torch.empty(R, W + 1, dtype=torch.int32, device=device)
     lens = torch.empty(R, dtype=torch.int32, device=device)
     fork_kernel[(R, triton.cdiv(H, 1024))](
-        page_table_BW, lens_B, parents_BK, hidden, ancestors, next_hidden, positions, slots, table, lens,
-        W, page_table_BW.stride(0), K=K, P=P, SIZE=H, PAGE_SIZE=page_size,
+        pages.table, lens_B, parents_BK, hidden, ancestors, next_hidden, positions, slots, table, lens,
+        W, pages.table.stride(0), K=K, P=P, SIZE=H, PAGE_SIZE=pages.page_size,
         PADDED_STEPS=max(8, triton.next_power_of_2(W + 1)), BLOCK=1024, num_warps=4, **chained(device),
     )  # fmt: skip
     return next_hidden, positions, slots, Segment.of_slots(table, lens, lens_B)

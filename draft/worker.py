@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.attention.attend import PagedAttention
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.plan import causal_segment, next_tokens, prefix_segment
+from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment, last_positions
 from specdec.attention.shared import split_shared
 from specdec.batch.packed import PackedPrompts
@@ -43,9 +43,8 @@ class DraftWorker:
     The head's cache has the same slots as the target's, so one page table serves both models.
     """
 
-    def __init__(self, head: DraftHead, cache: KVCache, backend: Backend, topk: int, page_size: int) -> None:
-        self.head, self.cache, self.backend = head, cache, backend
-        self.topk, self.page_size = topk, page_size
+    def __init__(self, head: DraftHead, cache: KVCache, backend: Backend, topk: int) -> None:
+        self.head, self.cache, self.backend, self.topk = head, cache, backend, topk
 
     def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
         """The next tree of every row.
@@ -57,11 +56,11 @@ class DraftWorker:
 
     def _draft_chain(self, state: BatchState, steps: int) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
-        rows = next_tokens(state.page_table_BW, state.lens_B, steps, self.page_size, by_step=True)
+        rows = state.pages.next_tokens(state.lens_B, steps, by_step=True)
         tokens_B, hidden_BH = state.level1_tokens_BK[:, 0], state.level1_hidden_BH
         drawn = [state.bonus_B, tokens_B]
         for step in range(steps):
-            segment = causal_segment(state.page_table_BW, rows.ends_PB[step], 1, self.page_size)
+            segment = causal_segment(state.pages, rows.ends_PB[step], 1)
             attn = self._attention(split_shared(segment, state.shared), rows.slots[step], rows.positions[step])
             hidden_BH = self.head(tokens_B, hidden_BH, rows.positions[step], attn)
             tokens_B = greedy_tokens(self.head.logits(hidden_BH), self.head.d2t_V)
@@ -74,16 +73,16 @@ class DraftWorker:
         """
         S, K, B = spec.max_steps, self.topk, state.rows
         device = state.lens_B.device
-        prefix = split_shared(prefix_segment(state.page_table_BW, state.lens_B, K, self.page_size), state.shared)
+        prefix = split_shared(prefix_segment(state.pages, state.lens_B, K), state.shared)
         candidates = Candidates.empty(B, K, S, device)
         beam = first_level(candidates, state.level1_tokens_BK, state.level1_logp_BK)
         hidden, ancestors = state.level1_hidden_BH, torch.empty(B, 0, dtype=torch.int32, device=device)
         for level in range(2, S + 1):
-            rows = fork(state.page_table_BW, state.lens_B, beam.parents_BK, hidden, ancestors, self.page_size)
+            rows = fork(state.pages, state.lens_B, beam.parents_BK, hidden, ancestors)
             attn = self._attention(prefix, rows.slots_R, rows.positions_R, rows.suffix)
             hidden = self.head(beam.tokens_BK.flatten(), rows.hidden_RH, rows.positions_R, attn)
             beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
-            ancestors = rows.suffix.page_table
+            ancestors = rows.suffix.pages.table
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
     def extend(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor) -> None:
@@ -96,8 +95,8 @@ class DraftWorker:
         state.lens_B: int32, already the length that includes the tokens up to column last_B.
         """
         B, E = tokens_BE.shape
-        rows = next_tokens(state.page_table_BW, base_lens_B, E, self.page_size)
-        segment = causal_segment(state.page_table_BW, rows.ends_PB[-1], E, self.page_size)
+        rows = state.pages.next_tokens(base_lens_B, E)
+        segment = causal_segment(state.pages, rows.ends_PB[-1], E)
         features_TH = self.head.fuse(features_BEF.flatten(0, 1))
         positions_T, slots_T = rows.positions.flatten(), rows.slots.flatten()
         inputs = (tokens_BE.flatten(), features_TH, positions_T)
@@ -106,7 +105,7 @@ class DraftWorker:
             hidden_TH = self.head(*inputs, self._attention(segments, slots_T, positions_T))
             take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=state.level1_hidden_BH[:, None])
         else:
-            last = causal_segment(state.page_table_BW, state.lens_B, 1, self.page_size)
+            last = causal_segment(state.pages, state.lens_B, 1)
             last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
             attn = PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T, last_plan)
             state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))

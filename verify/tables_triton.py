@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.kernels.tables_triton import slots_of
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
 from specdec.ops.launch import chained
 
@@ -63,19 +64,17 @@ def path_tables_kernel(
         at = tl.where(place <= depth, parent, at)
 
 
-def launch_path_tables(
-    page_table_BW: Tensor, lens_B: Tensor, parents_BN: Tensor, width: int, page_size: int
-) -> tuple[Tensor, Tensor, Segment]:
+def launch_path_tables(pages: PageTable, lens_B: Tensor, parents_BN: Tensor, width: int) -> tuple[Tensor, Tensor, Segment]:
     """`tables.path_tables`, with suffix rows of `width` slots."""
     B, N = parents_BN.shape
     device = lens_B.device
-    assert page_table_BW.stride(1) == 1 and parents_BN.stride(1) == 1 and lens_B.is_contiguous()
+    assert pages.table.stride(1) == 1 and parents_BN.stride(1) == 1 and lens_B.is_contiguous()
     positions, slots = (torch.empty(B * N, dtype=torch.int64, device=device) for _ in range(2))
     table = torch.empty(B * N, width, dtype=torch.int32, device=device)
     lens = torch.empty(B * N, dtype=torch.int32, device=device)
     path_tables_kernel[(triton.cdiv(B * N, 64),)](
-        page_table_BW, lens_B, parents_BN, positions, slots, table, lens,
-        B * N, N, width, page_table_BW.stride(0), parents_BN.stride(0),
-        PAGE_SIZE=page_size, BLOCK=64, num_warps=2, **chained(device),
+        pages.table, lens_B, parents_BN, positions, slots, table, lens,
+        B * N, N, width, pages.table.stride(0), parents_BN.stride(0),
+        PAGE_SIZE=pages.page_size, BLOCK=64, num_warps=2, **chained(device),
     )  # fmt: skip
     return positions, slots.view(B, N), Segment.of_slots(table, lens, lens_B)

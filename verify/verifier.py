@@ -51,11 +51,8 @@ class TargetVerifier:
         state.
     """
 
-    def __init__(
-        self, model: Target, cache: KVCache, backend: Backend, page_size: int, aux_layers: tuple[int, ...] = ()
-    ) -> None:
-        self.model, self.cache, self.backend = model, cache, backend
-        self.page_size, self.aux_layers = page_size, aux_layers
+    def __init__(self, model: Target, cache: KVCache, backend: Backend, aux_layers: tuple[int, ...] = ()) -> None:
+        self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
 
     def prefill(
@@ -83,7 +80,7 @@ class TargetVerifier:
 
         A tree that is only a root is plain decoding, which needs no features.
         """
-        tables = tree_tables(state, tree, self.page_size)
+        tables = tree_tables(state, tree)
         attn = PagedAttention(self.backend, self.cache, tables.plan, tables.slots_BN.flatten())
         aux_layers = self.aux_layers if with_features else ()
         out = self.model(tree.tokens_BN.flatten(), tables.positions_T, attn, aux_layers)

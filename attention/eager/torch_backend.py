@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVView
 from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState, with_sinks
 
@@ -83,12 +84,12 @@ def _joined_states(states: list[AttentionState]) -> AttentionState:
     return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
 
 
-def _row_slots(segment: Segment, width: int) -> Tensor:
+def _row_slots(pages: PageTable, width: int) -> Tensor:
     """[R, width] int64 slots of each row's keys.  Entries past a row's length are junk, and the mask hides them."""
-    if segment.page_size == 1:
-        return segment.page_table[:, :width].long()
-    P = segment.page_size
-    pages_RW = segment.page_table[:, : -(-width // P)].long()
+    if pages.page_size == 1:
+        return pages.table[:, :width].long()
+    P = pages.page_size
+    pages_RW = pages.table[:, : -(-width // P)].long()
     offsets = torch.arange(P, device=pages_RW.device)
     return (pages_RW[:, :, None] * P + offsets).flatten(1)[:, :width]
 
@@ -97,8 +98,8 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     """One prompt of a packed batch: its Q queries against its row's keys, of which the last Q are their own if causal."""
     start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
     length, queries = int(segment.cache_seqlens[row]), end - start
-    one = replace(segment, page_table=segment.page_table[row : row + 1])
-    keys = torch.arange(max(1, length), device=segment.page_table.device)  # an empty row's one key is masked
+    row_table = segment.pages._replace(table=segment.pages.table[row : row + 1])
+    keys = torch.arange(max(1, length), device=segment.pages.table.device)  # an empty row's one key is masked
     later_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]  # how many queries come after each
     visible_QN = keys < length - (later_Q1 if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
@@ -106,7 +107,7 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     if segment.ends_T is not None:
         visible_QN &= keys < segment.ends_T[start:end, None]
     has_empty_rows = queries > length if segment.causal else not length
-    slots_BN = _only_seen(_row_slots(one, keys.shape[0]), visible_QN[None])
+    slots_BN = _only_seen(_row_slots(row_table, keys.shape[0]), visible_QN[None])
     distance_BQN = None if segment.at_T is None else (keys - segment.at_T[start:end, None])[None]
     return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows, distance_BQN)
 
@@ -133,9 +134,9 @@ def _spread(segment: Segment, sequences: int) -> Segment:
     queries = segment.max_seqlen_q // sequences
     return replace(
         segment,
-        page_table=segment.page_table.expand(sequences, -1),
+        pages=segment.pages._replace(table=segment.pages.table.expand(sequences, -1)),
         cache_seqlens=segment.cache_seqlens.expand(sequences),
-        cu_seqlens_q=uniform_cu_seqlens(sequences, queries, segment.page_table.device),
+        cu_seqlens_q=uniform_cu_seqlens(sequences, queries, segment.pages.table.device),
         max_seqlen_q=queries,
     )
 
@@ -164,11 +165,11 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     n rows of Q / n queries.
     """
     assert segment.rows % batch == 0 and segment.rows * segment.max_seqlen_q == batch * queries
-    rows, device = segment.rows // batch, segment.page_table.device
+    rows, device = segment.rows // batch, segment.pages.table.device
     on_host = device.type == "cpu"
-    capacity = segment.page_table.shape[1] * segment.page_size  # not max_keys: a window may lie anywhere in the row
+    capacity = segment.pages.capacity  # not max_keys: a window may lie anywhere in the row
     width = max(1, int(segment.cache_seqlens.max())) if on_host else capacity
-    slots_BN = _row_slots(segment, width).reshape(batch, rows * width)
+    slots_BN = _row_slots(segment.pages, width).reshape(batch, rows * width)
     keys_W = torch.arange(width, device=device)
     lens_BR11 = segment.cache_seqlens.view(batch, rows, 1, 1)
     if segment.causal:

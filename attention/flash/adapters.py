@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
 
@@ -36,7 +37,7 @@ def fa2_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
     k, v = _pages(q_THD, view, segment, scoring)
     rows, n = segment.rows, segment.max_seqlen_q
     options = dict(
-        softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0, block_table=segment.page_table
+        softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0, block_table=segment.pages.table
     )
     if not segment.ragged:
         out_RnHD, lse_RHn = flash_attn_with_kvcache(
@@ -58,7 +59,7 @@ def fa3_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
 
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(
-        q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.page_table, cu_seqlens_q=segment.cu_seqlens_q,
+        q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.pages.table, cu_seqlens_q=segment.cu_seqlens_q,
         max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
         return_softmax_lse=True,
     )  # fmt: skip
@@ -75,7 +76,7 @@ def fa4_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_varlen_func(
         q_THD, k, v, cu_seqlens_q=segment.cu_seqlens_q, max_seqlen_q=segment.max_seqlen_q, seqused_k=segment.cache_seqlens,
-        page_table=segment.page_table, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
+        page_table=segment.pages.table, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
         return_lse=True,
     )  # fmt: skip
     return AttentionState(out_THD, lse_HT.t())
@@ -99,7 +100,7 @@ def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> 
     assert scoring.sinks_H is None, "sinks are added once, where states are merged"
     assert not segment.is_per_query, "queries have first keys, ends or places of their own: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
-    pages = view.kv.unflatten(0, (-1, segment.page_size))
+    pages = view.kv.unflatten(0, (-1, segment.pages.page_size))
     return pages[:, :, 0], pages[:, :, 1]
 
 
@@ -116,10 +117,10 @@ def check_conventions(name: str, q_THD: Tensor, view: MHAView, like: Segment) ->
     needed later anyway.  Raises RuntimeError if the installed library answers otherwise.
     """
     (H, D), K, device = q_THD.shape[1:], view.kv.shape[2], q_THD.device
-    n, P = min(like.max_seqlen_q, 129), like.page_size
+    n, P = min(like.max_seqlen_q, 129), like.pages.page_size
     table_R1 = torch.zeros(2, 1, dtype=torch.int32, device=device)
     lens_R = torch.tensor([min(3, P), 0], dtype=torch.int32, device=device)
-    segment = Segment(table_R1, lens_R, uniform_cu_seqlens(2, n, device), n, like.causal, P)
+    segment = Segment(PageTable(table_R1, P), lens_R, uniform_cu_seqlens(2, n, device), n, like.causal)
     ones = MHAView(torch.ones(P, 2, K, D, dtype=q_THD.dtype, device=device))
     out_THD, lse_TH = ADAPTERS[name](torch.ones(2 * n, H, D, dtype=q_THD.dtype, device=device), ones, segment, PLAIN)
     want, got = math.sqrt(D) + math.log(min(3, P)), float(lse_TH[n - 1, 0])  # the row's last query reads all keys

@@ -55,7 +55,7 @@ class FlashBackend(TritonBackend):
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
         if not isinstance(view, MHAView) or segment.is_per_query:
             return False
-        if segment.page_size % TABLE[self.library].page_multiple:
+        if segment.pages.page_size % TABLE[self.library].page_multiple:
             return False  # pages of a size that the library can't read, such as slots
         kv_heads = view.kv.shape[2]
         return not self.by_rule or fa4_is_faster(segment.rows, kv_heads, segment.max_seqlen_q * (q_THD.shape[1] // kv_heads))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.kinds import LayerKind
+from specdec.attention.pages import PageTable
 from specdec.ops.launch import chained
 
 
@@ -53,19 +54,17 @@ def next_tokens_kernel(
     tl.store(ends + p * rows + b, position + 1, mask=ok)
 
 
-def launch_next_tokens(
-    page_table_BW: Tensor, lens_B: Tensor, count: int, page_size: int, by_step: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`plan.next_tokens`: (positions, slots, ends_PB).  page_table_BW and lens_B are int32."""
+def launch_next_tokens(pages: PageTable, lens_B: Tensor, count: int, by_step: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`PageTable.next_tokens`: (positions, slots, ends_PB).  lens_B is int32."""
     B = lens_B.shape[0]
-    assert page_table_BW.stride(1) == 1 and lens_B.is_contiguous()
+    assert pages.table.stride(1) == 1 and lens_B.is_contiguous()
     shape = (count, B) if by_step else (B, count)
     positions, slots = (torch.empty(shape, dtype=torch.int64, device=lens_B.device) for _ in range(2))
     ends_PB = torch.empty(count, B, dtype=torch.int32, device=lens_B.device)
     if B * count:
         next_tokens_kernel[(triton.cdiv(B * count, 128),)](
-            page_table_BW, lens_B, positions, slots, ends_PB, B, count, page_table_BW.stride(0),
-            PAGE_SIZE=page_size, BY_STEP=by_step, BLOCK=128, num_warps=1, **chained(lens_B.device),
+            pages.table, lens_B, positions, slots, ends_PB, B, count, pages.table.stride(0),
+            PAGE_SIZE=pages.page_size, BY_STEP=by_step, BLOCK=128, num_warps=1, **chained(lens_B.device),
         )  # fmt: skip
     return positions, slots, ends_PB
 

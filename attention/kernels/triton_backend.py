@@ -139,7 +139,7 @@ def launch_paged(
     (T, H, D), K, splits = q_THD.shape, view.kv.shape[2], out_THSD.shape[2]
     num_tiles = triton.cdiv(segment.max_seqlen_q * (H // K), tiles.block_m)
     states = lse_THS.stride(1)  # states of a query and head in the whole scratch
-    assert segment.page_table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
+    assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     sinks_H, quant = scoring.sinks_H, quant_of(view)
     in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
@@ -147,12 +147,12 @@ def launch_paged(
     for of_T in (starts_T, ends_T, at_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
-        q_THD, view.kv, scales_of(view), segment.page_table, segment.cache_seqlens, segment.cu_seqlens_q,
+        q_THD, view.kv, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, ends_T, at_T)),
         lse_THS if scoring.slopes_H is None else scoring.slopes_H, lse_THS if sinks_H is None else sinks_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
-        *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], segment.page_table.stride(0), states, num_tiles,
-        KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.page_size,
+        *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], segment.pages.table.stride(0), states, num_tiles,
+        KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         HAS_ENDS=ends_T is not None, HAS_SLOPES=at_T is not None,
         SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant,
@@ -181,7 +181,7 @@ def launch_suffix_merge(
     (T, H, D), K, splits = q_THD.shape, view.kv.shape[2], partial.lse_TH.shape[2]
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
-    table, lens = (suffix.page_table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
+    table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, sinks_H = suffix.starts_T if suffix else None, scoring.sinks_H
     at_T = positions_for(scoring, suffix) if suffix else None
     assert suffix is None or suffix.ends_T is None, "a suffix row's length is its end"

@@ -29,6 +29,7 @@ from specdec.attention.caches.kv_cache import KVCache, MHAView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.latent.latent import LatentPrep, expand
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import merge_states
 from specdec.ops.launch import use_kernels
@@ -151,8 +152,8 @@ class ExpandedPrompt:
         """The expanded form of a prompt's plan."""
         prompt = plan.segments[0]
         lens_B = prompt.cu_seqlens_q.diff()
-        table_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
-        own = Segment(table_BW, lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, True, 1, prompt.ragged)
+        slots_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
+        own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
         return cls(prompt, own)
 
     def attend(
@@ -170,7 +171,7 @@ class ExpandedPrompt:
 
     def cached(self) -> Iterator[tuple[Tensor, Segment]]:
         """For each chunk of the tokens cached before this pass: (slots of its latents, the segment that reads them)."""
-        prompt, P = self.prompt, self.prompt.page_size
+        prompt, (pages_BW, P) = self.prompt, self.prompt.pages
         B = prompt.rows
         most = prompt.max_cached
         assert most is not None, "a long prompt's plan must say how much of it is cached"
@@ -180,11 +181,11 @@ class ExpandedPrompt:
             W = min(size, most - start)
             lens_B = (cached_B - start).clamp(min=0, max=W)
             place_W = _count(W, lens_B)
-            slots_BW = prompt.page_table[:, (start + place_W) // P].long() * P + (start + place_W) % P
+            slots_BW = pages_BW[:, (start + place_W) // P].long() * P + (start + place_W) % P
             slots_BW = torch.where(place_W < lens_B[:, None], slots_BW, 0)  # entries past a row's pages are junk
-            table_BW = _count(B * W, lens_B).view(B, W)
+            expanded = PageTable(_count(B * W, lens_B).view(B, W))
             rows = (prompt.cu_seqlens_q, prompt.max_seqlen_q)
-            yield slots_BW.flatten(), Segment(table_BW, lens_B, *rows, ragged=prompt.ragged)
+            yield slots_BW.flatten(), Segment(expanded, lens_B, *rows, ragged=prompt.ragged)
 
 
 def _count(n: int, like: Tensor) -> Tensor:

@@ -80,20 +80,20 @@ def _launch_paged(
     tiles, splits = shape
     num_tiles = triton.cdiv(segment.max_seqlen_q * H, tiles.block_m)
     starts_T = segment.starts_T
-    assert segment.page_table.stride(1) == 1
+    assert segment.pages.table.stride(1) == 1
     grid = (segment.rows * num_tiles, splits)
-    tables = (segment.page_table, segment.cache_seqlens, segment.cu_seqlens_q)
+    tables = (segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q)
     numbers = (
-        scale, *q_THL.stride()[:2], view.latent.stride(0), segment.page_table.stride(0), num_tiles, first, states,
+        scale, *q_THL.stride()[:2], view.latent.stride(0), segment.pages.table.stride(0), num_tiles, first, states,
     )  # fmt: skip
     shared = {
-        "HEADS": H, "PAGE_SIZE": segment.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
+        "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
         "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.page_size % tiles.block_n == 0
+        by_engine = segment.pages.page_size % tiles.block_n == 0
         blocks = blocks_of(view.latent) if by_engine else (view.latent, view.latent)
         latent_hopper_kernel[grid](q_THL, view.latent, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
         return
@@ -109,7 +109,7 @@ def _launch_merge(
     partial: AttentionState, state: AttentionState, states: int,
 ) -> None:  # fmt: skip
     (T, H, L), C = q_THL.shape, view.rank
-    table, lens, starts_T = (suffix.page_table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
+    table, lens, starts_T = (suffix.pages.table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
     if starts_T is None:
         starts_T = lens
     # A suffix needs products, which need 16 rows.  A merge alone takes one head a program, to spread over the GPU.

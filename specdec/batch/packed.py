@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.limits import DUMMY_PAGE
@@ -114,20 +115,20 @@ class PackedPrompts:
     last_plan: AttentionPlan
 
     @classmethod
-    def unpack(cls, flat: Tensor, shape: ChunkShape, prompt_table_BW: Tensor, page_size: int) -> PackedPrompts:
+    def unpack(cls, flat: Tensor, shape: ChunkShape, prompt_pages: PageTable) -> PackedPrompts:
         """Computes everything from the flat tensor, without a host read, so that the code runs inside CUDA graphs.
 
         flat: the result of `flat_chunk` for that shape, on the device.
-        prompt_table_BW: int32, the pages of every row of the batch.
+        prompt_pages: the pages of every row of the batch.
         """
         T, B = shape.tokens, shape.parts
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
         rows_B, last_B, lens_B, final_B = flat[4 * T : 4 * T + 4 * B].view(4, B)
-        table_BW = prompt_table_BW.index_select(0, rows_B)
+        table_BW, page_size = pages = PageTable(prompt_pages.table.index_select(0, rows_B), prompt_pages.page_size)
         pages_T = table_BW.flatten()[part_T.clamp(min=0) * table_BW.shape[1] + positions_T // page_size]
         pages_T = torch.where(part_T < 0, DUMMY_PAGE, pages_T)
         lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B :].int()
-        whole = Segment(table_BW, lens_B, cu, shape.most, True, page_size, ragged=not shape.uniform, max_cached=shape.cached)
+        whole = Segment(pages, lens_B, cu, shape.most, True, ragged=not shape.uniform, max_cached=shape.cached)
         return cls(
             ids_T,
             positions_T,
@@ -139,7 +140,7 @@ class PackedPrompts:
             part_T,
             next_T,
             plan=AttentionPlan((whole,), positions_T),
-            last_plan=AttentionPlan((causal_segment(table_BW, lens_B, 1, page_size),)),
+            last_plan=AttentionPlan((causal_segment(pages, lens_B, 1),)),
         )
 
     def next_ids(self, first_B: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import RowSampling
 from specdec.limits import DUMMY_PAGE
@@ -44,6 +45,7 @@ class BatchState:
     pending_tokens_BP: int64, these tokens.
     pending_features_BPF: for each of these tokens, the target's features of the token before it.
     shared: the pages that rows read together; None: each row reads all its own pages.
+    page_size: tokens per page of both tables.
     """
 
     lens_B: Tensor
@@ -63,6 +65,7 @@ class BatchState:
     pending_tokens_BP: Tensor
     pending_features_BPF: Tensor
     shared: SharedPrefix | None = field(default=None, kw_only=True)
+    page_size: int = field(kw_only=True)
 
     @classmethod
     def empty(
@@ -72,6 +75,7 @@ class BatchState:
         topk: int,
         draft_hidden: int,
         *,
+        page_size: int,
         max_pause: int = 0,
         features: int = 0,
         device: torch.device | str,
@@ -79,8 +83,8 @@ class BatchState:
     ) -> BatchState:
         """A batch of `rows` rows, all of them padding.
 
-        pages: W.  topk, draft_hidden: K and H; 0 without a drafter.  max_pause, features: P and F; 0 if no round is ever
-        paused.  dtype: of hidden states and features.
+        pages: W.  page_size: tokens per page.  topk, draft_hidden: K and H; 0 without a drafter.  max_pause, features: P and F;
+        0 if no round is ever paused.  dtype: of hidden states and features.
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -106,11 +110,22 @@ class BatchState:
             pending_B=zeros(rows, dtype=torch.int64),
             pending_tokens_BP=zeros(rows, max_pause, dtype=torch.int64),
             pending_features_BPF=zeros(rows, max_pause, features, dtype=dtype),
+            page_size=page_size,
         )
 
     @property
     def rows(self) -> int:
         return self.lens_B.shape[0]
+
+    @property
+    def pages(self) -> PageTable:
+        """The pages that rounds read and write."""
+        return PageTable(self.page_table_BW, self.page_size)
+
+    @property
+    def prompt_pages(self) -> PageTable:
+        """The pages that chunks of prompts read and write."""
+        return PageTable(self.prompt_table_BW, self.page_size)
 
     @property
     def sampling(self) -> RowSampling:
@@ -128,12 +143,12 @@ class BatchState:
         return self.rows, self.shared is not None
 
     def tensors(self) -> list[Tensor]:
-        """All tensors whose first dimension is the rows: every field but `shared`."""
-        return [getattr(self, each.name) for each in fields(self) if each.name != "shared"]
+        """All tensors whose first dimension is the rows: every field but `shared` and `page_size`."""
+        return [getattr(self, each.name) for each in fields(self) if not each.kw_only]
 
     def narrow(self, rows: int) -> BatchState:
         """Views of the first `rows` rows, without `shared`: each row reads all its own pages."""
-        return BatchState(*(tensor[:rows] for tensor in self.tensors()))
+        return BatchState(*(tensor[:rows] for tensor in self.tensors()), page_size=self.page_size)
 
     def sharing(self, shared: SharedPrefix) -> BatchState:
         """The same rows, which read common pages together.  shared: of at least as many rows."""

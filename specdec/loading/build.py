@@ -86,9 +86,9 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 
 
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pool: PagePool) -> Workers:
-    backend, page_size = make_backend(settings.attention_backend), settings.options.page_size
+    backend = make_backend(settings.attention_backend)
     aux_layers = head.config.aux_layers if head else ()
-    verifier = TargetVerifier(model, _cache(model, model.config, pool, settings), backend, page_size, aux_layers)
+    verifier = TargetVerifier(model, _cache(model, model.config, pool, settings), backend, aux_layers)
     drafter: Drafter | None = None
     spec = settings.spec if head else None
     if head is not None:
@@ -98,12 +98,13 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
             raise ValueError(
                 f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
             )
-        drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk, page_size)
+        drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk)
     state = BatchState.empty(
         settings.options.max_batch_size + 1,  # the last row is always padding
         settings.pages_per_sequence,
         spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,
+        page_size=settings.options.page_size,
         max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
         features=head.config.feature_size if head else 0,
         device=settings.device,

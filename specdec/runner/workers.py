@@ -37,10 +37,6 @@ class Workers:
     drafter: Drafter | None
     state: BatchState
 
-    @property
-    def page_size(self) -> int:
-        return self.verifier.page_size
-
     def need_drafter(self) -> Drafter:
         """The drafter, for steps that only occur with one."""
         assert self.drafter is not None, "this step needs a drafter"

@@ -23,6 +23,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
@@ -87,23 +88,23 @@ class World:
 
 
 def decode(w: World) -> tuple[AttentionPlan, int]:
-    return AttentionPlan((causal_segment(w.table, w.lens, 1, w.page_size),)), w.B
+    return AttentionPlan((causal_segment(PageTable(w.table, w.page_size), w.lens, 1),)), w.B
 
 
 def chain(w: World) -> tuple[AttentionPlan, int]:
     """Six queries a sequence, also of sequences shorter than that: their first queries see nothing."""
-    return AttentionPlan((causal_segment(w.table, w.lens, 6, w.page_size),)), 6 * w.B
+    return AttentionPlan((causal_segment(PageTable(w.table, w.page_size), w.lens, 6),)), 6 * w.B
 
 
 def prompts(w: World) -> tuple[AttentionPlan, int]:
-    return AttentionPlan((ragged_causal_segment(w.table, w.lens_list, w.lens_list, w.page_size),)), sum(w.lens_list)
+    return AttentionPlan((ragged_causal_segment(PageTable(w.table, w.page_size), w.lens_list, w.lens_list),)), sum(w.lens_list)
 
 
 def tree(w: World) -> tuple[AttentionPlan, int]:
     N = w.fresh
     suffix = Segment.empty(w.B * N, N, 1, device=w.setup.device)
     fill_tree_suffix(suffix, w.fresh_slots(), random_masks(w.B, N, w.seed).to(w.setup.device))
-    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.page_size),), suffix=suffix), w.B * N
+    return AttentionPlan((prefix_segment(PageTable(w.table, w.page_size), w.lens, N),), suffix=suffix), w.B * N
 
 
 def draft(w: World) -> tuple[AttentionPlan, int]:
@@ -111,7 +112,7 @@ def draft(w: World) -> tuple[AttentionPlan, int]:
     slots_BKS = w.fresh_slots()[:, : K * 2].view(w.B, K, 2).int()
     suffix = Segment.empty(w.B * K, step + 1, 1, device=w.setup.device)
     fill_draft_suffix(suffix, slots_BKS, step)
-    return AttentionPlan((prefix_segment(w.table, w.lens, K, w.page_size),), suffix=suffix), w.B * K
+    return AttentionPlan((prefix_segment(PageTable(w.table, w.page_size), w.lens, K),), suffix=suffix), w.B * K
 
 
 PLANS = [decode, chain, prompts, tree, draft]
@@ -135,8 +136,7 @@ def expected(q_THD: Tensor, view: MHAView, plan: AttentionPlan) -> Tensor:
 
 
 def host_copy(s: Segment) -> Segment:
-    tensors = (x.cpu() for x in (s.page_table, s.cache_seqlens, s.cu_seqlens_q))
-    return Segment(*tensors, s.max_seqlen_q, s.causal, s.page_size)
+    return Segment(s.pages.to("cpu"), s.cache_seqlens.cpu(), s.cu_seqlens_q.cpu(), s.max_seqlen_q, s.causal)
 
 
 def assert_close(out: Tensor, want: Tensor) -> None:
@@ -215,14 +215,14 @@ def test_store_rotates_and_writes_its_slots_and_no_others(setup: Setup, normed: 
 def test_static_buffers_equal_fresh_ones(setup: Setup) -> None:
     """Keeps out: a reader that looks past a row's length, or takes a buffer's size for the batch's."""
     big = Segment.empty(8 * 6, 9, 1, device=setup.device)
-    big.page_table.fill_(1)
+    big.pages.table.fill_(1)
     big.cache_seqlens.fill_(9)
     for lens in ([9, 12], [40]):
         w = World(lens, 4, (2, 1, 16, 4), setup, seed=len(lens))
         plan, T = tree(w)
         prefix, fresh = plan.parts
         static = narrowed(big, fresh.rows, 4)
-        static.page_table.copy_(fresh.page_table)
+        static.pages.table.copy_(fresh.pages.table)
         static.cache_seqlens.copy_(fresh.cache_seqlens)
         backend, q_THD = setup.backend(), w.q(T)
         outs = [backend.attend(q_THD, w.view, backend.prepare(replace(plan, suffix=suffix))) for suffix in (fresh, static)]
@@ -244,11 +244,11 @@ def test_merge_is_a_softmax_over_both_sets() -> None:
     w = World([40], 0, (2, 1, 16, 1), Setup("torch", torch.float64, "cpu"), seed=3)
     q_THD, reference = w.q(1), ReferenceBackend()
     halves = [
-        Segment(w.table[:, part], torch.tensor([n], dtype=torch.int32), torch.tensor([0, 1]), 1)
+        Segment(PageTable(w.table[:, part]), torch.tensor([n], dtype=torch.int32), torch.tensor([0, 1]), 1)
         for part, n in ((slice(0, 15), 15), (slice(15, 40), 25))
     ]
     merged = merge_states(*(reference.run(q_THD, w.view, half) for half in halves))
-    whole = reference.run(q_THD, w.view, prefix_segment(w.table, w.lens, 1, 1))
+    whole = reference.run(q_THD, w.view, prefix_segment(PageTable(w.table), w.lens, 1))
     torch.testing.assert_close(merged.out_THD, whole.out_THD)
     torch.testing.assert_close(merged.lse_TH, whole.lse_TH)
 
@@ -286,7 +286,7 @@ def test_torch_backend_keeps_foreign_nans_out() -> None:
     table = torch.arange(16, dtype=torch.int32).view(1, 16).expand(3, 16).contiguous()
     lens = torch.tensor([9, 3, 0], dtype=torch.int32)
     q = torch.randn(3 * 2, 4, 8)
-    for segment in (prefix_segment(table, lens, 2, 4), causal_segment(table, lens, 2, 4)):
+    for segment in (prefix_segment(PageTable(table, 4), lens, 2), causal_segment(PageTable(table, 4), lens, 2)):
         state, want = TorchBackend().run(q, MHAView(kv), segment), ReferenceBackend().run(q, MHAView(kv), segment)
         torch.testing.assert_close(state.out_THD, want.out_THD)
         torch.testing.assert_close(state.lse_TH, want.lse_TH)

@@ -9,6 +9,7 @@ from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.kinds import FULL, LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan
 from specdec.ops.rope import HeadPrep
@@ -32,7 +33,7 @@ def test_dense_equals_paged(kind: LayerKind, scoring: Scoring) -> None:
     qkv = randn(B * T, Q + 2 * K, D)
     cache = MHACache(2, B * T, K, D, dtype=torch.float64, device="cpu", kinds=[FULL, kind])
     table = torch.arange(B, dtype=torch.int32)[:, None]
-    plan = AttentionPlan((causal_segment(table, torch.full((B,), T, dtype=torch.int32), T, T),))
+    plan = AttentionPlan((causal_segment(PageTable(table, T), torch.full((B,), T, dtype=torch.int32), T),))
     paged = PagedAttention(ReferenceBackend(), cache, plan, torch.arange(B * T))
     want = paged(1, qkv.clone(), HeadPrep(None, K), None, scoring)
     dense = DenseAttention(cache.kinds, B)

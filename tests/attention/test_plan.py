@@ -19,12 +19,12 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import (
     causal_segment,
     fill_draft_suffix,
     fill_tree_suffix,
     prefix_segment,
-    slots_at,
 )
 from specdec.attention.segment import AttentionPlan, Segment
 
@@ -65,7 +65,7 @@ class TestBuilders:
         w = Sequences(lengths(page_size), 3, page_size)
         positions = torch.tensor([[0, n, n + 2] for n in w.lens])
         want = [torch.cat([w.slots(row, p, p + 1) for p in ps]) for row, ps in enumerate(positions.tolist())]
-        got = slots_at(w.table_BW, positions, page_size)
+        got = PageTable(w.table_BW, page_size).slots_at(positions)
         assert got.dtype == torch.int64 and torch.equal(got, torch.stack(want))
 
     def test_tree(self, page_size: int, backend: Backend) -> None:
@@ -77,7 +77,7 @@ class TestBuilders:
             suffix = Segment.empty(len(w.lens) * N, width, 1)
             fill_tree_suffix(suffix, w.fresh_slots(), mask_BNN)
             assert torch.equal(suffix.cache_seqlens, mask_BNN.sum(-1).flatten().int())
-            plan = AttentionPlan((prefix_segment(w.table_BW, w.lens_B, N, page_size),), suffix=suffix)
+            plan = AttentionPlan((prefix_segment(PageTable(w.table_BW, page_size), w.lens_B, N),), suffix=suffix)
             masks = [torch.cat((torch.ones(N, n, dtype=torch.bool), mask), 1) for n, mask in zip(w.lens, mask_BNN, strict=True)]
             assert_plan(w, plan, w.queries(len(w.lens) * N, H, D), masks, backend)
 
@@ -91,7 +91,7 @@ class TestBuilders:
             ancestors = fresh[:, None].expand(-1, K, -1).gather(2, picked_BKS)
             suffix = Segment.empty(len(w.lens) * K, step + 1, 1)
             fill_draft_suffix(suffix, ancestors, step)
-            plan = AttentionPlan((prefix_segment(w.table_BW, w.lens_B, K, page_size),), suffix=suffix)
+            plan = AttentionPlan((prefix_segment(PageTable(w.table_BW, page_size), w.lens_B, K),), suffix=suffix)
             masks = []
             for n, picked_KS in zip(w.lens, picked_BKS, strict=True):
                 own = torch.zeros(K, K * S, dtype=torch.bool).scatter_(1, picked_KS[:, : step + 1], True)
@@ -102,13 +102,13 @@ class TestBuilders:
     def test_causal(self, page_size: int, backend: Backend, queries: int) -> None:
         """Chain, extend and decode: the last queries of each sequence, the corner at the bottom right."""
         w = Sequences(lengths(page_size), queries, page_size, seed=3)
-        plan = AttentionPlan((causal_segment(w.table_BW, w.lens_B + queries, queries, page_size),))
+        plan = AttentionPlan((causal_segment(PageTable(w.table_BW, page_size), w.lens_B + queries, queries),))
         masks = [torch.ones(queries, n + queries, dtype=torch.bool).tril(n) for n in w.lens]
         assert_plan(w, plan, w.queries(len(w.lens) * queries, H, D), masks, backend)
 
     def test_prompts(self, page_size: int, backend: Backend) -> None:
         w = Sequences([n for n in lengths(page_size) if n], 0, page_size, seed=4)
-        plan = AttentionPlan((ragged_causal_segment(w.table_BW, w.lens, w.lens, page_size),))
+        plan = AttentionPlan((ragged_causal_segment(PageTable(w.table_BW, page_size), w.lens, w.lens),))
         masks = [torch.ones(n, n, dtype=torch.bool).tril() for n in w.lens]
         assert_plan(w, plan, w.queries(sum(w.lens), H, D), masks, backend)
 
@@ -118,14 +118,14 @@ class TestBuilders:
         for lens in ([3, 8, 0, 21], [5], [30, 2]):
             w = Sequences(lens, N, page_size, seed=5)
             mask_BNN = random_masks(len(lens), N, seed=5)
-            big.page_table.random_(0, 9)
+            big.pages.table.random_(0, 9)
             big.cache_seqlens.fill_(12)
             fresh, view = Segment.empty(len(lens) * N, N, 1), narrowed(big, len(lens) * N, N)
             q_THD = w.queries(len(lens) * N, H, D)
             outs = []
             for suffix in (fresh, view):
                 fill_tree_suffix(suffix, w.fresh_slots(), mask_BNN)
-                plan = AttentionPlan((prefix_segment(w.table_BW, w.lens_B, N, page_size),), suffix=suffix)
+                plan = AttentionPlan((prefix_segment(PageTable(w.table_BW, page_size), w.lens_B, N),), suffix=suffix)
                 outs.append(backend.attend(q_THD, w.view, backend.prepare(plan)))
             assert torch.equal(*outs)
 
@@ -136,7 +136,7 @@ def test_mask_sorting_packs_to_the_left() -> None:
     mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
     fill_tree_suffix(suffix, torch.tensor([[8, 9, 10]]), mask)
     assert suffix.cache_seqlens.tolist() == [1, 2, 2]
-    assert suffix.page_table[0, 0] == 8 and suffix.page_table[1:].tolist() == [[8, 9], [8, 10]]
+    assert suffix.pages.table[0, 0] == 8 and suffix.pages.table[1:].tolist() == [[8, 9], [8, 10]]
 
 
 def test_the_most_keys_of_a_window_are_those_of_all_its_queries() -> None:
@@ -144,4 +144,5 @@ def test_the_most_keys_of_a_window_are_those_of_all_its_queries() -> None:
     segment = replace(Segment.empty(3, 64, 5), span=8)
     assert segment.max_keys == 12
     assert replace(segment, span=62).max_keys == replace(segment, span=None).max_keys == 64
-    assert replace(segment, page_size=16, span=None).max_keys == 1024
+    wide = segment.pages._replace(page_size=16)
+    assert replace(segment, pages=wide, span=None).max_keys == 1024

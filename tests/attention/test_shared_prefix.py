@@ -19,6 +19,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment, last_positions
 from specdec.attention.shared import SharedPrefix, split_shared
@@ -39,7 +40,7 @@ class World:
         self.table[1, : shared // page_size] = self.table[0, : shared // page_size]
         self.cache = MHACache(len(kinds), pages.num_slots, 2, 16, dtype=dtype, device=device, kinds=kinds)
         self.cache.kv.copy_(pages.fill(len(kinds), 2, 2, 16, dtype=dtype).transpose(0, 1))
-        state = BatchState.empty(4, self.table.shape[1], 0, 0, device=device, dtype=dtype)
+        state = BatchState.empty(4, self.table.shape[1], 0, 0, page_size=self.page_size, device=device, dtype=dtype)
         self.shared = SharedPrefix.empty(state.page_table_BW, 10)
         if shared:
             self.shared.set([0, 1], self.table[0, : shared // page_size].tolist(), shared)
@@ -47,10 +48,10 @@ class World:
     def plans(self, n: int, tree: bool) -> tuple[AttentionPlan, AttentionPlan]:
         """Two plans that read the same keys, one of them with a shared segment: for a chain, or for a prefix and suffixes."""
         if not tree:
-            own = causal_segment(self.table, self.lens_B + n, n, self.page_size)
+            own = causal_segment(PageTable(self.table, self.page_size), self.lens_B + n, n)
             positions, suffix = last_positions(own), None
         else:
-            own = prefix_segment(self.table, self.lens_B, n, self.page_size)
+            own = prefix_segment(PageTable(self.table, self.page_size), self.lens_B, n)
             depth = torch.arange(n, device=self.device).clamp(max=2)
             positions = (self.lens_B.long()[:, None] + depth).flatten()
             at = self.lens_B[:, None, None] + torch.stack([torch.zeros_like(depth), depth], dim=1)  # the root, and itself
@@ -129,9 +130,9 @@ def test_a_row_of_nan_spoils_no_other(name: str, tree: bool) -> None:
 def test_many_queries_read_as_ever() -> None:
     """Keeps out: one more launch a layer where arithmetic takes the time, as in the verification of a large tree."""
     world = World(4, 16, 4, torch.float64, "cpu")
-    own = prefix_segment(world.table, world.lens_B, 11, 4)
+    own = prefix_segment(PageTable(world.table, 4), world.lens_B, 11)
     assert split_shared(own, world.shared) == split_shared(own, None) == (own,)
-    assert len(split_shared(prefix_segment(world.table, world.lens_B, 10, 4), world.shared)) == 2
+    assert len(split_shared(prefix_segment(PageTable(world.table, 4), world.lens_B, 10), world.shared)) == 2
 
 
 def test_nothing_is_read_twice() -> None:

@@ -11,6 +11,7 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.draft.branches import Branches, fork
 from specdec.draft.branches_triton import launch_fork
 from specdec.draft.build_tree import best_nodes
@@ -156,7 +157,7 @@ def fork_inputs(B: int, K: int, W: int, H: int, page_size: int, dtype: torch.dty
     page_table_BW = (torch.randperm(B * width) + 1).view(B, width).int()
     page_table_BW[0] = 0
     ancestors = torch.randint(1000, (B * P, W), dtype=torch.int32)
-    return page_table_BW, lens_B, torch.randint(P, (B, K)), torch.randn(B * P, H).to(dtype), ancestors, page_size
+    return PageTable(page_table_BW, page_size), lens_B, torch.randint(P, (B, K)), torch.randn(B * P, H).to(dtype), ancestors
 
 
 @pytest.mark.slow_cases
@@ -175,9 +176,10 @@ def test_forks_on_real_sizes(B: int, K: int, W: int) -> None:
 
 def check_fork(inputs: tuple[Any, ...]) -> None:
     want = fork(*inputs)
-    got = Branches(*launch_fork(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in inputs)))
+    got = Branches(*launch_fork(*(x.to(DEVICE) for x in inputs)))
     for name in ("hidden_RH", "positions_R", "slots_R"):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
         assert getattr(got, name).dtype == getattr(want, name).dtype
-    for name in ("page_table", "cache_seqlens", "cu_seqlens_q"):
+    assert torch.equal(got.suffix.pages.table.cpu(), want.suffix.pages.table)
+    for name in ("cache_seqlens", "cu_seqlens_q"):
         assert torch.equal(getattr(got.suffix, name).cpu(), getattr(want.suffix, name)), name

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan
 from specdec.models.causal_lm import CausalLM, TargetOutput
 from specdec.models.checkpoints.loader import load_target, read_target_config
@@ -44,7 +45,9 @@ def ours(model: CausalLM, ids: list[Tensor], aux_layers: tuple[int, ...]) -> Tar
                      dtype=torch.float32, device="cpu", kinds=config.layer_kinds)  # fmt: skip
     table = torch.arange(len(ids), dtype=torch.int32)[:, None]
     positions = torch.cat([torch.arange(len(x)) for x in ids])
-    plan = AttentionPlan((ragged_causal_segment(table, [len(x) for x in ids], [len(x) for x in ids], page),), positions)
+    plan = AttentionPlan(
+        (ragged_causal_segment(PageTable(table, page), [len(x) for x in ids], [len(x) for x in ids]),), positions
+    )
     slots = torch.cat([row * page + torch.arange(len(x)) for row, x in enumerate(ids)])
     return model(torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, plan, slots), aux_layers)
 

@@ -20,6 +20,7 @@ from specdec import SpecDecoder
 from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target, TargetOutput
@@ -80,7 +81,7 @@ def ours(target: Target, ids: list[Tensor], aux_layers: tuple[int, ...] = (), ro
                      device="cpu", kinds=config.layer_kinds)  # fmt: skip
     table, lens = torch.arange(len(ids), dtype=torch.int32)[:, None], [len(x) for x in ids]
     positions = torch.cat([torch.arange(n) for n in lens])
-    plan = AttentionPlan((ragged_causal_segment(table, lens, lens, page),), positions)
+    plan = AttentionPlan((ragged_causal_segment(PageTable(table, page), lens, lens),), positions)
     slots = torch.cat([row * page + torch.arange(n) for row, n in enumerate(lens)])
     return target(torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, plan, slots), aux_layers, rows)
 

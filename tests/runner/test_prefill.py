@@ -11,6 +11,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.reference import ReferenceBackend
 
 from specdec import SamplingParams, SpecConfig
+from specdec.attention.pages import PageTable
 from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
 from specdec.runner.prompts import bucket_of
 from specdec.steps import PromptPart
@@ -45,7 +46,9 @@ def test_padding_touches_nothing_of_a_prompt() -> None:
         exact, used = ChunkShape.of(parts), sum(lens)
         bucket = bucket_of(exact)
         assert bucket.tokens >= used and bucket.parts >= len(lens) and bucket.most >= max(lens)
-        bare, padded = (PackedPrompts.unpack(flat_chunk(parts, shape, spare), shape, table_BW, P) for shape in (exact, bucket))
+        bare, padded = (
+            PackedPrompts.unpack(flat_chunk(parts, shape, spare), shape, PageTable(table_BW, P)) for shape in (exact, bucket)
+        )
         for name in ("ids_T", "positions_T", "slots_T", "part_T", "next_T", "rows_B", "last_B", "lens_B", "final_B"):
             want, got = getattr(bare, name), getattr(padded, name)
             assert torch.equal(got[: len(want)], want), name

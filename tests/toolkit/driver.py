@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.plan import slots_at
+from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
@@ -227,7 +227,7 @@ class Driver(Hooks):
     def committed_kv(self, model: Model, row: int) -> Tensor:
         """[layers, L, 2, K, D]: keys and values of a row's committed tokens."""
         table = self._workers.state.page_table_BW[row : row + 1]
-        slots = slots_at(table, torch.arange(self.lens(row))[None], self.page_size)
+        slots = PageTable(table, self.page_size).slots_at(torch.arange(self.lens(row))[None])
         return self.cache(model).kv[:, slots[0]]
 
     def fresh_kv(self, model: Model, text: list[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from specdec import Generation
+from specdec.attention.pages import PageTable
 from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
 from specdec.steps import PromptPart
 
@@ -28,4 +29,4 @@ def packed_prompts(
         for row, prompt in enumerate(prompts)
     ]
     shape = ChunkShape.of(parts)
-    return PackedPrompts.unpack(flat_chunk(parts, shape, 0).to(table_BW.device), shape, table_BW, page_size)
+    return PackedPrompts.unpack(flat_chunk(parts, shape, 0).to(table_BW.device), shape, PageTable(table_BW, page_size))

@@ -11,6 +11,7 @@ from toolkit.kernels import DEVICE, MARK, fence_new_memory
 from toolkit.trees import random_trees
 from torch import Tensor
 
+from specdec.attention.pages import PageTable
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.verify import accept_triton
@@ -47,7 +48,7 @@ def likely_targets(tree: DraftTree) -> Tensor:
 
 def new_state(B: int) -> BatchState:
     """Some rows inactive, some of length 0, some that do not speculate."""
-    state = BatchState.empty(B, 4, 0, 0, device="cpu", dtype=torch.float32)
+    state = BatchState.empty(B, 4, 0, 0, page_size=1, device="cpu", dtype=torch.float32)
     state.lens_B.copy_(torch.randint(900, (B,)) * (torch.arange(B) % 3 != 1))
     state.bonus_B.fill_(-1)
     state.active_B.copy_(torch.arange(B) % 4 != 2)
@@ -57,7 +58,7 @@ def new_state(B: int) -> BatchState:
 
 def check_acceptance(tree: DraftTree, targets_BN: Tensor) -> None:
     state = new_state(len(targets_BN))
-    copy = BatchState(*(tensor.to(DEVICE, copy=True) for tensor in state.tensors()))
+    copy = BatchState(*(tensor.to(DEVICE, copy=True) for tensor in state.tensors()), page_size=1)
     want, want_base_B = accept(tree, targets_BN, state)
     *got, base_B = launch_accept(on_device(tree), targets_BN.to(DEVICE), copy)
     for name, a, b in zip(Accepted._fields, got, want, strict=True):
@@ -82,7 +83,7 @@ def test_acceptance_writes_into_its_own_rows_alone(monkeypatch: pytest.MonkeyPat
     fences = fence_new_memory(accept_triton, monkeypatch)
     for B in (1, 3):
         tree = tree_of(B, 60, 2)
-        state = BatchState(*(tensor.to(DEVICE) for tensor in new_state(B).tensors()))
+        state = BatchState(*(tensor.to(DEVICE) for tensor in new_state(B).tensors()), page_size=1)
         launch_accept(on_device(tree), torch.full((B, 60), 60, device=DEVICE), state)
     assert len(fences) >= 8 and all(bool((fence == MARK).all()) for fence in fences)
 
@@ -108,14 +109,17 @@ def test_tables_equal_the_definition(B: int, N: int, S: int, page_size: int) -> 
     width = (90 + N) // page_size + 2
     page_table_BW = (torch.randperm(B * width) + 1).view(B, width).int()
     page_table_BW[0] = 0
-    positions, slots, suffix = path_tables(page_table_BW, lens_B, tree, page_size)
+    positions, slots, suffix = path_tables(PageTable(page_table_BW, page_size), lens_B, tree)
     got_positions, got_slots, got = launch_path_tables(
-        page_table_BW.to(DEVICE), lens_B.to(DEVICE), tree.parents_BN.to(DEVICE), min(N, tree.max_depth + 1), page_size
+        PageTable(page_table_BW, page_size).to(DEVICE),
+        lens_B.to(DEVICE),
+        tree.parents_BN.to(DEVICE),
+        min(N, tree.max_depth + 1),
     )
     assert torch.equal(got_positions.cpu(), positions) and torch.equal(got_slots.cpu(), slots)
-    assert torch.equal(got.cache_seqlens.cpu(), suffix.cache_seqlens) and got.page_table.shape == suffix.page_table.shape
+    assert torch.equal(got.cache_seqlens.cpu(), suffix.cache_seqlens) and got.pages.table.shape == suffix.pages.table.shape
     assert torch.equal(got.cu_seqlens_q.cpu(), suffix.cu_seqlens_q) and got.max_seqlen_q == 1
-    read = torch.arange(suffix.page_table.shape[1]) < suffix.cache_seqlens[:, None]
-    rows = got.page_table.cpu()
-    assert torch.equal(rows.where(read, 0), suffix.page_table.where(read, 0))
+    read = torch.arange(suffix.pages.table.shape[1]) < suffix.cache_seqlens[:, None]
+    rows = got.pages.table.cpu()
+    assert torch.equal(rows.where(read, 0), suffix.pages.table.where(read, 0))
     assert torch.equal(rows, rows.where(read, slots.flatten().int()[:, None])), "past its length a row repeats its own slot"

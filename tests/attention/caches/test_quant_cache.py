@@ -26,6 +26,7 @@ from specdec.attention.caches.quant_cache import (
     to_int8,
 )
 from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 
@@ -161,7 +162,12 @@ def tree_plan(lens: list[int], nodes: int, page_size: int) -> tuple[AttentionPla
     suffix, fresh = Segment.empty(len(lens) * nodes, nodes, 1), pages.fresh_slots()
     fill_tree_suffix(suffix, fresh, mask)
     every = [pages.slots(row, 0, n + nodes) for row, n in enumerate(lens)]
-    return AttentionPlan((prefix_segment(pages.table_BW, pages.lens_B, nodes, page_size),), suffix=suffix), every, mask, fresh
+    return (
+        AttentionPlan((prefix_segment(PageTable(pages.table_BW, page_size), pages.lens_B, nodes),), suffix=suffix),
+        every,
+        mask,
+        fresh,
+    )
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -193,7 +199,7 @@ def test_attention_is_near_that_over_the_values_themselves(kind: str) -> None:
     """Keeps out: values that are right by themselves, but are read in another order or from another place."""
     lens = [64, 40]
     table = torch.arange(2 * 4).view(2, 4).int()
-    segment = causal_segment(table, torch.tensor(lens, dtype=torch.int32), 1, 16)
+    segment = causal_segment(PageTable(table, 16), torch.tensor(lens, dtype=torch.int32), 1)
     view, kv = poisoned(kind, 128).view(0), rand(128, 2, K, D)
     view.write(torch.arange(128), kv)
     q_THD = rand(2, K * G, D, seed=1)

@@ -19,6 +19,7 @@ from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import Segment
 
@@ -47,12 +48,13 @@ def queries(count: int, head_dim: int = D) -> Tensor:
 
 def segments(table: Tensor, lens: Tensor, page_size: int) -> dict[str, tuple[Segment, int]]:
     prompts = [300, 0, 3, 40]
+    pages = PageTable(table, page_size)
     return {
-        "prefix": (prefix_segment(table, lens, 5, page_size), 20),
-        "chain": (causal_segment(table, lens, 5, page_size), 20),  # of three tokens too: its first queries see nothing
-        "decode": (causal_segment(table, lens, 1, page_size), 4),
-        "prompts": (ragged_causal_segment(table, prompts, LENS, page_size), sum(prompts)),
-        "empty": (prefix_segment(table, torch.zeros_like(lens), 2, page_size), 8),
+        "prefix": (prefix_segment(pages, lens, 5), 20),
+        "chain": (causal_segment(pages, lens, 5), 20),  # of three tokens too: its first queries see nothing
+        "decode": (causal_segment(pages, lens, 1), 4),
+        "prompts": (ragged_causal_segment(pages, prompts, LENS), sum(prompts)),
+        "empty": (prefix_segment(pages, torch.zeros_like(lens), 2), 8),
     }
 
 
@@ -85,14 +87,14 @@ def test_fa2_is_asked_for_the_pages_it_can_read() -> None:
     """Keeps out: a stand-in that takes what the library refuses."""
     table, lens, view = world(16, LENS)
     with pytest.raises(RuntimeError, match="divisible by 256"):
-        ADAPTERS["fa2"](queries(4), view, causal_segment(table, lens, 1, 16), PLAIN)
+        ADAPTERS["fa2"](queries(4), view, causal_segment(PageTable(table, 16), lens, 1), PLAIN)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_answer_full_layers_only(name: str) -> None:
     """Keeps out: a window handed to a library that would shift it from query to query."""
     table, lens, view = world(P, LENS)
-    local = causal_segment(table, lens, 1, P).local(LayerKind(window=4), lens.long() - 1)
+    local = causal_segment(PageTable(table, P), lens, 1).local(LayerKind(window=4), lens.long() - 1)
     with pytest.raises(AssertionError, match="our kernel reads such segments"):
         ADAPTERS[name](queries(4), view, local, PLAIN)
 

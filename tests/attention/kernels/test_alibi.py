@@ -23,6 +23,7 @@ from specdec.attention.caches.quant_cache import QuantView, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_draft_suffix, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
@@ -52,9 +53,9 @@ def causal_world(P: int, counts: list[int], ragged: bool) -> World:
     pages = Scattered(LENS, P, extra=N)
     ends = [n + N for n in LENS]
     if ragged:
-        segment = ragged_causal_segment(pages.table_BW, counts, ends, P)
+        segment = ragged_causal_segment(PageTable(pages.table_BW, P), counts, ends)
     else:
-        segment = causal_segment(pages.table_BW, torch.tensor(ends, dtype=torch.int32), counts[0], P)
+        segment = causal_segment(PageTable(pages.table_BW, P), torch.tensor(ends, dtype=torch.int32), counts[0])
     at_BX = [torch.arange(end) for end in ends]
     at_BN = [torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
     seen = [at_X <= at_N[:, None] for at_X, at_N in zip(at_BX, at_BN, strict=True)]
@@ -77,7 +78,7 @@ def prompts(P: int) -> World:
 def tree(P: int, shared: bool = False) -> World:
     """Random trees, so that a path's nodes have numbers far from their depths."""
     pages, mask_BNN = Scattered(LENS, P, extra=N), random_masks(len(LENS), N, 5)
-    own = prefix_segment(pages.table_BW, pages.lens_B, N, P)
+    own = prefix_segment(PageTable(pages.table_BW, P), pages.lens_B, N)
     segments: tuple[Segment, ...] = (own,)
     if shared:  # the two long sequences begin with the same pages
         tokens = 32 // P * P
@@ -110,7 +111,7 @@ def draft(P: int) -> World:
     own = torch.eye(branches, dtype=torch.bool).repeat_interleave(S, 1)
     seen = [torch.cat((torch.ones(branches, n, dtype=torch.bool), own), 1) for n in LENS]
     slots = [torch.cat((pages.slots(b, 0, n), slots_BKS[b].flatten())) for b, n in enumerate(LENS)]
-    plan = AttentionPlan((prefix_segment(pages.table_BW, pages.lens_B, branches, P),), torch.cat(at_BN), suffix)
+    plan = AttentionPlan((prefix_segment(PageTable(pages.table_BW, P), pages.lens_B, branches),), torch.cat(at_BN), suffix)
     return World(pages, plan, slots, at_BX, at_BN, seen)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.attention.caches.kv_cache import MHACache
 from specdec.attention.caches.move_triton import launch_move
 from specdec.attention.kernels.tables_triton import launch_next_tokens
-from specdec.attention.plan import NextTokens, next_tokens, slots_at
+from specdec.attention.pages import NextTokens, PageTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
@@ -27,11 +27,11 @@ def test_next_tokens(B: int, P: int, page_size: int, by_step: bool) -> None:
     wide_table[0] = 0
     page_table_BW = wide_table[:, :width]  # rows need not be dense
     positions_BP = lens_B.long()[:, None] + torch.arange(P)
-    slots_BP = slots_at(page_table_BW, positions_BP, page_size)
+    slots_BP = PageTable(page_table_BW, page_size).slots_at(positions_BP)
     ends_PB = (positions_BP.t() + 1).int()
     want = (positions_BP.t(), slots_BP.t(), ends_PB) if by_step else (positions_BP, slots_BP, ends_PB)
-    defined = next_tokens(page_table_BW, lens_B, P, page_size, by_step)
-    launched = launch_next_tokens(wide_table.to(DEVICE)[:, :width], lens_B.to(DEVICE), P, page_size, by_step)
+    defined = PageTable(page_table_BW, page_size).next_tokens(lens_B, P, by_step)
+    launched = launch_next_tokens(PageTable(wide_table.to(DEVICE)[:, :width], page_size), lens_B.to(DEVICE), P, by_step)
     for got in (defined, launched):
         for name, a, b in zip(NextTokens._fields, got, want, strict=True):
             assert torch.equal(a.cpu(), b) and a.dtype == b.dtype and a.is_contiguous(), name

@@ -20,6 +20,7 @@ from specdec.attention.caches.kv_cache import MHAView
 from specdec.attention.kernels import triton_backend
 from specdec.attention.kernels.tiles_triton import padded, paged_tiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend, launch_paged, launch_suffix_merge
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
@@ -82,7 +83,7 @@ def suffix_rows(view: MHAView, counts: list[int], seed: int) -> Segment:
     for row, n in zip(table, counts):
         row[:n] = good[torch.randperm(len(good), generator=generator)[:n].to(DEVICE)]
     rows = torch.arange(len(counts) + 1, dtype=torch.int32, device=DEVICE)
-    return Segment(table.int(), ints(*counts), rows, 1)
+    return Segment(PageTable(table.int()), ints(*counts), rows, 1)
 
 
 @pytest.mark.slow_cases
@@ -92,7 +93,7 @@ def test_nan_in_unread_slots_stays_there(queries: int) -> None:
     lens = [0, 1, 7, 133]
     table, view = scattered(lens, seed=queries)
     q_THD = rand(len(lens) * queries, H, D, seed=3)
-    segment = causal_segment(table, ints(*lens), queries, P)
+    segment = causal_segment(PageTable(table, P), ints(*lens), queries)
     check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
 
 
@@ -103,13 +104,13 @@ def test_padded_rows_are_zero_and_harm_nobody() -> None:
     lens, both = ints(50, 0, 9, 0), torch.stack([table[0], junk[0], table[1], junk[1]])
     q_THD = rand(8, H, D, seed=5)
     q_THD[2:4] = q_THD[6:8] = NAN
-    prefix = prefix_segment(both, lens, 2, P)
+    prefix = prefix_segment(PageTable(both, P), lens, 2)
     suffix = suffix_rows(view, [1, 2, 0, 0, 2, 1, 0, 0], seed=6)
     out_THD = attend(q_THD, view, prefix, suffix=suffix)
     assert out_THD[2:4].eq(0).all() and out_THD[6:8].eq(0).all()
     live = [0, 1, 4, 5]
-    two = prefix_segment(table, ints(50, 9), 2, P)
-    rows = Segment(suffix.page_table[live], suffix.cache_seqlens[live], ints(0, 1, 2, 3, 4), 1)
+    two = prefix_segment(PageTable(table, P), ints(50, 9), 2)
+    rows = Segment(PageTable(suffix.pages.table[live]), suffix.cache_seqlens[live], ints(0, 1, 2, 3, 4), 1)
     check(out_THD[live], q_THD[live], view, AttentionPlan((two,), suffix=rows))
 
 
@@ -120,7 +121,7 @@ def test_any_number_of_splits_gives_the_same(programs: int, with_suffix: bool) -
     """Keeps out: a key read by two splits or none, and idle splits of short rows read as if they had written."""
     lens = [700, 3, 0]
     table, view = scattered(lens, seed=7)
-    prefix = prefix_segment(table, ints(*lens), 2, P)
+    prefix = prefix_segment(PageTable(table, P), ints(*lens), 2)
     suffix = suffix_rows(view, [3, 1, 0, 2, 0, 9], seed=8) if with_suffix else None
     q_THD = rand(6, H, D, seed=9)
     out_THD = attend(q_THD, view, prefix, suffix=suffix, programs=programs)
@@ -130,7 +131,7 @@ def test_any_number_of_splits_gives_the_same(programs: int, with_suffix: bool) -
 def test_suffix_wider_than_a_chunk() -> None:
     """Keeps out: a suffix kernel that looks at its first few keys only."""
     table, view = scattered([90], seed=10)
-    prefix, suffix = prefix_segment(table, ints(20), 2, P), suffix_rows(view, [64, 33], seed=11)
+    prefix, suffix = prefix_segment(PageTable(table, P), ints(20), 2), suffix_rows(view, [64, 33], seed=11)
     q_THD = rand(2, H, D, seed=12)
     check(attend(q_THD, view, prefix, suffix=suffix), q_THD, view, AttentionPlan((prefix,), suffix=suffix))
 
@@ -140,7 +141,7 @@ def test_ragged_tiles() -> None:
     lens = [1, 23, 0, 40]
     table, view = scattered(lens, seed=13)
     q_THD = rand(sum(lens), H, D, seed=14)
-    segment = ragged_causal_segment(table, lens, lens, P)
+    segment = ragged_causal_segment(PageTable(table, P), lens, lens)
     check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
 
 
@@ -148,7 +149,7 @@ def test_a_prompt_after_a_cached_prefix() -> None:
     """Keeps out: a causal corner taken at the top left (queries fewer than keys, of different counts a row)."""
     lens = [30, 45]
     table, view = scattered(lens, seed=15)
-    segment = Segment(table, ints(*lens), ints(0, 11, 15), 11, causal=True, page_size=P)
+    segment = Segment(PageTable(table, P), ints(*lens), ints(0, 11, 15), 11, causal=True)
     q_THD = rand(15, H, D, seed=16)
     check(attend(q_THD, view, segment), q_THD, view, AttentionPlan((segment,)))
 
@@ -158,9 +159,9 @@ def test_other_plans_are_merged_segment_by_segment() -> None:
     """Keeps out: a plan without a suffix taken for one with (paged segments that hold pages, or slots as a suffix does)."""
     lens = [21, 6]
     table, view = scattered(lens, seed=17)
-    prefix = prefix_segment(table, ints(*lens), 2, P)
+    prefix = prefix_segment(PageTable(table, P), ints(*lens), 2)
     suffix = suffix_rows(view, [1, 2, 3, 0], seed=18)
-    paged = causal_segment(table, ints(*lens), 2, P)
+    paged = causal_segment(PageTable(table, P), ints(*lens), 2)
     q_THD = rand(4, H, D, seed=19)
     for segments in ((prefix, paged), (suffix, prefix), (prefix, suffix), (prefix, suffix, paged), (suffix, suffix)):
         check(attend(q_THD, view, *segments), q_THD, view, AttentionPlan(segments))
@@ -175,7 +176,7 @@ def test_a_private_prefix_of_slots_is_no_suffix(monkeypatch: pytest.MonkeyPatch)
     view, lens_B = MHAView(rand(400, 2, K, D, seed=31)), ints(200, 160)
     shared = SharedPrefix.empty(table_BW, most_queries=4)
     shared.set([0, 1], table_BW[0, :150].tolist(), 150)
-    own = causal_segment(table_BW, lens_B, 1, 1)
+    own = causal_segment(PageTable(table_BW), lens_B, 1)
     segments, launched, merged = split_shared(own, shared), [], []
 
     def spy(q_THD: Tensor, view: MHAView, segment: Segment, *rest: object) -> None:
@@ -196,8 +197,11 @@ def test_a_private_prefix_of_slots_is_no_suffix(monkeypatch: pytest.MonkeyPatch)
 def test_a_plan_refuses_a_suffix_of_pages() -> None:
     """Keeps out: a segment of pages, or of several queries a row, handed to the kernel that reads one query's slots."""
     table = torch.zeros(2, 3, dtype=torch.int32)
-    prefix = prefix_segment(table, torch.zeros(2, dtype=torch.int32), 1, 1)
-    for suffix in (causal_segment(table, prefix.cache_seqlens, 1, 4), causal_segment(table, prefix.cache_seqlens, 2, 1)):
+    prefix = prefix_segment(PageTable(table), torch.zeros(2, dtype=torch.int32), 1)
+    for suffix in (
+        causal_segment(PageTable(table, 4), prefix.cache_seqlens, 1),
+        causal_segment(PageTable(table), prefix.cache_seqlens, 2),
+    ):
         with pytest.raises(AssertionError, match="one query's slots"):
             AttentionPlan((prefix,), suffix=suffix)
 
@@ -211,7 +215,7 @@ def test_views_and_slices_need_no_copy() -> None:
     view = MHAView(layers[..., 1, :])
     fused = rand(6, (H + 2 * K) * D, seed=21)
     q_THD = fused[:, : H * D].view(6, H, D)
-    segment = causal_segment(table, ints(*lens), 3, P)
+    segment = causal_segment(PageTable(table, P), ints(*lens), 3)
     plan = AttentionPlan((segment,))
     check(attend(q_THD, view, segment), q_THD, view, plan)
     turned = q_THD.transpose(1, 2).contiguous().transpose(1, 2)  # the head dim is not the innermost
@@ -229,7 +233,7 @@ def test_layers_share_their_scratch() -> None:
     lens = [300, 2]
     table, view = scattered(lens, seed=23)
     other = MHAView(view.kv.flip(1))  # keys and values swapped: another layer
-    prefix, suffix = prefix_segment(table, ints(*lens), 2, P), suffix_rows(view, [1, 1, 2, 0], seed=24)
+    prefix, suffix = prefix_segment(PageTable(table, P), ints(*lens), 2), suffix_rows(view, [1, 1, 2, 0], seed=24)
     plan = AttentionPlan((prefix,), suffix=suffix)
     backend = TritonBackend(64)
     prepared = backend.prepare(plan)
@@ -241,7 +245,7 @@ def test_layers_share_their_scratch() -> None:
 
 def test_no_queries_no_launch() -> None:
     table, view = scattered([5], seed=28)
-    segment = Segment(table, ints(5), ints(0, 0), 0, causal=True, page_size=P)
+    segment = Segment(PageTable(table, P), ints(5), ints(0, 0), 0, causal=True)
     assert attend(rand(0, H, D, seed=0), view, segment).shape == (0, H, D)
     TritonBackend().store(view, rand(0, H + 2 * K, D, seed=0), torch.zeros(0, dtype=torch.int64, device=DEVICE), unrotated(0))
 

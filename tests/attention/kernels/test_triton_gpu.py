@@ -26,11 +26,11 @@ from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels import triton_backend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import (
     causal_segment,
     fill_tree_suffix,
     prefix_segment,
-    slots_at,
 )
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops import launch
@@ -69,20 +69,20 @@ def world(
     table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
     lens_B = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
     first = L if kind == "tree" else L - N
-    slots_BN = slots_at(table, (first + torch.arange(N, device=DEVICE)).expand(B, N), P)
+    slots_BN = PageTable(table, P).slots_at((first + torch.arange(N, device=DEVICE)).expand(B, N))
     kv = torch.randn(B * width * P, 2, K, D, device=DEVICE, dtype=dtype)
     queries = L if kind == "prompts" else N
     q_THD = torch.randn(B * queries, H, D, device=DEVICE, dtype=dtype)
     if kind == "prompts":
-        plan = AttentionPlan((ragged_causal_segment(table, [L] * B, [L] * B, P),))
+        plan = AttentionPlan((ragged_causal_segment(PageTable(table, P), [L] * B, [L] * B),))
     elif kind == "chain":
-        plan = AttentionPlan((causal_segment(table, lens_B, N, P),))
+        plan = AttentionPlan((causal_segment(PageTable(table, P), lens_B, N),))
     else:
         mask = mask_of([0, *((n - 1) // 2 for n in range(1, N))])
         suffix = replace(Segment.empty(B * N, int(mask.sum(1).max()), 1, device=DEVICE), base_B=lens_B)
         fill_tree_suffix(suffix, slots_BN, mask.to(DEVICE).expand(B, N, N))
         positions_T = (L + mask.sum(1) - 1).repeat(B).to(DEVICE)
-        plan = AttentionPlan((prefix_segment(table, lens_B, N, P),), positions_T, suffix)
+        plan = AttentionPlan((prefix_segment(PageTable(table, P), lens_B, N),), positions_T, suffix)
     return World(plan, MHAView(kv), q_THD, lens_B, slots_BN.flatten(), table)
 
 
@@ -238,7 +238,7 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatc
     w, (kind, B, L, N) = world(*case), case
     T, H, D = w.q_THD.shape
     X, kv, backend = H + 16, w.view.kv, TritonBackend()
-    prefix_slots = slots_at(w.table, (17 * torch.arange(N, device=DEVICE)).expand(B, N), 16).flatten()
+    prefix_slots = PageTable(w.table, 16).slots_at((17 * torch.arange(N, device=DEVICE)).expand(B, N)).flatten()
     table = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 4096).to(DEVICE, kv.dtype)
     prep = HeadPrep(Rotation(table, torch.arange(T, device=DEVICE)), 8)
     base, qkv = (torch.randn(T, X, D, device=DEVICE, dtype=kv.dtype) for _ in range(2))

@@ -24,6 +24,7 @@ from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment, first_keys, last_positions, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
@@ -70,19 +71,19 @@ class World:
 
 
 def decode(w: World) -> AttentionPlan:
-    return AttentionPlan((causal_segment(w.table, w.lens, 1, w.P),))
+    return AttentionPlan((causal_segment(PageTable(w.table, w.P), w.lens, 1),))
 
 
 def chain(w: World) -> AttentionPlan:
     """Includes sequences with fewer tokens than queries, whose first queries have no position."""
-    return AttentionPlan((causal_segment(w.table, w.lens, N, w.P),))
+    return AttentionPlan((causal_segment(PageTable(w.table, w.P), w.lens, N),))
 
 
 def prompts(w: World) -> AttentionPlan:
     """The last two thirds of each sequence, packed; the tokens before them are in the cache."""
     counts = [n - n // 3 for n in w.lens_list]
     positions_T = torch.cat([torch.arange(n - count, n) for n, count in zip(w.lens_list, counts, strict=True)])
-    return AttentionPlan((ragged_causal_segment(w.table, counts, w.lens_list, w.P),), positions_T)
+    return AttentionPlan((ragged_causal_segment(PageTable(w.table, w.P), counts, w.lens_list),), positions_T)
 
 
 def tree_suffix(w: World) -> tuple[Segment, Tensor]:
@@ -95,7 +96,7 @@ def tree_suffix(w: World) -> tuple[Segment, Tensor]:
 
 def tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan((prefix_segment(w.table, w.lens, N, w.P),), positions_T, suffix)
+    return AttentionPlan((prefix_segment(PageTable(w.table, w.P), w.lens, N),), positions_T, suffix)
 
 
 def split(w: World, own: Segment) -> tuple[Segment, Segment]:
@@ -104,17 +105,17 @@ def split(w: World, own: Segment) -> tuple[Segment, Segment]:
     members_T = w.shared_B.repeat_interleave(N)
     starts_T = torch.where(members_T > 0, 0, shared).int()  # rows that share nothing begin after the shared keys
     cu_seqlens_q = uniform_cu_seqlens(1, w.B * N, "cpu")
-    once = Segment(w.table[-1:], shared[None], cu_seqlens_q, w.B * N, page_size=w.P, starts_T=starts_T)
+    once = Segment(PageTable(w.table[-1:], w.P), shared[None], cu_seqlens_q, w.B * N, starts_T=starts_T)
     return once, replace(own, starts_T=members_T)
 
 
 def shared_tree(w: World) -> AttentionPlan:
     suffix, positions_T = tree_suffix(w)
-    return AttentionPlan(split(w, prefix_segment(w.table, w.lens, N, w.P)), positions_T, suffix)
+    return AttentionPlan(split(w, prefix_segment(PageTable(w.table, w.P), w.lens, N)), positions_T, suffix)
 
 
 def shared_chain(w: World) -> AttentionPlan:
-    own = causal_segment(w.table, w.lens, N, w.P)
+    own = causal_segment(PageTable(w.table, w.P), w.lens, N)
     return AttentionPlan(split(w, own), last_positions(own))
 
 
@@ -122,17 +123,17 @@ def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPl
     """NaN in every slot that no query reads, and any page's number in every entry that no query looks up."""
     seen_N, parts = torch.zeros(view.kv.shape[0], dtype=torch.bool), []
     for s in plan.parts:
-        table = torch.randint_like(s.page_table, view.kv.shape[0] // s.page_size)
+        table = torch.randint_like(s.pages.table, view.kv.shape[0] // s.pages.page_size)
         for row in range(s.rows):
             start, end = s.cu_seqlens_q[row : row + 2].tolist()
             length = int(s.cache_seqlens[row])
             for t in range(start, end):
                 first = 0 if s.starts_T is None else int(s.starts_T[t])
                 keys = torch.arange(first, max(first, length - (end - 1 - t) * s.causal))
-                places = keys[keys >= 0] // s.page_size
-                table[row, places] = s.page_table[row, places]
-                seen_N[s.page_table[row, places].long() * s.page_size + keys[keys >= 0] % s.page_size] = True
-        parts.append(replace(s, page_table=table))
+                places = keys[keys >= 0] // s.pages.page_size
+                table[row, places] = s.pages.table[row, places]
+                seen_N[s.pages.table[row, places].long() * s.pages.page_size + keys[keys >= 0] % s.pages.page_size] = True
+        parts.append(replace(s, pages=s.pages._replace(table=table)))
     *segments, suffix = parts if plan.suffix is not None else (*parts, None)
     plan = replace(plan, segments=tuple(segments), suffix=suffix)
     kv = view.kv.clone()
@@ -288,6 +289,6 @@ def test_first_keys(kind: LayerKind, per_base: int) -> None:
 @pytest.mark.parametrize("n", [1, 6])
 def test_last_positions(n: int) -> None:
     lens_R = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2)).int()
-    segment = causal_segment(torch.zeros(40, 1, dtype=torch.int32), lens_R, n, 1)
+    segment = causal_segment(PageTable(torch.zeros(40, 1, dtype=torch.int32)), lens_R, n)
     got, want = launch_last_positions(lens_R.to(DEVICE), n), last_positions(segment)
     assert got.dtype == want.dtype and torch.equal(got.cpu(), want)

@@ -26,7 +26,8 @@ from specdec.attention.latent import mla
 from specdec.attention.latent.latent import LatentPrep
 from specdec.attention.latent.mla import store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
-from specdec.attention.plan import causal_segment, prefix_segment, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import Rotation, rotary_table
 
@@ -55,7 +56,7 @@ def scattered(
 def suffix_rows(table: Tensor, lens: list[int], counts: list[int], P: int) -> Segment:
     """One-query rows of a tree: query q of a row reads counts[q] of the slots before lens, last first."""
     places = torch.tensor([[max(n - 1 - i, 0) for i in range(max(counts))] for n in lens], device=DEVICE)
-    slots = slots_at(table, places, P).repeat_interleave(len(counts), 0)
+    slots = PageTable(table, P).slots_at(places).repeat_interleave(len(counts), 0)
     return Segment.of_slots(slots.int(), ints(*(counts * len(lens))))
 
 
@@ -85,7 +86,7 @@ def test_few_queries_meet_latents(backend: Backend, P: int, queries: int) -> Non
     lens = [queries, 7, 133, 0]
     table, latent = scattered(lens, P, seed=P)
     q_THL = rand(len(lens) * queries, H, C + R, seed=2)
-    check(backend, q_THL, latent, causal_segment(table, ints(*lens), queries, P))
+    check(backend, q_THL, latent, causal_segment(PageTable(table, P), ints(*lens), queries))
 
 
 @pytest.mark.slow_cases
@@ -97,7 +98,7 @@ def test_trees_meet_latents(backend: Backend, P: int) -> None:
     table, latent = scattered([n + 3 for n in lens], P, seed=20 + P)
     q_THL = rand(len(lens) * len(counts), H, C + R, seed=3)
     suffix = suffix_rows(table, [n + 3 for n in lens], counts, P)
-    check(backend, q_THL, latent, prefix_segment(table, ints(*lens), len(counts), P), suffix=suffix)
+    check(backend, q_THL, latent, prefix_segment(PageTable(table, P), ints(*lens), len(counts)), suffix=suffix)
 
 
 @pytest.mark.slow_cases
@@ -106,17 +107,17 @@ def test_shared_prefixes_and_windows(backend: Backend) -> None:
     """Three states, and first keys.  Keeps out: a segment's states written over another's; masked blocks that make NaN."""
     table, latent = scattered([64, 64], 16, seed=5)
     q_THL = rand(6, H, C + R, seed=6)
-    shared = Segment(table[:1], ints(48), ints(0, 6), 6, False, 16)
-    own = Segment(table[:, 3:], ints(9, 1), ints(0, 3, 6), 3, False, 16)
+    shared = Segment(PageTable(table[:1], 16), ints(48), ints(0, 6), 6, False)
+    own = Segment(PageTable(table[:, 3:], 16), ints(9, 1), ints(0, 3, 6), 3, False)
     check(backend, q_THL, latent, shared, own, suffix=suffix_rows(table, [64, 64], [1, 2, 2], 16))
     positions = torch.tensor([48, 49, 50] * 2, device=DEVICE)
-    chain = causal_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=20), positions)
+    chain = causal_segment(PageTable(table, 16), ints(51, 51), 3).local(LayerKind(window=20), positions)
     tree = suffix_rows(table, [54, 54], [1, 2, 3], 16)
     check(backend, q_THL, latent, chain)
-    prefix = prefix_segment(table, ints(51, 51), 3, 16).local(LayerKind(window=4), positions + 3)
-    starts = Segment(tree.page_table, tree.cache_seqlens, tree.cu_seqlens_q, 1, starts_T=ints(0, 1, 1, 0, 0, 3))
+    prefix = prefix_segment(PageTable(table, 16), ints(51, 51), 3).local(LayerKind(window=4), positions + 3)
+    starts = Segment(tree.pages, tree.cache_seqlens, tree.cu_seqlens_q, 1, starts_T=ints(0, 1, 1, 0, 0, 3))
     check(backend, q_THL, latent, prefix, suffix=starts)
-    unread = slots_at(table, torch.arange(29, device=DEVICE).expand(2, 29), 16).flatten()
+    unread = PageTable(table, 16).slots_at(torch.arange(29, device=DEVICE).expand(2, 29)).flatten()
     check(backend, q_THL, latent.index_fill(0, unread, NAN), chain)  # keys before all windows may be overwritten
 
 
@@ -125,7 +126,7 @@ def test_odd_sizes_are_padded() -> None:
     table, latent = scattered([40, 3], 5, seed=7, width=24 + 6)
     q_THL = rand(4, 3, 30, seed=8)
     suffix = suffix_rows(table, [40, 3], [2, 1], 5)
-    check(TritonBackend(8), q_THL, latent, prefix_segment(table, ints(38, 1), 2, 5), suffix=suffix, rank=24)
+    check(TritonBackend(8), q_THL, latent, prefix_segment(PageTable(table, 5), ints(38, 1), 2), suffix=suffix, rank=24)
 
 
 # ---- layers ----
@@ -157,10 +158,10 @@ def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, in
     want = [dense(*row, up_HXC, prep(torch.arange(n), dtype)) for row, n in zip(whole, ends)]
     for parts in pieces:
         positions = [torch.arange(*part) for part in parts]
-        slots = [slots_at(row[None], place[None].to(DEVICE), P)[0] for row, place in zip(table, positions)]
+        slots = [PageTable(row[None], P).slots_at(place[None].to(DEVICE))[0] for row, place in zip(table, positions)]
         lens = [len(place) for place in positions]
-        segment = ragged_causal_segment(table, lens, [end for _, end in parts], P)
-        last = ragged_causal_segment(table, [1] * len(parts), [end for _, end in parts], P)
+        segment = ragged_causal_segment(PageTable(table, P), lens, [end for _, end in parts])
+        last = ragged_causal_segment(PageTable(table, P), [1] * len(parts), [end for _, end in parts])
         attn = PagedAttention(backend, cache, AttentionPlan((segment,)), torch.cat(slots), AttentionPlan((last,)))
         how = prep(torch.cat(positions), dtype)
         rows_R = torch.tensor(lens, device=DEVICE).cumsum(0) - 1
@@ -221,7 +222,7 @@ def test_the_store_kernel_does_what_its_definition_does() -> None:
 def test_a_pass_is_freed_with_its_last_reader() -> None:
     """Keeps out: a circle of pass and latent attention, which holds scratch memory until Python looks for circles."""
     cache = MLACache(1, 8, C, R, dtype=torch.float32, device=DEVICE)
-    segment = ragged_causal_segment(torch.zeros(1, 8, dtype=torch.int32, device=DEVICE), [4], [4], 1)
+    segment = ragged_causal_segment(PageTable(torch.zeros(1, 8, dtype=torch.int32, device=DEVICE)), [4], [4])
     attn = PagedAttention(TorchBackend(), cache, AttentionPlan((segment,)), torch.arange(4, device=DEVICE))
     assert attn.latent() is attn.latent()
     gone = weakref.ref(attn)

@@ -11,7 +11,8 @@ from torch import Tensor
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import LayerKind, Scoring
-from specdec.attention.plan import causal_segment, prefix_segment, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_new_memory")]
@@ -62,14 +63,14 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
     table, view = scattered(lens, P)
     for queries in (1, 6):
         q_THL = torch.randn(4 * queries, H, C + R, device="cuda", dtype=torch.bfloat16)
-        check(q_THL, view, causal_segment(table, ints(*lens), queries, P))
-    chain = causal_segment(table, ints(*lens), 6, P)
+        check(q_THL, view, causal_segment(PageTable(table, P), ints(*lens), queries))
+    chain = causal_segment(PageTable(table, P), ints(*lens), 6)
     positions = (ints(*lens)[:, None] - 6 + torch.arange(6, device="cuda")).flatten().long()
     check(q_THL, view, chain.local(LayerKind(window=100), positions))
     prefix = [n - 4 for n in lens]
     places = torch.tensor([[n + i for i in range(4)] for n in prefix], device="cuda").repeat_interleave(6, 0)
-    slots = slots_at(table.repeat_interleave(6, 0), places, P).int()
+    slots = PageTable(table.repeat_interleave(6, 0), P).slots_at(places).int()
     suffix = Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4))
-    check(q_THL, view, prefix_segment(table, ints(*prefix), 6, P), suffix=suffix)
-    check(q_THL, view, prefix_segment(table, ints(960, 0, 129, 0), 6, P), suffix=suffix)
+    check(q_THL, view, prefix_segment(PageTable(table, P), ints(*prefix), 6), suffix=suffix)
+    check(q_THL, view, prefix_segment(PageTable(table, P), ints(960, 0, 129, 0), 6), suffix=suffix)
     assert chosen == {(False, hopper), (True, False)}

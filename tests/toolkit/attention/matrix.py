@@ -18,7 +18,8 @@ from specdec.attention.caches.mla_cache import MLACache
 from specdec.attention.caches.quant_cache import QuantCache
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
-from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment, slots_at
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep
 from toolkit.attention import fake_flash
@@ -140,20 +141,23 @@ class World:
         return self.rand(tokens, 1, C + D) if self.cell.cache == "mla" else self.rand(tokens, 2, K, D)
 
     def slots(self, b: int, count: int) -> Tensor:
-        return slots_at(self.table[b : b + 1], torch.arange(count, device=DEVICE)[None], self.cell.page_size)[0]
+        return PageTable(self.table[b : b + 1], self.cell.page_size).slots_at(torch.arange(count, device=DEVICE)[None])[0]
 
     def attention(self, backend: Any) -> PagedAttention:
         """Builds the plan from lens_B, as a captured pass does."""
         P, at_N = self.cell.page_size, torch.arange(N, device=DEVICE)
-        slots_BN = slots_at(self.table, self.lens_B.long()[:, None] + at_N, P)
+        slots_BN = PageTable(self.table, P).slots_at(self.lens_B.long()[:, None] + at_N)
         if not self.cell.tree:
             return PagedAttention(
-                backend, self.cache, AttentionPlan((causal_segment(self.table, self.lens_B + N, N, P),)), slots_BN.flatten()
+                backend,
+                self.cache,
+                AttentionPlan((causal_segment(PageTable(self.table, P), self.lens_B + N, N),)),
+                slots_BN.flatten(),
             )
         suffix = replace(Segment.empty(len(LENS) * N, self.deepest, 1, device=DEVICE), base_B=self.lens_B)
         fill_tree_suffix(suffix, slots_BN, self.mask_NN.expand(len(LENS), N, N))
         positions_T = (self.lens_B.long()[:, None] + self.depth_N).flatten()
-        plan = AttentionPlan((prefix_segment(self.table, self.lens_B, N, P),), positions_T, suffix)
+        plan = AttentionPlan((prefix_segment(PageTable(self.table, P), self.lens_B, N),), positions_T, suffix)
         return PagedAttention(backend, self.cache, plan, slots_BN.flatten())
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:

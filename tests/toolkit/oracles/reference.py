@@ -31,8 +31,8 @@ class ReferenceBackend(Backend):
             start, end = int(segment.cu_seqlens_q[row]), int(segment.cu_seqlens_q[row + 1])
             length = int(segment.cache_seqlens[row])
             positions = torch.arange(length, device=q_THD.device)
-            pages = segment.page_table[row, positions // segment.page_size].long()
-            k_NKD, v_NKE = view.read(pages * segment.page_size + positions % segment.page_size, q_THD.dtype)
+            pages = segment.pages.table[row, positions // segment.pages.page_size].long()
+            k_NKD, v_NKE = view.read(pages * segment.pages.page_size + positions % segment.pages.page_size, q_THD.dtype)
             width = v_NKE.shape[2]
             for t in range(start, end):
                 first = 0 if segment.starts_T is None else int(segment.starts_T[t])
