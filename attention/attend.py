@@ -41,11 +41,20 @@ class PagedAttention:
         plan: AttentionPlan,
         slots_T: Tensor,
         rows_plan: AttentionPlan | None = None,
+        sources: KVCache | None = None,
     ) -> None:
+        self.sources = sources
+        self._cross = None if sources is None else self.backend_prepare(backend, plan)
         self.backend, self.cache, self.plan, self.slots_T = backend, cache, plan, slots_T
         self.prepared = self._by_kind(plan)
         self.rows_prepared = None if rows_plan is None else self._by_kind(rows_plan)
         self._latent: LatentFn | None = None
+
+    def backend_prepare(self, backend, plan):
+        return backend.prepare(AttentionPlan((plan.cross,)))
+
+    def cross(self, layer, q_TQD, scoring):
+        return self.backend.attend(q_TQD, self.sources.view(layer), self._cross, scoring)
 
     def _by_kind(self, plan: AttentionPlan) -> dict[LayerKind, Any]:
         return {kind: self.backend.prepare(plan.local(kind)) for kind in dict.fromkeys(self.cache.kinds)}

@@ -58,6 +58,9 @@ class Capability:
     fp8_from: the lowest compute capability for fp8 KV.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").  No
         backend reads latents in 8 bits.
+    alibi: whether it adds ALiBi's slopes times distances.
+    cross, encoder: whether it reads an encoder's texts for a decoder, and whether it computes an encoder's attention, which
+        looks in both directions.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
         reads shared prefixes.
     """
@@ -77,6 +80,9 @@ class Capability:
     ours: tuple[str, ...] = ()
     softcap: bool = True
     sinks: bool = True
+    alibi: bool = True
+    cross: bool = True
+    encoder: bool = True
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
@@ -99,15 +105,16 @@ TABLE = {
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
-            head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
+            head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"), alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa3", "flash_attn_interface", UNSEEN, package="flash-attn-3", least_version=(3, 0), architectures=(9,),
-            head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
+            head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"), alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), unread_pages=(80, 112, 128, 144), kinds=("full",), ours=("window", "chunk"),
+            alibi=False, cross=False, encoder=False,
         ),
     )
 }  # fmt: skip
@@ -127,6 +134,9 @@ class AttentionNeeds:
 
     architecture: the GPU's compute capability; None on a CPU.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
+    alibi: whether layers have ALiBi's slopes.
+    cross, encoder: whether the target has an encoder, whose attention looks in both directions and whose output each layer of
+        the decoder reads.
     kv_cache_dtype: as in EngineOptions.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
@@ -143,6 +153,9 @@ class AttentionNeeds:
     kinds: tuple[LayerKind, ...] = (FULL,)
     softcap: bool = False
     sinks: bool = False
+    alibi: bool = False
+    cross: bool = False
+    encoder: bool = False
     kv_cache_dtype: str = "auto"
     mla: bool = False
     page_size: int = 16
@@ -237,8 +250,8 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault(problem, "kv_cache_dtype='int8'", replace(n, kv_cache_dtype="int8"))
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
-    if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
-        yield Fault("reads MLA's latent cache without softcap or sinks, which these models use")
+    if n.mla and c.mla == "plain" and (n.softcap or n.sinks or n.alibi):
+        yield Fault("reads MLA's latent cache without softcap, sinks or ALiBi, which these models use")
     if n.mla and n.kv_cache_dtype != "auto":
         problem = f"reads MLA's latent cache in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
         yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
@@ -265,6 +278,12 @@ def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault("has no softcap, which these models use")
     if n.sinks and not c.sinks:
         yield Fault("has no attention sinks, which these models use")
+    if n.alibi and not c.alibi:
+        yield Fault("has no ALiBi, which these models use")
+    if n.cross and not c.cross:
+        yield Fault("has no cross attention, which the target uses")
+    if n.encoder and not c.encoder:
+        yield Fault("has no attention in both directions, which the target's encoder uses")
     if n.tree and not c.tree:
         yield Fault("answers chains only", "topk=1", replace(n, tree=False))
     if n.graphs not in c.graphs:

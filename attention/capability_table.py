@@ -18,6 +18,9 @@ def table_rows() -> list[list[str]]:
         **{f"{kind} layers": [_kind(c, kind) for c in cs] for kind in KINDS},
         "softcap": [_yes(c.softcap) for c in cs],
         "sinks": [_yes(c.sinks) for c in cs],
+        "ALiBi": [_yes(c.alibi) for c in cs],
+        "cross attention": [_yes(c.cross) for c in cs],
+        "encoder attention": [_yes(c.encoder) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
         "MLA": [_mla(c) for c in cs],
         "draft trees": [_yes(c.tree) for c in cs],
@@ -65,7 +68,7 @@ def _kv(c: Capability, kv: str) -> str:
 def _mla(c: Capability) -> str:
     """The cell on latent caches.  No backend reads latents in 8 bits, so the cell only mentions the model's own dtype."""
     own = "KV in the model's own dtype"
-    return {"any scoring": own, "plain": f"{own}, without softcap or sinks", "": "no"}[c.mla]
+    return {"any scoring": own, "plain": f"{own}, without softcap, sinks or ALiBi", "": "no"}[c.mla]
 
 
 def _yes(can: bool) -> str:

@@ -109,11 +109,14 @@ class AttentionPlan:
         are the row's last tokens, as in a causal segment.
     suffix: the draft tree's own keys: row t lists the few slots (page size 1) that query t reads.  None: there is no tree.
         The builder of a plan says which part is the suffix; no backend guesses it from a segment's shape.
+    cross: the texts of an encoder, which layers of cross attention read.  Such a layer reads nothing else, and no other layer
+        reads it: it is not one of the parts that are merged.  None: the model has no encoder.
     """
 
     segments: tuple[Segment, ...]
     positions_T: Tensor | None = None
     suffix: Segment | None = None
+    cross: Segment | None = None
 
     def __post_init__(self) -> None:
         assert self.segments, "a plan needs a paged segment"
@@ -133,7 +136,7 @@ class AttentionPlan:
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
         segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
         suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)
-        return AttentionPlan(segments, positions_T, suffix)
+        return AttentionPlan(segments, positions_T, suffix, self.cross)
 
 
 def last_positions(segment: Segment) -> Tensor:

@@ -18,11 +18,19 @@ RoundKind = Literal["plain", "paused", "speculative"]
 
 
 @dataclass(frozen=True)
+class Source:
+    """A text that the target's encoder reads when its row enters.  page: where the encoder's cache keeps it."""
+
+    page: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Entry:
     """A request that takes a row of the batch.
 
     pages: numbers of pages in the KV pool, by position.  Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
-    speculates: whether draft tokens may be accepted in the row.
+    speculates: whether draft tokens may be accepted in the row.  source: None for a target without an encoder.
     """
 
     row: int
@@ -32,6 +40,7 @@ class Entry:
     top_p: float
     seed: int
     speculates: bool
+    source: Source | None = None
 
 
 @dataclass(frozen=True)

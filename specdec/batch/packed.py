@@ -20,6 +20,7 @@ from torch import Tensor
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.sources import Sources
 from specdec.limits import DUMMY_PAGE
 from specdec.steps import PromptPart
 
@@ -115,11 +116,14 @@ class PackedPrompts:
     last_plan: AttentionPlan
 
     @classmethod
-    def unpack(cls, flat: Tensor, shape: ChunkShape, prompt_pages: PageTable) -> PackedPrompts:
+    def unpack(
+        cls, flat: Tensor, shape: ChunkShape, prompt_pages: PageTable, sources: Sources | None = None
+    ) -> PackedPrompts:
         """Computes everything from the flat tensor, without a host read, so that the code runs inside CUDA graphs.
 
         flat: the result of `flat_chunk` for that shape, on the device.
         prompt_pages: the pages of every row of the batch.
+        sources: the encoder's text that every row of the batch reads; None: there is no encoder.
         """
         T, B = shape.tokens, shape.parts
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
@@ -128,7 +132,9 @@ class PackedPrompts:
         pages_T = table_BW.flatten()[part_T.clamp(min=0) * table_BW.shape[1] + positions_T // page_size]
         pages_T = torch.where(part_T < 0, DUMMY_PAGE, pages_T)
         lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B :].int()
-        whole = Segment(pages, lens_B, cu, shape.most, True, ragged=not shape.uniform, max_cached=shape.cached)
+        ragged = not shape.uniform
+        read = sources and sources.of_rows(rows_B)
+        whole = Segment(pages, lens_B, cu, shape.most, True, ragged=ragged, max_cached=shape.cached)
         return cls(
             ids_T,
             positions_T,
@@ -139,8 +145,8 @@ class PackedPrompts:
             final_B,
             part_T,
             next_T,
-            plan=AttentionPlan((whole,), positions_T),
-            last_plan=AttentionPlan((causal_segment(pages, lens_B, 1),)),
+            plan=AttentionPlan((whole,), positions_T, cross=read and read.read_by_rows_of(cu, shape.most, ragged=ragged)),
+            last_plan=AttentionPlan((causal_segment(pages, lens_B, 1),), cross=read and read.read_by(1)),
         )
 
     def next_ids(self, first_B: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
-from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Step
+from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Source, Step
 
 # Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
 # rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
@@ -190,7 +190,11 @@ class Scheduler:
             self.totals.entered(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
-            entries.append(Entry(len(self.seats), place.table, *options, speculates))
+            source = None
+            if request.source_ids is not None:
+                assert place.source is not None
+                source = Source(place.source, request.source_ids)
+            entries.append(Entry(len(self.seats), place.table, *options, speculates, source))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None

@@ -27,7 +27,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
 from specdec.loading.resolve import EngineSettings
-from specdec.models.config import ModelConfig
+from specdec.models.config import EncoderConfig, ModelConfig
 from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
@@ -73,7 +73,8 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     heads = heads_a_key(model.config)
     shared = shared_room(workers.state, MOST_PACKED, heads) if settings.options.prefix_caching else None
     runner = DeviceRunner(workers, graphs, most_captured_cost(model, head), shared)
-    admission = Admission(pool, settings.lookahead, settings.options.prefix_caching)
+    sources = settings.options.max_batch_size if model.config.encoder else 0
+    admission = Admission(pool, settings.lookahead, settings.options.prefix_caching, sources)
     scheduler = Scheduler(
         admission,
         chunk_budget(model.config, settings, admission.max_chunk_tokens),
@@ -88,7 +89,9 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pool: PagePool) -> Workers:
     backend = make_backend(settings.attention_backend)
     aux_layers = head.config.aux_layers if head else ()
-    verifier = TargetVerifier(model, _cache(model, model.config, pool, settings), backend, aux_layers)
+    cache, encoder = _cache(model, model.config, pool, settings), model.config.encoder
+    sources = None if encoder is None else _source_cache(model, encoder, settings)
+    verifier = TargetVerifier(model, cache, backend, aux_layers, sources)
     drafter: Drafter | None = None
     spec = settings.spec if head else None
     if head is not None:
@@ -105,6 +108,7 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
         spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,
         page_size=settings.options.page_size,
+        source_size=0 if encoder is None else encoder.max_tokens,
         max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
         features=head.config.feature_size if head else 0,
         device=settings.device,
@@ -179,10 +183,18 @@ def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings,
         most = KEPT_TOKENS // settings.options.page_size
         kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * (wanted - 1) + 1)
         wanted = max(wanted, kept)
-    fits = int(_pool_bytes(settings.device) // kv_bytes_per_page(model, head, settings))
+    fits = int((_pool_bytes(settings.device) - source_bytes(model, settings)) // kv_bytes_per_page(model, head, settings))
     if fits < 2:
         raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
     return min(wanted, fits)
+
+
+def source_bytes(model: Target, settings: EngineSettings) -> int:
+    """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
+    encoder, options = model.config.encoder, settings.options
+    if encoder is None:
+        return 0
+    return options.max_batch_size * encoder.max_tokens * kv_token_bytes(model.config, options.kv_cache_dtype, settings.dtype)
 
 
 def _pool_bytes(device: torch.device) -> float:
@@ -197,3 +209,9 @@ def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: Engi
     """The KV cache of one of both models.  config: that model's."""
     slots = pool.num_pages * settings.options.page_size
     return make_cache(model, config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)
+
+
+def _source_cache(model: Target, encoder: EncoderConfig, settings: EngineSettings) -> KVCache:
+    """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text."""
+    slots = settings.options.max_batch_size * encoder.max_tokens
+    return make_cache(model, model.config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)

@@ -92,6 +92,11 @@ def resolve_settings(
             f"threads={options.threads} is for a decoder on a CPU, but this one runs on {device}; nearest setting that works: "
             "threads='auto'"
         )
+    if target.encoder is not None and options.prefix_caching:
+        raise ValueError(
+            f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
+            "encoder read; nearest setting that works: prefix_caching=False"
+        )
     settings = EngineSettings(
         options=options,
         spec=spec,
@@ -158,6 +163,9 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),
+        alibi=any(kind.alibi for c in configs for kind in c.layer_kinds),
+        cross=target.encoder is not None,
+        encoder=target.encoder is not None,
         kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),
         page_size=settings.options.page_size,

@@ -22,7 +22,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Step
+from specdec.steps import CatchUp, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Source, Step
 
 
 class DeviceRunner:
@@ -87,16 +87,28 @@ class DeviceRunner:
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
         most = max(len(entry.pages) for entry in step.entries)
-        numbers_RX = torch.zeros(len(step.entries), 6 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        numbers_RX = torch.zeros(len(step.entries), 8 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
             ints[row, :4] = entry.row, entry.top_k, entry.seed, entry.speculates
             floats[row, 4:6] = entry.temperature, entry.top_p
-            ints[row, 6 : 6 + len(entry.pages)] = entry.pages
+            if entry.source is not None:
+                ints[row, 6:8] = entry.source.page, len(entry.source.token_ids)
+            ints[row, 8 : 8 + len(entry.pages)] = entry.pages
         numbers_RX = numbers_RX.to(self.device, non_blocking=True)
         floats_RX = numbers_RX.view(torch.float64)
         sampling = RowSampling(floats_RX[:, 4], numbers_RX[:, 1], floats_RX[:, 5], numbers_RX[:, 2])
-        self.workers.state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 6:], sampling, numbers_RX[:, 3])
+        state = self.workers.state
+        source_R2 = numbers_RX[:, 6:8] if state.source_size else None
+        state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 8:], sampling, numbers_RX[:, 3], source_R2)
+        for entry in step.entries:
+            if entry.source is not None:
+                self._read_source(entry.source)
+
+    def _read_source(self, source: Source) -> None:
+        """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
+        ids_S = torch.tensor(source.token_ids, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        self.workers.verifier.read_source(source.page, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
         self.rounds.catch_up(self._rows(step.rows, step.shared))

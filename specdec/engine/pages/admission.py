@@ -44,11 +44,13 @@ class Place:
     table: its page numbers, by position.
     start: how many leading tokens of the prompt have their keys and values in the pages already.
     node: the last page that it shares through the prefix cache; None without a prefix cache.
+    source: the page of the encoder's cache that holds the text which the request's encoder reads; None: it reads none.
     """
 
     table: list[int]
     start: int = 0
     node: Node | None = None
+    source: int | None = None
 
 
 class Found(NamedTuple):
@@ -62,12 +64,16 @@ class Admission:
     """Gives pages to requests.
 
     lookahead: slots after the committed tokens that rounds in flight may write.
-    prefix_caching: whether pages are kept for later prompts; not possible with a ring of pages.
+    prefix_caching: whether pages are kept for later prompts; not possible with a ring of pages, nor with an encoder, because
+        the decoder's keys and values depend on the encoder's text.
+    sources: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     """
 
-    def __init__(self, pool: PagePool, lookahead: int, prefix_caching: bool) -> None:
+    def __init__(self, pool: PagePool, lookahead: int, prefix_caching: bool, sources: int = 0) -> None:
         assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
+        assert not (prefix_caching and sources), "keys and values depend on the encoder's text, so they can't be kept"
+        self._free_sources = list(range(sources))
         self.pool, self.lookahead = pool, lookahead
         self.cache = PrefixCache(pool) if prefix_caching else None
         self.places: dict[Request, Place] = {}
@@ -134,7 +140,8 @@ class Admission:
         needed = self.tokens_needed(request)
         if self.cache is None:
             pages = self.pool.admit(request, needed)
-            self.places[request] = Place([pages[i % len(pages)] for i in range(self.pool.table_pages(needed))])
+            source = None if request.source_ids is None else self._free_sources.pop()
+            self.places[request] = Place([pages[i % len(pages)] for i in range(self.pool.table_pages(needed))], source=source)
             return True
         node = found.path[-1] if found.path else self.cache.root
         self.cache.use(node)
@@ -180,6 +187,8 @@ class Admission:
         writes or reads there is launched after that round.
         """
         place = self.places.pop(request)
+        if place.source is not None:
+            self._free_sources.append(place.source)
         if self.cache is not None and place.node is not None:
             self.cache.leave(place.node)
         self.pool.release(request)

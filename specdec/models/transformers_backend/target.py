@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from specdec.attention.kinds import PLAIN, Scoring
@@ -30,7 +29,7 @@ from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
 from specdec.models.transformers_backend.experts import EXPERTS
-from specdec.models.transformers_backend.parts import Parts
+from specdec.models.transformers_backend.make_parts import auto_class, make_parts
 from specdec.ops.cuda_graph import GraphSet, on_device
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -47,7 +46,7 @@ class TransformersTarget(Target):
         super().__init__()
         self.config = config
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        self.parts = Parts(model)
+        self.parts = make_parts(model)
         self.decoder, self.head = self.parts.decoder, self.parts.head  # so that they move and count as ours
         with torch.device("meta"):
             self.embed_tokens = Embedding(table.shape[0], table.shape[1])
@@ -134,7 +133,7 @@ def load_transformers_target(
     expect_sizes(checkpoint, hf_config)
     try:
         with _no_progress_bar():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class(hf_config).from_pretrained(
                 folder, config=hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
                 output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
             )  # fmt: skip
@@ -145,11 +144,20 @@ def load_transformers_target(
     for name, weight in model.named_parameters():  # their names may be transformers' own, as for experts that it fuses
         checkpoint.landed(name, weight)
     checkpoint.refuse_not_finite()
-    target = TransformersTarget(model, config)
+    target = target_class(config)(model, config)
     check_tokens_are_apart(target, str(folder))
     if cuda_graphs:
         check_capturable(target, str(folder))
     return target
+
+
+def target_class(config: ModelConfig) -> type[TransformersTarget]:
+    """The class of a target of that config."""
+    if config.encoder is None:
+        return TransformersTarget
+    from specdec.models.transformers_backend.encoder_decoder import EncoderDecoderTarget
+
+    return EncoderDecoderTarget
 
 
 def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
@@ -158,7 +166,7 @@ def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
     Tensors that transformers renames are not compared one by one, but all together.
     """
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in AutoModelForCausalLM.from_config(hf_config).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in auto_class(hf_config).from_config(hf_config).named_parameters()}
     for name in checkpoint.names():
         if name in shapes:
             checkpoint.expect(name, shapes[name], "its sizes")
@@ -238,6 +246,8 @@ def lone_pass(target: TransformersTarget) -> tuple[Callable[[Tensor], Tensor], T
     ) -> Tensor:
         v_TKD = qkv_TXD[:, -config.num_kv_heads :]
         return v_TKD.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)
+
+    own_value.cross = lambda layer, q, s: q  # TEMP
 
     def run(order_T: Tensor) -> Tensor:
         return target(ids_T.index_select(0, order_T), positions_T.index_select(0, order_T), own_value).hidden_TH
