@@ -1,82 +1,54 @@
-"""The one place where models meet attention: it stores this pass's keys and values, then attends.
+"""The attention of one forward pass over a paged cache: the one place where models meet plans and caches.
 
-This module also constructs the attention backend that was chosen.  It knows neither trees nor phases: a plan says which query
-reads which keys.
+This module also constructs the attention backend that was chosen.  It knows neither trees nor phases, nor any kind of attention
+layer: a plan says which query reads which keys, and a layer's inputs say what is stored and attended to.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.capabilities import BackendChoice
-from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.latent.latent import LatentFn
-from specdec.attention.latent.mla import MLAttention
+from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan
-from specdec.ops.rope import HeadPrep
-from specdec.ops.rows import select_rows
+
+
+class PassTables(NamedTuple):
+    """Where the tokens of one forward pass stand.  Both plans describe layers that read every key.
+
+    plan: which of the T tokens reads which keys.
+    slots_T: int64, the cache slot of each token.
+    rows_plan: the plan of some tokens alone, for layers that want the attention of no others.
+    Both plans say which text of an encoder a query reads, if layers of cross attention are to read one.
+    """
+
+    plan: AttentionPlan
+    slots_T: Tensor
+    rows_plan: AttentionPlan | None = None
 
 
 class PagedAttention:
-    """One forward pass's attention, which each layer calls with its qkv projection: `attn(layer, qkv_TXD, prep) -> out_TQD`.
+    """One forward pass's attention (an AttentionFn).
 
-    Shapes: T tokens, Q query heads, X = Q + 2 * kv heads, D head dim, R selected tokens.
-    cache: where the pass's keys and values are stored.
-    plan: which query reads which keys.
-    slots_T: int64, the cache slot of each of this pass's tokens.
-    rows_plan: the plan of the selected tokens where a layer wants the attention of some tokens only: `attn(layer, qkv_TXD,
-        prep, rows_R) -> out_RQD`.
-    Both plans describe layers that read every key.  For windowed and chunked layers this class derives plans from them, once
-    for all layers of a kind.
+    cache: where the pass's tokens are stored.  sources: an encoder's texts; None for a model without one.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        cache: KVCache,
-        plan: AttentionPlan,
-        slots_T: Tensor,
-        rows_plan: AttentionPlan | None = None,
-        sources: KVCache | None = None,
-    ) -> None:
-        self.sources = sources
-        self._cross = None if sources is None else self.backend_prepare(backend, plan)
-        self.backend, self.cache, self.plan, self.slots_T = backend, cache, plan, slots_T
-        self.prepared = self._by_kind(plan)
-        self.rows_prepared = None if rows_plan is None else self._by_kind(rows_plan)
-        self._latent: LatentFn | None = None
+    def __init__(self, backend: Backend, cache: KVCache, tables: PassTables, sources: KVCache | None = None) -> None:
+        self.backend, self.cache, self.slots_T, self.sources = backend, cache, tables.slots_T, sources
+        self._all = PreparedPlan(tables.plan)
+        self._rows = None if tables.rows_plan is None else PreparedPlan(tables.rows_plan)
 
-    def backend_prepare(self, backend, plan):
-        return backend.prepare(AttentionPlan((plan.cross,)))
-
-    def cross(self, layer, q_TQD, scoring):
-        return self.backend.attend(q_TQD, self.sources.view(layer), self._cross, scoring)
-
-    def _by_kind(self, plan: AttentionPlan) -> dict[LayerKind, Any]:
-        return {kind: self.backend.prepare(plan.local(kind)) for kind in dict.fromkeys(self.cache.kinds)}
-
-    def __call__(
-        self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
-    ) -> Tensor:
+    def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        prepared = self._all if rows_R is None else self._rows
+        assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
-        q_TQD = self.backend.store(view, qkv_TXD, self.slots_T, prep)
-        if rows_R is None:
-            return self.backend.attend(q_TQD, view, self.prepared[kind], scoring)
-        assert self.rows_prepared is not None, "rows need a plan of their own"
-        q_RQD = select_rows(q_TQD.flatten(1), rows_R).unflatten(1, q_TQD.shape[1:])
-        return self.backend.attend(q_RQD, view, self.rows_prepared[kind], scoring)
-
-    def latent(self) -> LatentFn:
-        """The same pass for layers of latent attention, whose cache holds latents.  The object is made once and shared by all
-        layers.
-        """
-        if self._latent is None:
-            self._latent = MLAttention(self.backend, self.cache, self.plan, self.slots_T, self.prepared, self.rows_prepared)
-        return self._latent
+        sources = None if self.sources is None else self.sources.view(layer)
+        return inputs.paged(LayerCall(self.backend, view, kind, self.slots_T, prepared, rows_R, scoring, sources))
 
 
 def make_backend(choice: BackendChoice | str) -> Backend:

@@ -10,16 +10,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import KVView
+from specdec.attention.caches.planes import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import AttentionState, merge_states, with_sinks
+from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.rope import HeadPrep
 
 
 class Backend(ABC):
     """An attention backend.  `run` answers one segment, `attend` a whole plan.
 
+    Both return states that leave attention sinks out: sinks belong to no segment, and the caller adds them once (LayerCall).
     A backend that computes several segments in one launch overrides `attend`.
     """
 
@@ -28,10 +29,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        """The partial softmax state of every query over the keys of its row.
-
-        The state leaves attention sinks out: they belong to no segment, and `attend` adds them once.
-        """
+        """The partial softmax state of every query over the keys of its row."""
 
     def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         """Norms and rotates heads as `prep` says, writes keys and values to their slots (int64 [T]), returns the queries [T, Q,
@@ -47,9 +45,9 @@ class Backend(ABC):
         """The work on a plan that all layers share, done once a forward pass.  `attend` receives what this method returns."""
         return plan
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> Tensor:
-        """Attention [T, H, D] over all parts of the prepared plan, with the layer's sinks added."""
+    def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
+        """The state over all parts of the prepared plan, without sinks."""
         state, *rest = [self.run(q_THD, view, segment, scoring) for segment in prepared.parts]
         for other in rest:
             state = merge_states(state, other)
-        return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD
+        return state

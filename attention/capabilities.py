@@ -105,11 +105,13 @@ TABLE = {
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
-            head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"), alibi=False, cross=False, encoder=False,
+            head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
+            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa3", "flash_attn_interface", UNSEEN, package="flash-attn-3", least_version=(3, 0), architectures=(9,),
-            head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"), alibi=False, cross=False, encoder=False,
+            head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
+            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.ops.launch import use_kernels
+
 
 class AttentionState(NamedTuple):
     """A softmax over some of the keys.
@@ -45,6 +47,13 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def with_sinks(state: AttentionState, sinks_H: Tensor) -> AttentionState:
-    """Adds to every query one more key with that logit and value 0.  Call it once, after all states have been merged."""
+    """Adds to every query one more key with that logit and value 0.  Call it once, after all states have been merged.
+
+    The given state may be changed.
+    """
+    if use_kernels(state.out_THD):
+        from specdec.attention.kernels.sinks_triton import launch_sinks
+
+        return launch_sinks(state, sinks_H)
     sink = sinks_H.to(state.lse_TH.dtype).expand_as(state.lse_TH)
     return merge_states(state, AttentionState(torch.zeros_like(state.out_THD), sink))

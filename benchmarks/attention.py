@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -45,6 +45,7 @@ from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState, with_sinks
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 DEVICE = torch.device("cuda")
@@ -143,11 +144,17 @@ def tree_mask(N: int) -> Tensor:
     return mask.to(DEVICE)
 
 
+def finished(state: AttentionState, world: World) -> Tensor:
+    """The output, with the layer's sinks."""
+    sinks_H = world.scoring.sinks_H
+    return (state if sinks_H is None else with_sinks(state, sinks_H)).out_THD
+
+
 def ours(world: World) -> list[Tensor]:
     """Every layer's attention.  The layers share one prepared plan, as in a model."""
     backend = TritonBackend()
     prepared = backend.prepare(world.plan)
-    return [backend.attend(world.q_THD, view, prepared, world.scoring) for view in world.views]
+    return [finished(backend.attend(world.q_THD, view, prepared, world.scoring), world) for view in world.views]
 
 
 def ours_with_store(world: World) -> list[Tensor]:
@@ -156,7 +163,7 @@ def ours_with_store(world: World) -> list[Tensor]:
     prepared, outs = backend.prepare(world.plan), []
     for view in world.views:
         q_THD = backend.store(view, world.qkv_TXD, world.slots_T, world.prep)
-        outs.append(backend.attend(q_THD, view, prepared, world.scoring))
+        outs.append(finished(backend.attend(q_THD, view, prepared, world.scoring), world))
     return outs
 
 
@@ -231,7 +238,7 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
         out = timed(ours, world, 1)[1]  # of the keys as they are now
     if case.B * case.L <= 65_536:
         oracle = TorchBackend()
-        want = oracle.attend(world.q_THD.double(), world.views[-1], oracle.prepare(world.plan), world.scoring)
+        want = finished(oracle.attend(world.q_THD.double(), world.views[-1], oracle.prepare(world.plan), world.scoring), world)
         row["error"] = apart(out, want)
     if with_fa4 and case[4:] == (None, "auto"):
         fa4_us, fa4_out = timed(flash_attn_4, world, replays)

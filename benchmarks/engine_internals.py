@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.tree import DraftTree
 from specdec.decoder import SpecDecoder
@@ -90,7 +89,7 @@ def give_copies(decoder: SpecDecoder) -> None:
         old = (state.page_table_BW[row, :count].long()[:, None] * size + offsets).flatten()
         new = (pages[:, None] * size + offsets).flatten()
         for cache in caches(decoder):
-            for layer in cache.kv:
+            for layer in cache.planes["kv"]:
                 layer[new] = layer[old]
         state.page_table_BW[row, :count] = pages.int()
 
@@ -112,7 +111,7 @@ def sharing_difference(decoder: SpecDecoder, rows: int, num_heads: int, head_dim
     for each in (state, state.sharing(runner.shared)):
         tables = tree_tables(each, tree)
         cache, backend = verifier.cache, verifier.backend
-        attn = PagedAttention(backend, cache, tables.plan, tables.slots_BN.flatten())
+        prepared = backend.prepare(tables.plan.local(cache.kinds[3]))
         torch.cuda.synchronize()  # attention reads its tables before it waits: in a model they are much older
-        outs.append(backend.attend(q, cache.view(3), attn.prepared[cache.kinds[3]]).double())
+        outs.append(backend.attend(q, cache.view(3), prepared).out_THD.double())
     return float((outs[1] - outs[0]).norm() / outs[0].norm())

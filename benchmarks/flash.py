@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.flash.backend import FlashBackend
 from specdec.attention.flash.rule import fa4_is_faster
@@ -58,7 +58,7 @@ class Side:
 
     def __call__(self, world: Any) -> list[Tensor]:
         prepared = self.backend.prepare(world.plan)
-        return [self.backend.attend(world.q_THD, view, prepared) for view in world.views]
+        return [self.backend.attend(world.q_THD, view, prepared).out_THD for view in world.views]
 
 
 def measure(case: Any, pool: Tensor, ours: Side, fa4: Side, replays: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def measure(case: Any, pool: Tensor, ours: Side, fa4: Side, replays: int) -> dic
     if case.B * case.L <= ORACLE_KEYS and case.N <= 64:
         oracle = TorchBackend()
         view = MHAView(world.views[-1].kv.double())
-        want = oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan))
+        want = oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan)).out_THD
         row["error"] = [cells.apart(out, want), cells.apart(fa4_out, want)]
     return row
 

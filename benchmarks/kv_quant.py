@@ -29,8 +29,9 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.quant_cache import HEADROOM, QuantCache
+from specdec.attention.caches.quant_cache import HEADROOM, QuantLayout, QuantView, as_stored
 from specdec.attention.eager.dense import DenseAttention, StoreFn
+from specdec.attention.inputs import HeadInputs, LayerInputs
 from specdec.attention.kinds import FULL
 from specdec.bench.byte_limit import byte_limit
 from specdec.bench.kernels import trace
@@ -70,9 +71,10 @@ class Compared(DenseAttention):
         super().__init__([FULL] * 1000, as_stored=as_stored)
         self.exact, self.errors = DenseAttention(self.kinds), list[float]()
 
-    def __call__(self, layer: int, qkv_NXD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        want = self.exact(layer, qkv_NXD.clone(), *args, **kwargs)
-        got = super().__call__(layer, qkv_NXD, *args, **kwargs)
+    def __call__(self, layer: int, inputs: LayerInputs, *args: Any, **kwargs: Any) -> Tensor:
+        assert isinstance(inputs, HeadInputs)
+        want = self.exact(layer, HeadInputs(inputs.qkv_TXD.clone(), inputs.prep), *args, **kwargs)
+        got = super().__call__(layer, inputs, *args, **kwargs)
         self.errors.append(float((got - want).norm() / want.norm()))
         return got
 
@@ -112,7 +114,7 @@ def quality() -> dict[str, Any]:
                 "equal_texts": sum(a == b for a, b in zip(found, reference, strict=True)), "prompts": len(found),
                 "pool_bytes": pool_bytes(decoder), "pool_bytes_in_bf16": pool_bytes_in_bf16(decoder),
             }  # fmt: skip
-            stores: StoreFn = cache.as_stored if isinstance(cache, QuantCache) else as_bf16
+            stores: StoreFn = as_stored(cache) or as_bf16
             if shape == "5,1,6":
                 row["errors of bf16 KV" if kind == "auto" else "errors"] = errors(decoder, reference, stores)
             rows.append(row)
@@ -126,7 +128,7 @@ def as_bf16(layer: int, kv_T2KD: Tensor) -> Tensor:
 
 def pool_bytes(decoder: SpecDecoder) -> int:
     """Bytes of both caches as they lie in memory, scales included."""
-    return sum(sum(x.nbytes for x in (c.kv, getattr(c, "scales", None)) if x is not None) for c in caches(decoder))
+    return sum(cache.bytes for cache in caches(decoder))
 
 
 def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
@@ -139,17 +141,18 @@ def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
 
 def fill(cache: KVCache) -> None:
     """Random numbers, as though they had been stored."""
-    if isinstance(cache, QuantCache):
-        bytes_ = cache.kv.view(torch.uint8)
+    if isinstance(cache.layout, QuantLayout):
+        bytes_ = cache.planes["kv"].view(torch.uint8)
         for layer, view in enumerate(map(cache.view, range(len(cache.kinds)))):
             bytes_[layer].copy_(torch.randint(0, 120, bytes_[layer].shape, dtype=torch.uint8, device=bytes_.device))
+            assert isinstance(view, QuantView)
             if view.scale_2K is not None:
                 view.scale_2K.fill_(1 / 64)
                 view.needs_scale = False
-        if cache.scales is not None:
-            cache.scales.uniform_(1e-3, 2e-2)
+        if "scales" in cache.planes:
+            cache.planes["scales"].uniform_(1e-3, 2e-2)
     else:
-        for layer in cache.kv:
+        for layer in cache.planes["kv"]:
             layer.normal_()
 
 

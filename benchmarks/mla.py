@@ -31,15 +31,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
-from specdec.attention.caches.mla_cache import MLACache, MLAView
+from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kinds import Scoring
+from specdec.attention.kinds import FULL, Scoring
 from specdec.attention.latent import mla, mla_launch
-from specdec.attention.latent.latent import LatentPrep
-from specdec.attention.latent.mla import absorbed_queries, absorbed_values, store_latent
+from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.mla_launch import LatentTiles
+from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -110,7 +111,7 @@ def ours(world: World) -> list[Tensor]:
     """Every layer's attention.  The layers share one prepared plan, as in a model."""
     backend = TritonBackend()
     prepared = backend.prepare(world.plan)
-    return [backend.attend(world.q_THL, view, prepared, SCALING) for view in world.views]
+    return [backend.attend(world.q_THL, view, prepared, SCALING).out_THD for view in world.views]
 
 
 class Around:
@@ -140,8 +141,8 @@ class Prompt:
         pages = -(-(T + cached) // 64)
         self.table = torch.randperm(pages, device=DEVICE).view(1, pages).int()
         self.positions_T = cached + torch.arange(T, device=DEVICE)
-        self.cache = MLACache(1, pages * 64, C, R, dtype=torch.bfloat16, device=DEVICE)
-        self.cache.latent.normal_()
+        self.cache = KVCache(LatentLayout(C, R, torch.bfloat16), [FULL], pages * 64, device=DEVICE)
+        self.cache.planes["latent"].normal_()
         length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
         segment = replace(causal_segment(PageTable(self.table, 64), length_1, T), max_cached=cached)
         self.plan = AttentionPlan((segment,))
@@ -149,8 +150,8 @@ class Prompt:
 
     def __call__(self, _: object) -> list[Tensor]:
         slots_T, around = PageTable(self.table, 64).slots_at(self.positions_T[None])[0], self.around
-        attn = PagedAttention(TritonBackend(), self.cache, self.plan, slots_T).latent()
-        return [attn(0, around.q, around.fresh, around.up, around.prep, None, SCALING)]
+        attn = PagedAttention(TritonBackend(), self.cache, PassTables(self.plan, slots_T))
+        return [attn(0, LatentInputs(around.q, around.fresh, around.up, around.prep), None, SCALING)]
 
 
 def prompts(_: Tensor, replays: int) -> list[dict[str, Any]]:
@@ -190,7 +191,7 @@ def error(world: World, out: Tensor) -> float:
     """||out - exact|| / ||exact||."""
     oracle = TorchBackend()
     view = MLAView(world.views[-1].latent.double(), C)
-    exact = oracle.attend(world.q_THL.double(), view, oracle.prepare(world.plan), SCALING)
+    exact = oracle.attend(world.q_THL.double(), view, oracle.prepare(world.plan), SCALING).out_THD
     return float((out.double() - exact).norm() / exact.norm())
 
 

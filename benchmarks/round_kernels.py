@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.kinds import FULL
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
@@ -87,7 +89,7 @@ def round_stages(B: int, spec: SpecConfig) -> dict[str, Stage]:
     targets_BN = torch.gather(tree.tokens_BN, 1, torch.randint(N, (B, N), device=DEVICE))
     features_BNF, hidden_BEH = random_bf16(B, N, 3 * HIDDEN), random_bf16(B, E, HIDDEN)
     pages = int(state.page_table_BW.max()) + 1
-    cache = MHACache(LAYERS, pages * PAGE, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+    cache = KVCache(HeadsLayout(8, 128, torch.bfloat16), [FULL] * LAYERS, pages * PAGE, device=DEVICE)
     slots_BN = tree_tables(state, tree).slots_BN
     path_BE = torch.arange(E, device=DEVICE).repeat(B, 1)
     path_BE[:, 1:] += N - E  # everything accepted, and everything has to move

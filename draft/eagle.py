@@ -16,9 +16,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from specdec.attention.inputs import AttentionFn
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import MLP, Embedding, Linear, RMSNorm, Rotary, SelfAttention
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
+from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -107,7 +107,9 @@ class DraftWorker:
         else:
             last = causal_segment(state.pages, state.lens_B, 1)
             last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
-            attn = PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T), slots_T, last_plan)
+            attn = PagedAttention(
+                self.backend, self.cache, PassTables(AttentionPlan(segments, positions_T), slots_T, last_plan)
+            )
             state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
         self._set_first_level(state)
 
@@ -117,7 +119,7 @@ class DraftWorker:
         first_B: int64, the first output token of each prompt that ends here.  Each part's first level is left in its row of
         `state`, where it counts if the prompt ends.
         """
-        attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan)
+        attn = PagedAttention(self.backend, self.cache, prompts.tables)
         next_ids_T = prompts.next_ids(first_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
         logp_BK, tokens_BK = top_tokens(self.head.logits(hidden_BH), self.topk, self.head.d2t_V)
@@ -127,7 +129,7 @@ class DraftWorker:
     def _attention(
         self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor, suffix: Segment | None = None
     ) -> PagedAttention:
-        return PagedAttention(self.backend, self.cache, AttentionPlan(segments, positions_T, suffix), slots_T)
+        return PagedAttention(self.backend, self.cache, PassTables(AttentionPlan(segments, positions_T, suffix), slots_T))
 
     def _set_first_level(self, state: BatchState) -> None:
         """Computes the next tree's first level, K tokens a row, from the hidden states in `state`."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
+from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.packed import PackedPrompts
@@ -84,7 +84,7 @@ class TargetVerifier:
         sampling: the options of each prompt.
         with_features: if False, the second result is not meant for a drafter.
         """
-        attn = PagedAttention(self.backend, self.cache, prompts.plan, prompts.slots_T, prompts.last_plan, self.sources)
+        attn = PagedAttention(self.backend, self.cache, prompts.tables, self.sources)
         aux_layers = self.aux_layers if with_features else ()
         if with_features and not aux_layers:  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
@@ -102,7 +102,8 @@ class TargetVerifier:
         A tree that is only a root is plain decoding, which needs no features.
         """
         tables = tree_tables(state, tree)
-        attn = PagedAttention(self.backend, self.cache, tables.plan, tables.slots_BN.flatten(), None, self.sources)
+        where = PassTables(tables.plan, tables.slots_BN.flatten())
+        attn = PagedAttention(self.backend, self.cache, where, self.sources)
         aux_layers = self.aux_layers if with_features else ()
         out = self.model(tree.tokens_BN.flatten(), tables.positions_T, attn, aux_layers)
         logits_TV = self.model.logits(out.hidden_TH)

@@ -1,42 +1,52 @@
-"""The KV cache: one tensor a model, addressed by slot.  This module knows slots, not the sequences that own them.
+"""The KV cache of one model, addressed by slot.  This module knows slots, not the sequences that own them, and no cache format.
 
-A token's key and value lie side by side, so a token is stored, moved and gathered in one piece.
-
-Shapes: T tokens, K kv heads, D head dim, E value dim, B sequences, N slots (of a sequence, in `move`), E moved tokens (in
-`move`).
+Shapes: B sequences, N slots of a sequence, E moved tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.caches.planes import CacheLayout, KVView
+from specdec.attention.kinds import LayerKind
 from specdec.ops.index import use_index_kernels
 
 
-class KVView(Protocol):
-    """One layer's part of a cache.  These two methods serve every attention backend; kernels also read a view's tensors."""
+class KVCache:
+    """What all layers of one model keep of each token.
 
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        """Stores keys and values [T, 2, K, D], already normed and rotated, at the slots (int64 [T])."""
+    layout: the cache format.
+    kinds: which keys each layer reads, one entry for each layer.
+    planes: by name, a plane's tensor [layers, num_slots, *shape].
+    """
 
-    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), converted to that dtype."""
-
-
-class KVCache(Protocol):
-    """The keys and values of all layers of one model, addressed by slot.  kinds: which keys each layer reads."""
-
-    kinds: tuple[LayerKind, ...]
+    def __init__(
+        self, layout: CacheLayout, kinds: Sequence[LayerKind], num_slots: int, *, device: torch.device | str = "cpu"
+    ) -> None:
+        self.layout, self.kinds, self.num_slots = layout, tuple(kinds), num_slots
+        # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
+        # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
+        self.planes = {
+            plane.name: torch.empty(len(self.kinds), num_slots, *plane.shape, dtype=plane.dtype, device=device)
+            for plane in layout.planes
+        }
+        self._views = [
+            layout.view(layer, {name: tensor[layer] for name, tensor in self.planes.items()})
+            for layer in range(len(self.kinds))
+        ]
 
     @property
-    def num_slots(self) -> int: ...
-    def view(self, layer: int) -> KVView: ...
+    def bytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(tensor.nbytes for tensor in self.planes.values())
+
+    def view(self, layer: int) -> KVView:
+        """One layer's part of the cache; the same object at every call."""
+        return self._views[layer]
+
     def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
         """Moves tokens within each sequence, in every layer: the token at slot number path_BE[b, e] goes to slot number e.
 
@@ -45,54 +55,14 @@ class KVCache(Protocol):
         path_BE: int64 slot numbers.  The method reads all of a sequence's tokens before it writes any, so sources and targets
             may overlap.
         """
-
-
-@dataclass(frozen=True)
-class MHAView:
-    """One layer of an MHACache.  kv: [num_slots, 2, K, D], keys then values, in the model's own dtype."""
-
-    kv: Tensor
-
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        self.kv.index_copy_(0, slots_T, kv_T2KD)
-
-    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        kv = self.kv.index_select(0, slots_N).to(dtype)
-        return kv[:, 0], kv[:, 1]
-
-
-class MHACache:
-    """Keys and values of multi-head and grouped-query attention: kv [layers, num_slots, 2, K, D] in the model's own dtype."""
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kinds: Sequence[LayerKind] | None = None,
-    ) -> None:
-        self.kinds = tuple(kinds or [FULL] * num_layers)
-        # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
-        # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
-        self.kv = torch.empty(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
-
-    @property
-    def num_slots(self) -> int:
-        return self.kv.shape[1]
-
-    def view(self, layer: int) -> MHAView:
-        return MHAView(self.kv[layer])
-
-    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        move_slots(self.kv, slots_BN, path_BE)
+        for tensor in self.planes.values():
+            move_slots(tensor, slots_BN, path_BE)
 
 
 def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
     """`KVCache.move` for one tensor [layers, num_slots, ...]."""
+    if x.dtype.itemsize == 1:  # as bytes: neither the kernel's language nor index_copy_ takes float8 on every device
+        x = x.view(torch.uint8)
     if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
 

@@ -4,24 +4,23 @@ All heads share a token's latent.  A projection turns its first C numbers, which
 value; its last R numbers are the rotated part of every head's key.  Attention treats the cache as one kv head whose key is the
 whole latent and whose value is the latent's first C numbers.  This module knows slots, not the sequences that own them.
 
-Shapes: T tokens, N slots, C latent rank, R rotary dim, B sequences, E moved tokens.
+Shapes: T tokens, N slots, C latent rank, R rotary dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import move_slots
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.caches.planes import CacheLayout, Plane
 
 
 @dataclass(frozen=True)
 class MLAView:
-    """One layer of an MLACache.  latent: [num_slots, C + R], in the model's own dtype.  rank: C."""
+    """One layer's latents.  latent: [num_slots, C + R], in the model's own dtype.  rank: C."""
 
     latent: Tensor
     rank: int
@@ -35,31 +34,17 @@ class MLAView:
         return k_N1X, k_N1X[..., : self.rank]
 
 
-class MLACache:
-    """The latents of all layers: [layers, num_slots, C + R] in the model's own dtype."""
+@dataclass(frozen=True)
+class LatentLayout(CacheLayout):
+    """rank, rope_dim: C and R.  dtype: the model's own."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        rank: int,
-        rope_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kinds: Sequence[LayerKind] | None = None,
-    ) -> None:
-        self.kinds = tuple(kinds or [FULL] * num_layers)
-        self.rank = rank
-        # Uninitialised, like MHACache's memory: a backend must keep unread slots out of its products.
-        self.latent = torch.empty(num_layers, num_slots, rank + rope_dim, dtype=dtype, device=device)
+    rank: int
+    rope_dim: int
+    dtype: torch.dtype
 
     @property
-    def num_slots(self) -> int:
-        return self.latent.shape[1]
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane("latent", (self.rank + self.rope_dim,), self.dtype),)
 
-    def view(self, layer: int) -> MLAView:
-        return MLAView(self.latent[layer], self.rank)
-
-    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        move_slots(self.latent, slots_BN, path_BE)
+    def view(self, layer: int, planes: Mapping[str, Tensor]) -> MLAView:
+        return MLAView(planes["latent"], self.rank)

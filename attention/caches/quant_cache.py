@@ -5,19 +5,19 @@ fp8: float8_e4m3fn, with one scale for each layer, kv head, and key or value.  T
     scale would be misread.
 int8: one scale for each token, kv head, and key or value.  A token's stored numbers depend on its key and value alone.
 
-This module knows no kernel.  Shapes: T tokens, N slots, K kv heads, D head dim, B sequences, E moved tokens.
+This module knows no kernel.  Shapes: T tokens, N slots, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import move_slots
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.planes import CacheLayout, Plane
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
@@ -30,20 +30,9 @@ LEAST_STEP = 2.0**-120  # threshold for int8 scales: a head with a smaller scale
 LEAST_SCALE = 2.0**-6
 
 
-def kv_bytes_per_token(kv_cache_dtype: str, dtype: torch.dtype, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of one token's keys and values in all layers, scales included.
-
-    kv_cache_dtype: "auto" (the models' own dtype, given by `dtype`), "fp8" or "int8".
-    """
-    heads = num_layers * 2 * num_kv_heads
-    if kv_cache_dtype == "auto":
-        return heads * head_dim * dtype.itemsize
-    return heads * (head_dim + (torch.float32.itemsize if kv_cache_dtype == "int8" else 0))
-
-
 @dataclass
 class QuantView:
-    """One layer of a QuantCache.
+    """One layer's keys and values in 8 bits.
 
     kv: [num_slots, 2, K, D], float8_e4m3fn or int8.
     scale_2K: the layer's fp8 scales, float32.  They are set in place, so kernels and captured graphs read them from the device.
@@ -85,12 +74,26 @@ class QuantView:
         kv = dequantised(stored, scales, dtype)
         return kv[:, 0], kv[:, 1]
 
+    def as_stored(self, kv_T2KD: Tensor) -> Tensor:
+        """These keys and values as a later read of the cache would return them: quantised and converted back."""
+        return dequantised(*self.quantise(kv_T2KD), kv_T2KD.dtype)
+
     def quantise(self, kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
         """The stored form of these keys and values, [T, 2, K, D], and its scales: [2, K] for fp8, [T, 2, K] for int8."""
         if self.scale_2K is None:
             return to_int8(kv_T2KD)
         assert not self.needs_scale
         return to_fp8(kv_T2KD, self.scale_2K), self.scale_2K
+
+
+def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
+    """A function (layer, keys and values [T, 2, K, D]) -> what a later read of the cache would return of them.
+
+    None: the cache keeps keys and values as they are.
+    """
+    views = [cache.view(layer) for layer in range(len(cache.kinds))]
+    quantised = [view for view in views if isinstance(view, QuantView)]
+    return (lambda layer, kv_T2KD: quantised[layer].as_stored(kv_T2KD)) if quantised else None
 
 
 def dequantised(stored_N2KD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,50 +126,32 @@ def to_int8(kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
     return (steps_T2KD + 0.5).floor_().to(torch.int8), scales_T2K
 
 
-class QuantCache:
-    """Keys and values in 8 bits: [layers, num_slots, 2, K, D].
+@dataclass(frozen=True)
+class QuantLayout(CacheLayout):
+    """kv_cache_dtype: "fp8" or "int8".  num_kv_heads, head_dim: K and D.  device: where the scales of fp8 lie.
 
-    kv_cache_dtype: "fp8" or "int8".
     scales: each layer's fp8 scales, [2, K] float32; None for layers whose scales the checkpoint does not hold.
     """
 
-    def __init__(
-        self,
-        kv_cache_dtype: str,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        device: torch.device | str,
-        kinds: Sequence[LayerKind] | None = None,
-        scales: Sequence[Tensor | None] = (),
-    ) -> None:
-        self.kinds = tuple(kinds or [FULL] * num_layers)
-        shape = (num_layers, num_slots, 2, num_kv_heads, head_dim)
-        self.kv = torch.empty(shape, dtype=KV_CACHE_DTYPES[kv_cache_dtype], device=device)
-        self.scales: Tensor | None = None
-        if kv_cache_dtype == "int8":
-            self.scales = torch.empty(shape[:-1], dtype=torch.float32, device=device)
-            self._views = [QuantView(kv, scales_N2K=scales) for kv, scales in zip(self.kv, self.scales, strict=True)]
-        else:
-            self._views = [QuantView(kv, scale_2K=torch.ones(shape[2:4], device=device), needs_scale=True) for kv in self.kv]
-        for view, given in zip(self._views, scales, strict=False):
-            if given is not None and view.scale_2K is not None:
-                view.scale_2K.copy_(given)
-                view.needs_scale = False
+    kv_cache_dtype: str
+    num_kv_heads: int
+    head_dim: int
+    device: torch.device | str = "cpu"
+    scales: Sequence[Tensor | None] = ()
 
     @property
-    def num_slots(self) -> int:
-        return self.kv.shape[1]
+    def planes(self) -> tuple[Plane, ...]:
+        heads = (2, self.num_kv_heads)
+        kv = Plane("kv", (*heads, self.head_dim), KV_CACHE_DTYPES[self.kv_cache_dtype])
+        return (kv, Plane("scales", heads, torch.float32)) if self.kv_cache_dtype == "int8" else (kv,)
 
-    def view(self, layer: int) -> QuantView:
-        return self._views[layer]
-
-    def as_stored(self, layer: int, kv_T2KD: Tensor) -> Tensor:
-        """These keys and values as a later read of the cache would return them: quantised and converted back."""
-        return dequantised(*self._views[layer].quantise(kv_T2KD), kv_T2KD.dtype)
-
-    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        for tensor in (self.kv.view(torch.uint8),) if self.scales is None else (self.kv.view(torch.uint8), self.scales):
-            move_slots(tensor, slots_BN, path_BE)
+    def view(self, layer: int, planes: Mapping[str, Tensor]) -> QuantView:
+        if self.kv_cache_dtype == "int8":
+            return QuantView(planes["kv"], scales_N2K=planes["scales"])
+        view = QuantView(planes["kv"], torch.ones(2, self.num_kv_heads, device=self.device), needs_scale=True)
+        given = self.scales[layer] if layer < len(self.scales) else None
+        if given is not None:
+            assert view.scale_2K is not None
+            view.scale_2K.copy_(given)
+            view.needs_scale = False
+        return view

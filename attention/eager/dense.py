@@ -2,7 +2,7 @@
 
 This module knows no pages, plans or attention backends.  The result is differentiable with respect to the inputs.
 
-Shapes: B rows of T tokens each, N = B * T, X = Q + 2K heads of a token, D head dim.
+Shapes: B rows of T tokens each, N = B * T, Q query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.attention.inputs import DenseHeads, LayerInputs
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.latent.latent import ExpandedHeads, LatentFn
-from specdec.ops.rope import HeadPrep
 
 StoreFn = Callable[[int, Tensor], Tensor]  # (layer, keys and values [N, 2, K, D]) -> what a cache gives back of them
 
@@ -31,19 +30,13 @@ class DenseAttention:
     def __init__(self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None) -> None:
         self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
 
-    def __call__(
-        self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
-    ) -> Tensor:
-        q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
+    def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        heads = inputs.dense()
         if self.as_stored is not None:
-            kv_N2KD = self.as_stored(layer, kv_N2KD)
-        q, k, v = (per_row(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
-        out = attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).reshape(q_NQD.shape)
+            heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:], dim=1)).unbind(1))
+        q, k, v = (per_row(x, self.batch) for x in heads)
+        out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)
-
-    def latent(self) -> LatentFn:
-        """The same attention for layers of latent attention."""
-        return ExpandedHeads(self)
 
 
 def per_row(x_NHD: Tensor, batch: int) -> Tensor:
@@ -52,7 +45,7 @@ def per_row(x_NHD: Tensor, batch: int) -> Tensor:
 
 
 def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring) -> Tensor:
-    """[B, Q, T, D]: every token attends to its row's tokens up to itself, as far back as the kind allows."""
+    """[B, Q, T, E]: every token attends to its row's tokens up to itself, as far back as the kind allows."""
     plain = scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None
     if plain and kind.span is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)

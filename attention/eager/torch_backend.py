@@ -1,4 +1,4 @@
-"""The `torch` attention backend, for any device and any float type: gathered keys, a mask, and one SDPA call.
+"""The `torch` attention backend, for any device and any float type: gathered keys, a mask, and one call for all queries.
 
 It converts a plan once a pass.  Inside a CUDA graph it makes no host reads, except for packed prompts, which it never sees
 there.
@@ -12,15 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import KVView
+from specdec.attention.caches.planes import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment, uniform_cu_seqlens
-from specdec.attention.state import AttentionState, with_sinks
+from specdec.attention.state import AttentionState
+
+MOST_SCORES = 2**28  # scores of queries and keys that are in memory at once: 1 GiB in float32
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class DenseBlock:
             self._additive[group, dtype] = zeros.masked_fill_(hidden, -torch.inf)
         return self._additive[group, dtype]
 
-    def alibi(self, slopes_H: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """[B, K, Q * G, N]: slopes times distances, for queries packed with the heads of their group."""
+    def alibi(self, slopes_H: Tensor, group: int, packed_M: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, K, M, N]: slopes times distances, for M of the queries packed with the heads of their group; packed_M: which."""
         assert self.distance_BQN is not None, "slopes need a plan for layers of a kind with alibi"
-        slopes_KG = slopes_H.to(dtype).view(-1, 1, group, 1)
-        return (slopes_KG * self.distance_BQN[:, None, :, None].to(dtype)).flatten(2, 3)
+        slopes_KM = slopes_H.to(dtype).view(-1, group)[:, packed_M % group]
+        return slopes_KM[..., None] * self.distance_BQN[:, None, packed_M // group].to(dtype)
 
 
 class TorchBackend(Backend):
-    """Gathers keys and values, builds a mask, and calls scaled_dot_product_attention."""
+    """Gathers keys and values, builds a mask, and computes dense attention."""
 
     name = "torch"
 
@@ -63,24 +64,21 @@ class TorchBackend(Backend):
         first = plan.segments[0]
         if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
-            return [block for block in blocks if block.queries]  # SDPA refuses a block without queries
+            return [block for block in blocks if block.queries]  # a block without queries has no state
         sequences = plan.segments[-1].rows  # a shared prefix stands in front of the sequences' own segment
         return [_joined_block(tuple(_spread(part, sequences) for part in plan.parts))]
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> Tensor:
-        if not (scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None):
-            state = _joined_states([_dense_state(q_THD, view, block, scoring) for block in prepared])
-            return (state if scoring.sinks_H is None else with_sinks(state, scoring.sinks_H)).out_THD.to(q_THD.dtype)
-        outs = [_dense_attention(q_THD, view, block, scoring) for block in prepared]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+    def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> AttentionState:
+        out_THE, lse_TH = _joined_states([_block_state(q_THD, view, block, scoring) for block in prepared])
+        return AttentionState(out_THE.to(q_THD.dtype), lse_TH)
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        blocks = self.prepare(AttentionPlan((segment,)))
-        out_THE, lse_TH = _joined_states([_dense_state(q_THD, view, block, scoring) for block in blocks])
-        return AttentionState(out_THE.to(q_THD.dtype), lse_TH)
+        return self.attend(q_THD, view, self.prepare(AttentionPlan((segment,))), scoring)
 
 
 def _joined_states(states: list[AttentionState]) -> AttentionState:
+    if len(states) == 1:
+        return states[0]
     return AttentionState(torch.cat([s.out_THD for s in states]), torch.cat([s.lse_TH for s in states]))
 
 
@@ -204,28 +202,47 @@ def _unpack(out: Tensor, block: DenseBlock) -> Tensor:
     return out.view(B, K, block.queries, -1, X).transpose(1, 2).reshape(B * block.queries, -1, X)
 
 
-def _dense_attention(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> Tensor:
+def _block_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> AttentionState:
+    """The state of one block: by torch's fused attention where it returns an lse too, which it does on a CPU.
+
+    The fused one takes keys and values of one width only.
+    """
     q, k, v = _gathered(q_THD, view, block, q_THD.dtype)
-    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
-    if block.has_empty_rows and mask is not None:
-        out = torch.where(mask.amax(-1, keepdim=True) == 0, out, 0.0)
-    return _unpack(out, block)
+    if q_THD.is_cuda or scoring.softcap is not None or scoring.slopes_H is not None or k.shape[3] != v.shape[3]:
+        return _dense_state(q, k, v, block, scoring)
+    mask = block.additive_mask(q.shape[2] // block.queries, q.dtype)
+    # scaled_dot_product_attention calls this operator too, and drops the lse.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scoring.scale)
+    return _unpacked(out, lse, mask, block)
 
 
-def _dense_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scoring) -> AttentionState:
-    """The block's state, computed in float32 at least: softcaps and states lose too much precision in 16 bits."""
-    dtype = torch.promote_types(q_THD.dtype, torch.float32)
-    q, k, v = _gathered(q_THD, view, block, dtype)
-    scores = scoring.capped(q @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
-    if scoring.slopes_H is not None:
-        scores = scores + block.alibi(scoring.slopes_H, q_THD.shape[1] // k.shape[1], dtype)
-    mask = block.additive_mask(q_THD.shape[1] // k.shape[1], dtype)
-    if mask is not None:
-        scores = scores + mask
-    lse = scores.logsumexp(-1, keepdim=True)
-    out = (scores - torch.where(lse == -torch.inf, 0.0, lse)).exp() @ v
+def _dense_state(q: Tensor, k: Tensor, v: Tensor, block: DenseBlock, scoring: Scoring) -> AttentionState:
+    """The state of one block by its definition, in float32 at least: softcaps and states lose too much precision in 16 bits.
+
+    A few queries are computed at a time, so that the scores of a long prompt fit in memory.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[2] // block.queries
+    mask = block.additive_mask(group, dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    size = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    outs, lses = [], []
+    for start in range(0, q.shape[2], size):
+        scores = scoring.capped(q[:, :, start : start + size] @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
+        if scoring.slopes_H is not None:
+            packed_M = torch.arange(start, start + scores.shape[2], device=q.device)
+            scores = scores + block.alibi(scoring.slopes_H, group, packed_M, dtype)
+        if mask is not None:
+            scores = scores + mask[:, :, start : start + size]
+        lse = scores.logsumexp(-1, keepdim=True)
+        outs.append((scores - torch.where(lse == -torch.inf, 0.0, lse)).exp() @ v)
+        lses.append(lse[..., 0])
+    return _unpacked(torch.cat(outs, 2), torch.cat(lses, 2), mask, block)
+
+
+def _unpacked(out: Tensor, lse: Tensor, mask: Tensor | None, block: DenseBlock) -> AttentionState:
+    """out [B, K, Q*G, E] and lse [B, K, Q*G] as a state of the block's queries; what saw no key is empty."""
     if block.has_empty_rows and mask is not None:
-        empty = mask.amax(-1, keepdim=True) < 0
-        out, lse = torch.where(empty, 0.0, out), torch.where(empty, -torch.inf, lse)
-    return AttentionState(_unpack(out, block), _unpack(lse, block)[..., 0])
+        empty = mask.amax(-1) < 0
+        out, lse = torch.where(empty[..., None], 0.0, out), torch.where(empty, -torch.inf, lse)
+    return AttentionState(_unpack(out, block), _unpack(lse[..., None], block)[..., 0])

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment, uniform_cu_seqlens

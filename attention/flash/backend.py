@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.capabilities import TABLE
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.flash.rule import fa4_is_faster

@@ -85,9 +85,7 @@ def capped(logits, softcap):
 @triton.jit(
     # Batch, lengths and table width change from call to call.  Triton would compile again for a 1 or a multiple of 16.
     do_not_specialize=["stride_row", "states", "tiles"],
-    do_not_specialize_on_alignment=[
-        "page_table", "cache_seqlens", "cu_seqlens_q", "starts", "ends", "at", "slopes", "sinks", "lse",
-    ],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "ends", "at", "slopes", "lse"],
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
@@ -100,7 +98,6 @@ def paged_attention_kernel(
     ends,  # [T] int32
     at,  # [T] int32: where each query stands, counted from its row's key 0
     slopes,  # [H] float32
-    sinks,  # [H], any float type
     out,  # [T, H, states, D], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
     staged,  # [T, H, D] float16
@@ -124,7 +121,6 @@ def paged_attention_kernel(
     HAS_ENDS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,  # only set where there is one split and nothing else to merge
     QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8) or nothing ("")
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -194,9 +190,6 @@ def paged_attention_kernel(
     LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:  # the softmax starts as if a key with the sink's logit and value 0 had been read
-        top_M = tl.load(sinks + head_M).to(tl.float32) * LOG2E
-        total_M += tl.exp2(LIFT)
     acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n

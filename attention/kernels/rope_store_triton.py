@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import FP8_MAX, INT8_MAX, LEAST_STEP, QuantView
 from specdec.ops.launch import chained
 from specdec.ops.rope import HeadPrep

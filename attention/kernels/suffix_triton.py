@@ -1,6 +1,6 @@
 """The kernel after the paged kernel: it reads each query's few keys of its own (its suffix) and merges all states.
 
-These states are what the paged kernel's splits left.  Without HAS_SUFFIX the kernel only merges.  Sinks are added here, once.
+These states are what the paged kernel's splits left.  Without HAS_SUFFIX the kernel only merges.
 One program handles one query and one kv head.  The kernel knows slots (page size 1), not trees: a row lists the slots that its
 query reads.
 
@@ -19,9 +19,7 @@ from specdec.attention.kernels.paged_triton import capped
 
 @triton.jit(
     do_not_specialize=["stride_row", "splits", "stride_whole_t", "stride_whole_h", "stride_lse_t", "stride_lse_h"],
-    do_not_specialize_on_alignment=[
-        "slot_table", "cache_seqlens", "starts", "at", "slopes", "sinks", "whole_out", "whole_lse",
-    ],
+    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "at", "slopes", "whole_out", "whole_lse"],
 )
 def suffix_merge_kernel(
     q,  # [T, H, D]
@@ -32,7 +30,6 @@ def suffix_merge_kernel(
     starts,  # [T] int32
     at,  # [T] int32: where each query stands, counted from its row's key 0
     slopes,  # [H] float32
-    sinks,  # [H], any float type
     partial_out,  # [T, H, S, D] float32
     partial_lse,  # [T, H, S] float32, natural log
     whole_out,  # [T, H, D], any float type: one more state, which has no splits
@@ -63,7 +60,6 @@ def suffix_merge_kernel(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     QUANT: tl.constexpr,  # as in the paged kernel
     HAS_WHOLE: tl.constexpr,
     LEFT_FILLED: tl.constexpr,  # after an empty split there are only empty ones
@@ -82,9 +78,6 @@ def suffix_merge_kernel(
     top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     total_G = tl.zeros([PADDED_GROUP], tl.float32)
     acc_GD = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    if HAS_SINKS:  # the softmax starts as if a key with the sink's logit and value 0 had been read
-        top_G = tl.load(sinks + head_G, mask=ok_G, other=0.0).to(tl.float32)
-        total_G += 1.0
 
     if HAS_SUFFIX:
         length = tl.load(cache_seqlens + token)

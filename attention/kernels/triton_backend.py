@@ -10,15 +10,14 @@ Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, S splits.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import KVView, MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
 from specdec.attention.kernels.rope_store_triton import launch_rope_store
@@ -41,7 +40,7 @@ class TritonBackend(Backend):
     programs: how many programs the GPU is taken to run at once; None: one for each SM.
 
     A backend that reads paged segments by a kernel of its own overrides `partial_splits` and `paged_partial`, and calls
-    `super()` for the segments that it leaves to this class.  Suffixes, sinks and the merge of all states stay here.
+    `super()` for the segments that it leaves to this class.  Suffixes and the merge of all states stay here.
     """
 
     name = "triton"
@@ -57,11 +56,11 @@ class TritonBackend(Backend):
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments, plan.suffix)
 
-    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> Tensor:
-        return self._state(q_THD, view, prepared, scoring).out_THD
+    def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
+        return self._state(q_THD, view, prepared, scoring)
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
-        return self._state(q_THD, view, TritonPlan((segment,)), replace(scoring, sinks_H=None))
+        return self._state(q_THD, view, TritonPlan((segment,)), scoring)
 
     def partial_splits(self, q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring) -> int:
         """How many partial states for each query and head `paged_partial` will leave in the scratch for this segment.
@@ -81,11 +80,11 @@ class TritonBackend(Backend):
           is not -inf.  The rest of out may stay unwritten.
         - A query's empty states come after its other states, unless the segment has first keys.
         - Both tensors are slices of something larger; only their dim D is contiguous.
-        - out_THSD is float32, or has the queries' dtype if it is the final output.  In that case S is 1, all of out must be
-          written, and sinks must be added here if scoring.sinks_H is set.  In every other call scoring.sinks_H is None.
+        - out_THSD is float32, or has the queries' dtype if it is the final output.  In that case S is 1, and all of out must
+          be written.
 
         If S == 0, it returns a state in memory of its own: out [T, H, D] of any float type, contiguous along D; lse [T, H],
-        float32, natural log, any strides; 0 and -inf where no key was read.  Sinks are left out: this class adds them.
+        float32, natural log, any strides; 0 and -inf where no key was read.
         """
         tiles, splits = self._tiles(q_THD, view, segment)
         assert out_THSD.shape[2] == splits
@@ -118,14 +117,14 @@ class TritonBackend(Backend):
         if suffix is None and counts == [1]:
             self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
             return state
-        partial, within = plan.scratch(T, H, sum(counts), D, q_THD.device), replace(scoring, sinks_H=None)
+        partial = plan.scratch(T, H, sum(counts), D, q_THD.device)
         outs, lses = partial.out_THD.split(counts, 2), partial.lse_TH.split(counts, 2)
         whole: AttentionState | None = None
         for segment, out_THSD, lse_THS in zip(paged, outs, lses, strict=True):
-            answer = self.paged_partial(q_THD, view, segment, within, out_THSD, lse_THS)
+            answer = self.paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
             if answer is not None:
                 whole = answer if whole is None else merge_states(whole, answer)
-        if whole is not None and suffix is None and scoring.sinks_H is None and not any(counts):
+        if whole is not None and suffix is None and not any(counts):
             return whole
         left_filled = len(paged) == 1 and paged[0].starts_T is None
         launch_suffix_merge(q_THD, view, suffix, scoring, partial, whole, state, left_filled)
@@ -141,7 +140,7 @@ def launch_paged(
     states = lse_THS.stride(1)  # states of a query and head in the whole scratch
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
-    sinks_H, quant = scoring.sinks_H, quant_of(view)
+    slopes_H, quant = scoring.slopes_H, quant_of(view)
     in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     starts_T, ends_T, at_T = segment.starts_T, segment.ends_T, positions_for(scoring, segment)
     for of_T in (starts_T, ends_T, at_T):
@@ -149,13 +148,12 @@ def launch_paged(
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
         q_THD, view.kv, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, ends_T, at_T)),
-        lse_THS if scoring.slopes_H is None else scoring.slopes_H, lse_THS if sinks_H is None else sinks_H, out_THSD, lse_THS,
+        lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        HAS_ENDS=ends_T is not None, HAS_SLOPES=at_T is not None,
-        SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant,
+        HAS_ENDS=ends_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
         STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
@@ -182,22 +180,20 @@ def launch_suffix_merge(
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
-    starts_T, sinks_H = suffix.starts_T if suffix else None, scoring.sinks_H
-    at_T = positions_for(scoring, suffix) if suffix else None
+    starts_T, at_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
     assert suffix is None or suffix.ends_T is None, "a suffix row's length is its end"
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
         q_THD, view.kv, scales_of(view), table, lens, lens if starts_T is None else starts_T, lens if at_T is None else at_T,
-        lse if scoring.slopes_H is None else scoring.slopes_H, lse if sinks_H is None else sinks_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
+        lse if at_T is None else scoring.slopes_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
         *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
         KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D),
         BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), HAS_SUFFIX=suffix is not None,
-        HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None,
-        SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None, QUANT=quant_of(view) if suffix else "",
-        HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
+        HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None,
+        QUANT=quant_of(view) if suffix else "", HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
 

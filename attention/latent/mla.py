@@ -19,21 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import KVCache, MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.latent.latent import LatentPrep, expand
+from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
+from specdec.attention.kinds import Scoring
+from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.state import merge_states
+from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import use_kernels
-from specdec.ops.rows import select_rows
 
 # Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".  Prompts in captured
 # graphs (at most 256 tokens) must stay below it: the host decides into how many chunks the cached part of a row is cut, and a
@@ -42,58 +42,47 @@ EXPAND_ABOVE = 512
 EXPANDED_TOKENS = 4096  # cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16
 
 
-class MLAttention:
-    """A LatentFn over a paged cache of latents.  Its arguments are the parts of a PagedAttention, which holds this object.
+@dataclass
+class LatentInputs(LayerInputs):
+    """The inputs of a layer of latent attention.
 
-    This object holds no reference back to the PagedAttention: a reference cycle would keep a pass's scratch memory alive
-    until Python's garbage collector runs.
+    q_THQ: queries, whose last R numbers are to be rotated and are not rotated yet.
+    latent_TL: latents, neither normed nor rotated.
+    up_HXC: each head's projection from latents to keys (first N rows) and values (last V rows).
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        cache: KVCache,
-        plan: AttentionPlan,
-        slots_T: Tensor,
-        prepared: dict[LayerKind, Any],
-        rows_prepared: dict[LayerKind, Any] | None = None,
-    ) -> None:
-        self.backend, self.cache, self.slots_T = backend, cache, slots_T
-        self.prepared, self.rows_prepared = prepared, rows_prepared
-        self.prompt = ExpandedPrompt.of(plan) if is_expanded(plan) else None
+    q_THQ: Tensor
+    latent_TL: Tensor
+    up_HXC: Tensor
+    prep: LatentPrep
 
-    def __call__(
-        self,
-        layer: int,
-        q_THQ: Tensor,
-        latent_TL: Tensor,
-        up_HXC: Tensor,
-        prep: LatentPrep,
-        rows_R: Tensor | None = None,
-        scoring: Scoring = PLAIN,
-    ) -> Tensor:
-        view, kind = self.cache.view(layer), self.cache.kinds[layer]
+    @property
+    def nope_dim(self) -> int:
+        """N."""
+        return self.q_THQ.shape[2] - (self.latent_TL.shape[1] - self.up_HXC.shape[2])
+
+    def paged(self, call: LayerCall) -> Tensor:
+        view, q_THQ, up_HXC, N = call.view, self.q_THQ, self.up_HXC, self.nope_dim
         assert isinstance(view, MLAView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
-        C, N = view.rank, q_THQ.shape[2] - (latent_TL.shape[1] - view.rank)
-        if rows_R is None and self.prompt is None:
-            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, latent_TL.shape[1])
-            store_latent(view, q_THQ[..., N:], latent_TL, self.slots_T, prep, out_THR=q_THL[..., C:])
-            return absorbed_values(self.backend.attend(q_THL, view, self.prepared[kind], scoring), up_HXC[:, N:])
-        store_latent(view, q_THQ[..., N:], latent_TL, self.slots_T, prep)
-        if rows_R is None:
-            assert self.prompt is not None and kind.span is None and scoring.sinks_H is None
-            return self.prompt.attend(self.backend, view, self.slots_T, q_THQ, up_HXC, scoring)
-        assert self.rows_prepared is not None, "rows need a plan of their own"
-        q_RHQ = select_rows(q_THQ.flatten(1), rows_R).unflatten(1, q_THQ.shape[1:])
-        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, latent_TL.shape[1])
-        q_RHL[..., C:] = q_RHQ[..., N:]
-        return absorbed_values(self.backend.attend(q_RHL, view, self.rows_prepared[kind], scoring), up_HXC[:, N:])
+        prompt = call.once("expanded prompt", ExpandedPrompt.of) if call.rows_R is None else None
+        if prompt is not None:
+            store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
+            assert call.kind.span is None
+            return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
+        if call.rows_R is None:
+            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, self.latent_TL.shape[1])
+            store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep, out_THR=q_THL[..., view.rank :])
+        else:
+            store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
+            q_RHQ = call.asked(q_THQ)
+            q_THL = absorbed_queries(q_RHQ[..., :N], up_HXC, self.latent_TL.shape[1])
+            q_THL[..., view.rank :] = q_RHQ[..., N:]
+        return absorbed_values(call.attend(q_THL), up_HXC[:, N:])
 
-
-def is_expanded(plan: AttentionPlan) -> bool:
-    """Whether a pass is expanded.  Only prompts have so many queries a row, and a prompt's plan is one causal segment."""
-    first = plan.segments[0]
-    return len(plan.parts) == 1 and first.causal and first.max_seqlen_q > EXPAND_ABOVE and first.starts_T is None
+    def dense(self) -> DenseHeads:
+        N = self.nope_dim
+        kv_T2HQ = expand(self.prep.apply_(self.q_THQ[..., N:], self.latent_TL), self.up_HXC, N)
+        return DenseHeads(self.q_THQ, kv_T2HQ[:, 0], kv_T2HQ[:, 1, :, : self.up_HXC.shape[1] - N])
 
 
 def store_latent(
@@ -136,6 +125,17 @@ def absorbed_values(out_THC: Tensor, up_HVC: Tensor) -> Tensor:
     return out_THV
 
 
+def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:
+    """[E, 2, H, Q]: every head's keys and values of these latents.  Values have V numbers; the rest up to Q is junk."""
+    E, (H, _, C) = latent_EL.shape[0], up_HXC.shape
+    both_EHX = F.linear(latent_EL[:, :C], up_HXC.flatten(0, 1)).view(E, H, -1)
+    kv_E2HQ = latent_EL.new_empty(E, 2, H, N + latent_EL.shape[1] - C)
+    kv_E2HQ[:, 0, :, :N] = both_EHX[..., :N]
+    kv_E2HQ[:, 0, :, N:] = latent_EL[:, None, C:]
+    kv_E2HQ[:, 1, :, : both_EHX.shape[2] - N] = both_EHX[..., N:]
+    return kv_E2HQ
+
+
 @dataclass(frozen=True)
 class ExpandedPrompt:
     """The plan of a long prompt, for expanded heads.
@@ -148,18 +148,23 @@ class ExpandedPrompt:
     own: Segment
 
     @classmethod
-    def of(cls, plan: AttentionPlan) -> ExpandedPrompt:
-        """The expanded form of a prompt's plan."""
+    def of(cls, plan: AttentionPlan) -> ExpandedPrompt | None:
+        """The expanded form of a plan; None if the pass is absorbed.
+
+        Only prompts have so many queries a row that they are expanded, and a prompt's plan is one causal segment.
+        """
         prompt = plan.segments[0]
+        if len(plan.parts) > 1 or not prompt.causal or prompt.max_seqlen_q <= EXPAND_ABOVE or prompt.starts_T is not None:
+            return None
         lens_B = prompt.cu_seqlens_q.diff()
         slots_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
         own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
         return cls(prompt, own)
 
-    def attend(
+    def state(
         self, backend: Backend, view: MLAView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
-    ) -> Tensor:
-        """[T, H, V]: the prompt's own tokens causally, merged with chunks of the tokens that were cached before."""
+    ) -> AttentionState:
+        """The state [T, H, V] of the prompt's own tokens causally, merged with chunks of the tokens that were cached before."""
         assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
         N = q_THQ.shape[2] - (view.latent.shape[1] - view.rank)
         own = MHAView(expand(view.latent.index_select(0, slots_T), up_HXC, N))
@@ -167,7 +172,7 @@ class ExpandedPrompt:
         for slots_E, segment in self.cached():
             chunk = MHAView(expand(view.latent.index_select(0, slots_E), up_HXC, N))
             state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))
-        return state.out_THD[..., : up_HXC.shape[1] - N]
+        return state._replace(out_THD=state.out_THD[..., : up_HXC.shape[1] - N])
 
     def cached(self) -> Iterator[tuple[Tensor, Segment]]:
         """For each chunk of the tokens cached before this pass: (slots of its latents, the segment that reads them)."""

@@ -48,8 +48,7 @@ class LatentTiles(NamedTuple):
 def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
     """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
     assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-    assert scoring.softcap is None and scoring.sinks_H is None, "no model of latent attention has softcap or sinks"
-    assert scoring.slopes_H is None, "no model of latent attention has slopes"
+    assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
     assert q_THL.dtype == view.latent.dtype and q_THL.shape[2] == view.latent.shape[1]
     assert q_THL.stride(2) == view.latent.stride(1) == 1
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.latent.latent import LatentPrep
+from specdec.attention.latent.prep import LatentPrep
 from specdec.ops.launch import chained
 
 

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.attention.attend import PassTables
+from specdec.attention.encoder.sources import Sources
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
-from specdec.attention.sources import Sources
 from specdec.limits import DUMMY_PAGE
 from specdec.steps import PromptPart
 
@@ -116,9 +117,7 @@ class PackedPrompts:
     last_plan: AttentionPlan
 
     @classmethod
-    def unpack(
-        cls, flat: Tensor, shape: ChunkShape, prompt_pages: PageTable, sources: Sources | None = None
-    ) -> PackedPrompts:
+    def unpack(cls, flat: Tensor, shape: ChunkShape, prompt_pages: PageTable, sources: Sources | None = None) -> PackedPrompts:
         """Computes everything from the flat tensor, without a host read, so that the code runs inside CUDA graphs.
 
         flat: the result of `flat_chunk` for that shape, on the device.
@@ -148,6 +147,11 @@ class PackedPrompts:
             plan=AttentionPlan((whole,), positions_T, cross=read and read.read_by_rows_of(cu, shape.most, ragged=ragged)),
             last_plan=AttentionPlan((causal_segment(pages, lens_B, 1),), cross=read and read.read_by(1)),
         )
+
+    @property
+    def tables(self) -> PassTables:
+        """Where the tokens stand, for the attention of a pass over them."""
+        return PassTables(self.plan, self.slots_T, self.last_plan)
 
     def next_ids(self, first_B: Tensor) -> Tensor:
         """[T] int64: the id of the token after each token.

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from specdec.attention.encoder.sources import Sources
 from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
-from specdec.attention.sources import Sources
 from specdec.batch.sampling import RowSampling
 from specdec.limits import DUMMY_PAGE
 

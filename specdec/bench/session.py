@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import NamedTuple
 
-from specdec.attention.caches.quant_cache import QuantCache
+from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
@@ -113,8 +113,7 @@ class Session:
     @property
     def as_stored(self) -> StoreFn | None:
         """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
-        cache = self.decoder.engine.runner.workers.verifier.cache
-        return cache.as_stored if isinstance(cache, QuantCache) else None
+        return as_stored(self.decoder.engine.runner.workers.verifier.cache)
 
     @property
     def chunk_budget(self) -> dict[str, float | None]:

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec.attention.inputs import AttentionFn
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, AttentionFn, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import MLP, Embedding, Linear, RMSNorm, Rotary, SelfAttention
 from specdec.models.target import Target, TargetOutput
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows

@@ -9,12 +9,16 @@ kv_cache_dtype is, in all functions, the setting of that name: "auto" stores key
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Sequence
 
-from specdec.attention.caches.kv_cache import KVCache, MHACache
-from specdec.attention.caches.mla_cache import MLACache
-from specdec.attention.caches.quant_cache import QuantCache, kv_bytes_per_token
+import torch
+from torch import Tensor, nn
+
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.mla_cache import LatentLayout
+from specdec.attention.caches.planes import CacheLayout
+from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -25,11 +29,27 @@ def keeps_latents(config: ModelConfig) -> bool:
     return isinstance(config, DeepseekConfig)
 
 
-def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the caches of all layers.  dtype: the model's; latents are always stored in it."""
+def cache_layout(
+    config: ModelConfig,
+    kv_cache_dtype: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    scales: Sequence[Tensor | None] = (),
+) -> CacheLayout:
+    """What each layer of a model of that config keeps of a token.
+
+    dtype: the model's; latents are always stored in it.  scales: of an fp8 cache, the checkpoint's scales by layer.
+    """
     if isinstance(config, DeepseekConfig):
-        return config.num_layers * (config.rank + config.head_dim) * dtype.itemsize
-    return kv_bytes_per_token(kv_cache_dtype, dtype, config.num_layers, config.num_kv_heads, config.head_dim)
+        return LatentLayout(config.rank, config.head_dim, dtype)
+    if kv_cache_dtype == "auto":
+        return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
+    return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)
+
+
+def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
+    return config.num_layers * cache_layout(config, kv_cache_dtype, dtype).bytes
 
 
 def heads_a_key(config: ModelConfig) -> int:
@@ -44,9 +64,5 @@ def make_cache(
 
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
-    layers, heads, dim, kinds = config.num_layers, config.num_kv_heads, config.head_dim, config.layer_kinds
-    if isinstance(config, DeepseekConfig):
-        return MLACache(layers, num_slots, config.rank, dim, dtype=dtype, device=device, kinds=kinds)
-    if kv_cache_dtype == "auto":
-        return MHACache(layers, num_slots, heads, dim, dtype=dtype, device=device, kinds=kinds)
-    return QuantCache(kv_cache_dtype, layers, num_slots, heads, dim, device=device, kinds=kinds, scales=kv_scales(model))
+    layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model))
+    return KVCache(layout, config.layer_kinds, num_slots, device=device)

@@ -8,38 +8,16 @@ Shapes: T tokens, R rows asked for, H hidden size, Q query heads, K key/value he
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.inputs import AttentionFn, HeadInputs
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.products.linear import gated_linear, linear
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
-
-
-class AttentionFn(Protocol):
-    """The attention of one forward pass: over paged caches in the runtime, over dense tensors in training.
-
-    A call norms and rotates one layer's queries and keys, stores the keys and values, and returns the attention outputs of all
-    query heads: [T, Q, D], or [R, Q, D] with rows_R.
-
-    layer: number of the calling layer, which selects the layer's cache.
-    qkv_TXD: the raw projections of each token, in the order query heads, key heads, value heads.
-    prep: the norm and the rotation that the callable has to apply to queries and keys.
-    rows_R: indices of the tokens whose queries are to be answered; None stands for all.  The keys and values of all T tokens
-    are stored either way.
-    scoring: how the layer turns products of queries and keys into attention weights.
-
-    A layer of multi-head latent attention needs an object with a second method; see HasLatent in attention/latent/latent.py.
-    """
-
-    def __call__(
-        self, layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
-    ) -> Tensor: ...
 
 
 class Linear(nn.Linear):
@@ -151,7 +129,7 @@ class SelfAttention(nn.Module):
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attn(layer, qkv_TXD, prep, rows_R).flatten(1))
+        return self.o_proj(attn(layer, HeadInputs(qkv_TXD, prep), rows_R).flatten(1))
 
 
 class MLP(nn.Module):

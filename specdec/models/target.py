@@ -14,8 +14,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from specdec.attention.backend import Backend
+from specdec.attention.inputs import AttentionFn
 from specdec.models.config import ModelConfig
-from specdec.models.layers import AttentionFn, Embedding, Linear
+from specdec.models.layers import Embedding, Linear
 
 
 class TargetOutput(NamedTuple):

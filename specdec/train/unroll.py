@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention, per_row
+from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle import Eagle3Head
 from specdec.models.target import Target, TargetOutput
-from specdec.ops.rope import HeadPrep
 
 
 class DraftSteps:
@@ -36,17 +36,14 @@ class DraftSteps:
         self.batch = batch
         self.steps: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(
-        self, layer: int, qkv_NXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
-    ) -> Tensor:
+    def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         assert layer == 0 and rows_R is None and scoring is PLAIN, "only heads of one plain attention layer can be unrolled"
-        q_NQD, kv_N2KD = prep.apply_(qkv_NXD)
-        q, k, v = (per_row(x, self.batch) for x in (q_NQD, kv_N2KD[:, 0], kv_N2KD[:, 1]))
+        q, k, v = (per_row(x, self.batch) for x in inputs.dense())
         self.steps.append((k, v))
         keys, values = (torch.cat([step[i] for step in self.steps], dim=2) for i in (0, 1))
         mask = step_mask(q.shape[2], len(self.steps) - 1, q.device)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2).reshape(q_NQD.shape)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 def step_mask(length: int, step: int, device: torch.device) -> Tensor:

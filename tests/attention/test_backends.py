@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import narrowed, ragged_causal_segment
 from toolkit.oracles.reference import ReferenceBackend
@@ -21,7 +22,7 @@ from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import (
@@ -132,7 +133,7 @@ def expected(q_THD: Tensor, view: MHAView, plan: AttentionPlan) -> Tensor:
     """In float64 on the CPU, from the very numbers the backend was given."""
     suffix = None if plan.suffix is None else host_copy(plan.suffix)
     on_host = AttentionPlan(tuple(host_copy(segment) for segment in plan.segments), suffix=suffix)
-    return ReferenceBackend().attend(q_THD.double().cpu(), MHAView(view.kv.double().cpu()), on_host)
+    return attended(ReferenceBackend(), q_THD.double().cpu(), MHAView(view.kv.double().cpu()), on_host)
 
 
 def host_copy(s: Segment) -> Segment:
@@ -157,7 +158,7 @@ def test_backend_equals_the_definition(
     w = World(lens, 6 if plan_of is draft else 4, shape, setup, seed=sum(shape))
     plan, T = plan_of(w)
     backend, q_THD = setup.backend(), w.q(T)
-    out_THD = backend.attend(q_THD, w.view, backend.prepare(plan))
+    out_THD = attended(backend, q_THD, w.view, plan)
     assert out_THD.dtype == setup.dtype and out_THD.shape == q_THD.shape
     assert_close(out_THD, expected(q_THD, w.view, plan))
 
@@ -225,7 +226,7 @@ def test_static_buffers_equal_fresh_ones(setup: Setup) -> None:
         static.pages.table.copy_(fresh.pages.table)
         static.cache_seqlens.copy_(fresh.cache_seqlens)
         backend, q_THD = setup.backend(), w.q(T)
-        outs = [backend.attend(q_THD, w.view, backend.prepare(replace(plan, suffix=suffix))) for suffix in (fresh, static)]
+        outs = [attended(backend, q_THD, w.view, replace(plan, suffix=suffix)) for suffix in (fresh, static)]
         assert_close(outs[1], outs[0].cpu())
 
 
@@ -290,5 +291,3 @@ def test_torch_backend_keeps_foreign_nans_out() -> None:
         state, want = TorchBackend().run(q, MHAView(kv), segment), ReferenceBackend().run(q, MHAView(kv), segment)
         torch.testing.assert_close(state.out_THD, want.out_THD)
         torch.testing.assert_close(state.lse_TH, want.lse_TH)
-        backend = TorchBackend()
-        torch.testing.assert_close(backend.attend(q, MHAView(kv), backend.prepare(AttentionPlan((segment,)))), want.out_THD)

@@ -5,9 +5,11 @@ import torch
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.eager.dense import DenseAttention
+from specdec.attention.inputs import HeadInputs
 from specdec.attention.kinds import FULL, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
@@ -31,15 +33,15 @@ def randn(*shape: int) -> Tensor:
 def test_dense_equals_paged(kind: LayerKind, scoring: Scoring) -> None:
     """Keeps out: a near-tie check, or a head in training, that reads other keys than the runtime, or scores them otherwise."""
     qkv = randn(B * T, Q + 2 * K, D)
-    cache = MHACache(2, B * T, K, D, dtype=torch.float64, device="cpu", kinds=[FULL, kind])
+    cache = KVCache(HeadsLayout(K, D, torch.float64), [FULL, kind], B * T)
     table = torch.arange(B, dtype=torch.int32)[:, None]
     plan = AttentionPlan((causal_segment(PageTable(table, T), torch.full((B,), T, dtype=torch.int32), T),))
-    paged = PagedAttention(ReferenceBackend(), cache, plan, torch.arange(B * T))
-    want = paged(1, qkv.clone(), HeadPrep(None, K), None, scoring)
+    paged = PagedAttention(ReferenceBackend(), cache, PassTables(plan, torch.arange(B * T)))
+    want = paged(1, HeadInputs(qkv.clone(), HeadPrep(None, K)), None, scoring)
     dense = DenseAttention(cache.kinds, B)
-    torch.testing.assert_close(dense(1, qkv.clone(), HeadPrep(None, K), None, scoring), want)
+    torch.testing.assert_close(dense(1, HeadInputs(qkv.clone(), HeadPrep(None, K)), None, scoring), want)
     rows = torch.tensor([3, T + 5])
-    torch.testing.assert_close(dense(1, qkv.clone(), HeadPrep(None, K), rows, scoring), want[rows])
+    torch.testing.assert_close(dense(1, HeadInputs(qkv.clone(), HeadPrep(None, K)), rows, scoring), want[rows])
 
 
 def test_a_cache_that_rounds() -> None:
@@ -48,5 +50,5 @@ def test_a_cache_that_rounds() -> None:
     rounded = qkv.clone()
     rounded[:, Q:] = rounded[:, Q:].round()
     as_stored = DenseAttention([FULL], 1, lambda layer, kv: kv.round())
-    want = DenseAttention([FULL])(0, rounded, HeadPrep(None, K))
-    torch.testing.assert_close(as_stored(0, qkv, HeadPrep(None, K)), want)
+    want = DenseAttention([FULL])(0, HeadInputs(rounded, HeadPrep(None, K)))
+    torch.testing.assert_close(as_stored(0, HeadInputs(qkv, HeadPrep(None, K))), want)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
 
 from specdec.attention.eager.torch_backend import TorchBackend
-from specdec.attention.encoder import attend_texts, encoder_segment
+from specdec.attention.encoder.texts import attend_texts, encoder_segment
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import PLAIN, Scoring
 

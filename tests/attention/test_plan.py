@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import narrowed, ragged_causal_segment
 from toolkit.oracles.attention import dense_attention
@@ -17,7 +18,7 @@ from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import (
@@ -46,7 +47,7 @@ class Sequences(Scattered):
 
 def assert_plan(w: Sequences, plan: AttentionPlan, q_THD: Tensor, masks: list[Tensor], backend: Backend) -> None:
     """masks: of each sequence, [Q, N] over its first N tokens."""
-    got = backend.attend(q_THD, w.view, backend.prepare(plan)).split([len(mask) for mask in masks])
+    got = attended(backend, q_THD, w.view, plan).split([len(mask) for mask in masks])
     queries = q_THD.split([len(mask) for mask in masks])
     for q, out, kv, mask in zip(queries, got, w.dense, masks, strict=True):
         k, v = kv[: mask.shape[1]].unbind(1)
@@ -126,7 +127,7 @@ class TestBuilders:
             for suffix in (fresh, view):
                 fill_tree_suffix(suffix, w.fresh_slots(), mask_BNN)
                 plan = AttentionPlan((prefix_segment(PageTable(w.table_BW, page_size), w.lens_B, N),), suffix=suffix)
-                outs.append(backend.attend(q_THD, w.view, backend.prepare(plan)))
+                outs.append(attended(backend, q_THD, w.view, plan))
             assert torch.equal(*outs)
 
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention, make_backend
+from specdec.attention.attend import make_backend
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.pages import PageTable
@@ -38,8 +40,8 @@ class World:
         self.table, self.lens_B = pages.table_BW, pages.lens_B
         self.table[3] = 0
         self.table[1, : shared // page_size] = self.table[0, : shared // page_size]
-        self.cache = MHACache(len(kinds), pages.num_slots, 2, 16, dtype=dtype, device=device, kinds=kinds)
-        self.cache.kv.copy_(pages.fill(len(kinds), 2, 2, 16, dtype=dtype).transpose(0, 1))
+        self.cache = KVCache(HeadsLayout(2, 16, dtype), kinds, pages.num_slots, device=device)
+        self.cache.planes["kv"].copy_(pages.fill(len(kinds), 2, 2, 16, dtype=dtype).transpose(0, 1))
         state = BatchState.empty(4, self.table.shape[1], 0, 0, page_size=self.page_size, device=device, dtype=dtype)
         self.shared = SharedPrefix.empty(state.page_table_BW, 10)
         if shared:
@@ -63,11 +65,9 @@ class World:
 
     def attend(self, backend: Backend, plan: AttentionPlan, q_THD: Tensor) -> list[Tensor]:
         """The output of each layer's queries."""
-        attn = PagedAttention(backend, self.cache, plan, torch.zeros(0, dtype=torch.int64))
         return [
-            backend.attend(q_THD, self.cache.view(layer), attn.prepared[kind])
-            for layer, kind in enumerate(self.cache.kinds)
-        ]  # fmt: skip
+            attended(backend, q_THD, self.cache.view(layer), plan.local(kind)) for layer, kind in enumerate(self.cache.kinds)
+        ]
 
 
 @pytest.mark.slow_cases
@@ -121,7 +121,7 @@ def test_a_row_of_nan_spoils_no_other(name: str, tree: bool) -> None:
     plain, split = world.plans(4, tree)
     want = world.attend(ReferenceBackend(), plain, q)
     own = world.table[2, : -(-world.lens[2] // 4)].long()  # the stranger's pages
-    world.cache.kv[:, (own[:, None] * 4 + torch.arange(4, device=device)).flatten()] = torch.nan
+    world.cache.planes["kv"][:, (own[:, None] * 4 + torch.arange(4, device=device)).flatten()] = torch.nan
     q[8:12] = torch.nan
     for got, right in zip(world.attend(make_backend(name), split, q), want, strict=True):
         torch.testing.assert_close(got[:8], right[:8], atol=2e-5, rtol=2e-5)
@@ -143,7 +143,7 @@ def test_nothing_is_read_twice() -> None:
     want = world.attend(ReferenceBackend(), plain, q)
     spare = world.table[1].clone()
     world.table[:2, :4] = 4 * world.table.shape[1]  # a page of NaN
-    assert world.cache.kv[:, 16 * world.table.shape[1]].isnan().all() and spare[0] != world.table[1, 0]
+    assert world.cache.planes["kv"][:, 16 * world.table.shape[1]].isnan().all() and spare[0] != world.table[1, 0]
     _, split = world.plans(4, tree=False)
     for got, right in zip(world.attend(TorchBackend(), split, q), want, strict=True):
         torch.testing.assert_close(got[:12], right[:12], atol=1e-10, rtol=1e-10)

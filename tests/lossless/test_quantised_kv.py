@@ -16,7 +16,7 @@ from toolkit.driver import Driver
 from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
-from specdec.attention.caches.quant_cache import QuantCache
+from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench import near_tie
 from specdec.bench.near_tie import LOGIT_NOISE
@@ -44,9 +44,8 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
     Returns whether no other token was near the best at any position.
     """
     model, cache = decoder.model, Driver(decoder).cache("target")
-    assert isinstance(cache, QuantCache)
     ids_T = torch.tensor([*out.prompt_token_ids, *out.token_ids[:-1]])
-    attn = DenseAttention(model.config.layer_kinds, as_stored=cache.as_stored)
+    attn = DenseAttention(model.config.layer_kinds, as_stored=as_stored(cache))
     logits_TV = model.logits(model(ids_T, torch.arange(len(ids_T)), attn).hidden_TH)
     logits_TV = logits_TV[len(out.prompt_token_ids) - 1 :]
     noise = LOGIT_NOISE[decoder.settings.options.kv_cache_dtype] * logits_TV.std()
@@ -76,7 +75,7 @@ def test_generate_equals_the_oracle(
     assert sum(clear) >= 2, "too many near-ties: choose other prompts"
     assert sum(out.stats.drafted for out in outputs) > 0
     for cache in Driver(decoder).caches:
-        assert cache.kv.dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
+        assert cache.planes["kv"].dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
 
 
 @pytest.mark.slow
@@ -102,9 +101,7 @@ def test_sampled_text_does_not_depend_on_speculation(zoo: Zoo) -> None:
 def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
     """Keeps out: a pool sized for 16 bit, which would hold half as many requests as it could."""
     decoder = zoo.decoder("llama", "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype=kind)
-    taken = 0
-    for cache in Driver(decoder).caches:
-        taken += cache.kv.nbytes + (cache.scales.nbytes if kind == "int8" else 0)
+    taken = sum(plane.nbytes for cache in Driver(decoder).caches for plane in cache.planes.values())
     assert taken == Driver(decoder).pages_allocated * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
 
 
@@ -214,13 +211,12 @@ def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> No
     ids = ragged_prompts(40, 5)[4]
     got_V = near_tie._last_logits(Session(decoder), ids)
     kinds, cache = decoder.model.config.layer_kinds, Driver(decoder).cache("target")
-    assert isinstance(cache, QuantCache)
     with torch.inference_mode():
         rounded_V, exact_V = (
             decoder.model.logits(
                 decoder.model(torch.tensor(ids), torch.arange(len(ids)), DenseAttention(kinds, as_stored=store)).hidden_TH
             )[-1]
-            for store in (cache.as_stored, None)
+            for store in (as_stored(cache), None)
         )
     torch.testing.assert_close(got_V, rounded_V, rtol=1e-5, atol=1e-5)
     assert (got_V - exact_V).abs().max() > 1e-3

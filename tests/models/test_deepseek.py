@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.attend import PagedAttention
-from specdec.attention.caches.mla_cache import MLACache
+from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.latent import mla
@@ -28,6 +28,7 @@ from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.loader import load_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.experts import gathered_experts, grouped_experts, masked_experts
+from specdec.models.kv import make_cache
 from specdec.models.yarn import YarnRope
 
 CPU = torch.device("cpu")
@@ -45,14 +46,14 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekLM:
 def run(model: DeepseekLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:
     """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
     config, P, width = model.config, 5, 12
-    cache = MLACache(config.num_layers, 400, config.rank, config.head_dim, dtype=model.norm.weight.dtype, device=CPU)
-    cache.latent.fill_(float("nan"))
+    cache = make_cache(model, config, 400, "auto", model.norm.weight.dtype, CPU)
+    cache.planes["latent"].fill_(float("nan"))
     table = torch.randperm(len(prompts) * width, generator=torch.Generator().manual_seed(0)).view(-1, width).int() + 1
     parts: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
         packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
-        attn = PagedAttention(TorchBackend(), cache, packed.plan, packed.slots_T, packed.last_plan)
+        attn = PagedAttention(TorchBackend(), cache, packed.tables)
         logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
         for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
             parts[index].append(part)
@@ -140,7 +141,7 @@ def test_text_is_that_of_transformers(
     monkeypatch.setattr(mla, "EXPAND_ABOVE", 6)
     monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
-    assert isinstance(Driver(decoder).cache("target"), MLACache)
+    assert isinstance(Driver(decoder).cache("target").layout, LatentLayout)
     Driver(decoder).set_chunk(10)
     prompts, lengths = ragged_prompts(40, 6, seed=7), [20, 7, 24, 1, 13, 18]
     for speculate in (True, False):

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdec.attention.attend import PagedAttention
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan
@@ -41,15 +42,14 @@ def prompts(vocab_size: int) -> list[Tensor]:
 def ours(model: CausalLM, ids: list[Tensor], aux_layers: tuple[int, ...]) -> TargetOutput:
     """All prompts packed, one page each, through the reference attention."""
     config, page = model.config, max(LENGTHS)
-    cache = MHACache(config.num_layers, len(ids) * page, config.num_kv_heads, config.head_dim,
-                     dtype=torch.float32, device="cpu", kinds=config.layer_kinds)  # fmt: skip
+    cache = KVCache(HeadsLayout(config.num_kv_heads, config.head_dim, torch.float32), config.layer_kinds, len(ids) * page)
     table = torch.arange(len(ids), dtype=torch.int32)[:, None]
     positions = torch.cat([torch.arange(len(x)) for x in ids])
     plan = AttentionPlan(
         (ragged_causal_segment(PageTable(table, page), [len(x) for x in ids], [len(x) for x in ids]),), positions
     )
     slots = torch.cat([row * page + torch.arange(len(x)) for row, x in enumerate(ids)])
-    return model(torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, plan, slots), aux_layers)
+    return model(torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, PassTables(plan, slots)), aux_layers)
 
 
 @torch.no_grad()

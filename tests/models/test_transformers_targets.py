@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from specdec import SpecDecoder
-from specdec.attention.attend import PagedAttention
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan
@@ -77,13 +78,14 @@ def prompts() -> list[Tensor]:
 def ours(target: Target, ids: list[Tensor], aux_layers: tuple[int, ...] = (), rows: Tensor | None = None) -> TargetOutput:
     """All prompts packed, one page each, through the reference attention."""
     config, page = target.config, max(LENGTHS)
-    cache = MHACache(config.num_layers, len(ids) * page, config.num_kv_heads, config.head_dim, dtype=torch.float32,
-                     device="cpu", kinds=config.layer_kinds)  # fmt: skip
+    cache = KVCache(HeadsLayout(config.num_kv_heads, config.head_dim, torch.float32), config.layer_kinds, len(ids) * page)
     table, lens = torch.arange(len(ids), dtype=torch.int32)[:, None], [len(x) for x in ids]
     positions = torch.cat([torch.arange(n) for n in lens])
     plan = AttentionPlan((ragged_causal_segment(PageTable(table, page), lens, lens),), positions)
     slots = torch.cat([row * page + torch.arange(n) for row, n in enumerate(lens)])
-    return target(torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, plan, slots), aux_layers, rows)
+    return target(
+        torch.cat(ids), positions, PagedAttention(ReferenceBackend(), cache, PassTables(plan, slots)), aux_layers, rows
+    )
 
 
 def close(got: Tensor, want: Tensor) -> None:

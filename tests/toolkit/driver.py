@@ -228,7 +228,7 @@ class Driver(Hooks):
         """[layers, L, 2, K, D]: keys and values of a row's committed tokens."""
         table = self._workers.state.page_table_BW[row : row + 1]
         slots = PageTable(table, self.page_size).slots_at(torch.arange(self.lens(row))[None])
-        return self.cache(model).kv[:, slots[0]]
+        return self.cache(model).planes["kv"][:, slots[0]]
 
     def fresh_kv(self, model: Model, text: list[int]) -> Tensor:
         """The keys and values of a text that another engine has just prefilled in one chunk, like `committed_kv`."""
@@ -241,13 +241,13 @@ class Driver(Hooks):
 
     def page_kv(self, model: Model, page: int) -> Tensor:
         """[layers, page_size, 2, K, D]: a view of one page's keys and values."""
-        return self.cache(model).kv[:, page * self.page_size : (page + 1) * self.page_size]
+        return self.cache(model).planes["kv"][:, page * self.page_size : (page + 1) * self.page_size]
 
     def poison_free_slots(self, value: float, *models: Model) -> None:
         """Fills the caches (of all models, if none is named) with this value.  To be called only while nothing runs."""
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
-            cache.kv.fill_(value)
+            cache.planes["kv"].fill_(value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""
@@ -260,7 +260,7 @@ class Driver(Hooks):
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
         self._workers.state.page_table_BW[:rows, :pages] = 0
         for cache in self.caches:
-            cache.kv[:, : self.page_size] = 1e4
+            cache.planes["kv"][:, : self.page_size] = 1e4
 
     # ---- settings that only tests change ----
 

@@ -12,7 +12,9 @@ from toolkit.driver import Driver, Model, new_request
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SpecConfig
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.kinds import FULL
 
 MODELS: tuple[Model, ...] = ("target", "draft")
 CASES = [("eagle3", (4, 1, 5), 1), ("eagle3", (4, 4, 16), 16), ("eagle1", (4, 4, 16), 1), ("eagle1-two-layers", (3, 1, 4), 16)]
@@ -46,7 +48,7 @@ def test_kv_equals_a_fresh_prefill(zoo: Zoo, kind: str, shape: tuple[int, int, i
 
 def test_move_reads_before_it_writes() -> None:
     """Keeps out: an overlapping move that copies what it has just written."""
-    cache = MHACache(2, 10, 1, 4, dtype=torch.float32, device="cpu")
-    cache.kv.copy_(torch.arange(10.0)[None, :, None, None, None].expand_as(cache.kv))
+    cache = KVCache(HeadsLayout(1, 4, torch.float32), [FULL] * 2, 10)
+    cache.planes["kv"].copy_(torch.arange(10.0)[None, :, None, None, None].expand_as(cache.planes["kv"]))
     cache.move(torch.tensor([[2, 3, 4, 5, 6]]), torch.tensor([[1, 2, 4, 0]]))
-    assert cache.kv[1, :, 1, 0, 3].tolist() == [0, 1, 3, 4, 6, 2, 6, 7, 8, 9]
+    assert cache.planes["kv"][1, :, 1, 0, 3].tolist() == [0, 1, 3, 4, 6, 2, 6, 7, 8, 9]

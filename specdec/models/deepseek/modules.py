@@ -1,8 +1,8 @@
 """Targets of the DeepSeek V2 and V3 families: multi-head latent attention (MLA), dense layers and mixtures of experts.
 
 Section 2.1 of DeepSeek-V2's paper (arXiv 2405.04434) describes MLA.  The forward pass is CausalLM's; only the layers differ.
-A layer asks the attention of its pass for the latent kind (attention/latent/latent.py); that callable decides whether the
-latents of a token are expanded to keys and values, or queries are brought down to the latents.  This file knows no phase of a
+A layer hands its pass's attention latents (attention/latent/mla.py, where it is decided whether the latents of a token are
+expanded to keys and values, or queries are brought down to the latents).  This file knows no phase of a
 round, no page and no tree.
 
 Shapes: T tokens, H heads, C latent rank, R rotated part of a head (the config calls it head_dim), N part of a head that is not
@@ -14,8 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from specdec.attention.inputs import AttentionFn
 from specdec.attention.kinds import Scoring
-from specdec.attention.latent.latent import HasLatent, LatentPrep
+from specdec.attention.latent.mla import LatentInputs
+from specdec.attention.latent.prep import LatentPrep
 from specdec.models.causal_lm import CausalLM, PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -47,7 +49,7 @@ class LatentAttention(nn.Module):
         self.kv_b_HXC = nn.Parameter(torch.empty(H, N + V, C))
         self.o_proj = Linear(H * V, config.hidden_size, bias=config.o_bias)
 
-    def forward(self, x_TH: Tensor, rotation: Rotation, attn: HasLatent, layer: int, rows_R: Tensor | None = None) -> Tensor:
+    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
         q, latent_TL = self.in_proj(x_TH).split(self.splits, dim=-1)
         if self.q_b_proj is not None:
@@ -55,7 +57,7 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
         q_THQ = q.unflatten(-1, (-1, self.query_dim))
-        out_THV = attn.latent()(layer, q_THQ, latent_TL, self.kv_b_HXC, prep, rows_R, self.scoring)
+        out_THV = attn(layer, LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep), rows_R, self.scoring)
         return self.o_proj(out_THV.flatten(1))
 
 

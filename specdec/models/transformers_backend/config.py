@@ -20,7 +20,9 @@ from specdec.models.transformers_backend.trace import Trace, trace
 _BIASED = "adds a learnt bias for each distance to its logits"
 _NO_ENCODER = {  # why encoder-decoder models of these types can't run
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pix2struct", "pop2piano"), _BIASED),
-    **dict.fromkeys(("whisper", "speech_to_text", "moonshine", "moonshine_streaming"), "has an encoder of sound, not of tokens"),
+    **dict.fromkeys(
+        ("whisper", "speech_to_text", "moonshine", "moonshine_streaming"), "has an encoder of sound, not of tokens"
+    ),
     **dict.fromkeys(("m2m_100", "nllb-moe"), "counts positions by which ids are padding, not by a cache"),
 }
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits

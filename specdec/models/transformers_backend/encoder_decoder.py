@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.encoder import attend_texts, encoder_segment
+from specdec.attention.encoder.inputs import CrossInputs
+from specdec.attention.encoder.texts import attend_texts, encoder_segment
+from specdec.attention.inputs import AttentionFn
 from specdec.attention.kinds import Scoring
 from specdec.models.config import ModelConfig
-from specdec.models.layers import AttentionFn
 from specdec.models.target import EncoderDecoder
 from specdec.models.transformers_backend.attention import AttentionCall
 from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
@@ -51,4 +52,4 @@ class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
         if not self.parts.is_cross(call):
             return super()._attend(call, attn)
         layer: int = call.module.layer_idx  # type: ignore[assignment]
-        return attn.cross(layer, call.query[0].transpose(0, 1), Scoring(call.scaling))[None]
+        return attn(layer, CrossInputs(call.query[0].transpose(0, 1)), None, Scoring(call.scaling))[None]

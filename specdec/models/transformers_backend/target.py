@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from specdec.attention.encoder.inputs import CrossInputs
+from specdec.attention.inputs import AttentionFn, HeadInputs, LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.loader import open_target
 from specdec.models.config import ModelConfig
-from specdec.models.layers import AttentionFn, Embedding, Linear
+from specdec.models.layers import Embedding, Linear
 from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
@@ -98,7 +100,7 @@ class TransformersTarget(Target):
         assert call.sliding_window == kind.window and call.extra["attention_mask"] is None, (layer, kind, call.extra)
         heads = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
         scoring = Scoring(call.scaling, call.softcap, self._sinks_of(layer, call.sinks_H))
-        return attn(layer, torch.cat(heads, dim=1), self._prep, None, scoring)[None]
+        return attn(layer, HeadInputs(torch.cat(heads, dim=1), self._prep), None, scoring)[None]
 
     def _sinks_of(self, layer: int, sinks_H: Tensor | None) -> Tensor | None:
         """In float32; converted in the first pass, the check at loading."""
@@ -241,13 +243,10 @@ def lone_pass(target: TransformersTarget) -> tuple[Callable[[Tensor], Tensor], T
     ids_T = torch.arange(1, T + 1, device=device) * 7919 % config.vocab_size
     positions_T = torch.arange(T, device=device) * 613 % config.max_position
 
-    def own_value(
-        layer: int, qkv_TXD: Tensor, prep: HeadPrep, rows_R: Tensor | None = None, scoring: Scoring = PLAIN
-    ) -> Tensor:
-        v_TKD = qkv_TXD[:, -config.num_kv_heads :]
-        return v_TKD.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)
-
-    own_value.cross = lambda layer, q, s: q  # TEMP
+    def own_value(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        if isinstance(inputs, CrossInputs):
+            return inputs.q_TQD
+        return inputs.dense().v_TKE.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)
 
     def run(order_T: Tensor) -> Tensor:
         return target(ids_T.index_select(0, order_T), positions_T.index_select(0, order_T), own_value).hidden_TH

@@ -61,9 +61,11 @@ def trace(config: Any, where: str) -> Trace:
 
     try:
         with torch.device("meta"), torch.no_grad(), answering(record):
-            model = auto_class(config).from_config(
-                config, attn_implementation=NAME, experts_implementation=EXPERTS, dtype=torch.bfloat16
-            ).eval()
+            model = (
+                auto_class(config)
+                .from_config(config, attn_implementation=NAME, experts_implementation=EXPERTS, dtype=torch.bfloat16)
+                .eval()
+            )
             parts = make_parts(model)
             parts.on_layers(states.__setitem__)
             if isinstance(parts, EncoderDecoderParts):

@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, H heads, K kv heads, G = H/K, D head dim, N tree 
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.oracles.attention import dense_attention
 from toolkit.oracles.reference import ReferenceBackend
@@ -14,18 +15,20 @@ from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import (
     FP8_MAX,
     HEADROOM,
     LEAST_SCALE,
-    QuantCache,
+    QuantLayout,
     QuantView,
     fp8_scale,
-    kv_bytes_per_token,
     to_fp8,
     to_int8,
 )
 from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.kinds import FULL
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -45,12 +48,12 @@ def uneven(tokens: int, seed: int = 0) -> Tensor:
     return rand(tokens, 2, K, D, seed=seed) * sizes[:, :, None]
 
 
-def poisoned(kind: str, slots: int, layers: int = 1) -> QuantCache:
+def poisoned(kind: str, slots: int, layers: int = 1) -> KVCache:
     """A cache in which everything that nobody wrote reads as NaN (fp8), or as a NaN's scale (int8)."""
-    cache = QuantCache(kind, layers, slots, K, D, device="cpu")
-    cache.kv.view(torch.uint8).fill_(NAN_BYTE)
-    if cache.scales is not None:
-        cache.scales.fill_(torch.nan)
+    cache = KVCache(QuantLayout(kind, K, D), [FULL] * layers, slots)
+    cache.planes["kv"].view(torch.uint8).fill_(NAN_BYTE)
+    if "scales" in cache.planes:
+        cache.planes["scales"].fill_(torch.nan)
     return cache
 
 
@@ -145,7 +148,7 @@ def test_a_broken_first_request_does_not_spoil_the_scale() -> None:
 def test_given_scales_are_used_and_missing_ones_are_computed() -> None:
     """Keeps out: a checkpoint's scale that the first prompt replaces, and layers that take each other's."""
     given = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
-    cache = QuantCache("fp8", 3, 8, K, D, device="cpu", scales=[None, given, None])
+    cache = KVCache(QuantLayout("fp8", K, D, scales=[None, given, None]), [FULL] * 3, 8)
     for layer in range(3):
         cache.view(layer).write(torch.arange(8), uneven(8))
     computed = fp8_scale(uneven(8))
@@ -186,7 +189,7 @@ def test_a_cascade_is_dense_attention_over_the_dequantised_values(kind: str, bac
             view.write(slots[b][:length], uneven(length, seed=b) * (1 + b))
     view.write(fresh.flatten(), uneven(fresh.numel(), seed=9) * 2)
     q_THD = rand(len(lens) * N, K * G, D, seed=7).double()
-    got = backend.attend(q_THD, view, backend.prepare(plan)).view(len(lens), N, K * G, D)
+    got = attended(backend, q_THD, view, plan).view(len(lens), N, K * G, D)
     for b, length in enumerate(lens):
         visible = torch.cat((torch.ones(N, length, dtype=torch.bool), mask[b]), dim=1)
         q_NHD = q_THD.view(len(lens), N, K * G, D)[b]
@@ -234,10 +237,10 @@ def test_moved_tokens_keep_their_scales(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_a_token_are_what_the_cache_takes(kind: str) -> None:
     """Keeps out: a pool that forgets the scales, and so takes more memory than there is."""
-    cache = QuantCache(kind, 4, 10, 8, 128, device="cpu")
-    taken = cache.kv.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
-    assert taken == 10 * kv_bytes_per_token(kind, torch.bfloat16, 4, 8, 128)
-    half = kv_bytes_per_token("auto", torch.bfloat16, 4, 8, 128) / 2
+    layout = QuantLayout(kind, 8, 128)
+    taken = KVCache(layout, [FULL] * 4, 10).bytes
+    assert taken == 10 * 4 * layout.bytes
+    half = 4 * HeadsLayout(8, 128, torch.bfloat16).bytes / 2
     assert half <= taken / 10 <= half * (1 + 4 / 128)
 
 

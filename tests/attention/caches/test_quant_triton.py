@@ -14,11 +14,13 @@ from toolkit.models import Zoo
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.move_triton import launch_move
-from specdec.attention.caches.quant_cache import QuantCache, QuantView, fp8_scale
+from specdec.attention.caches.quant_cache import QuantLayout, QuantView, fp8_scale
 from specdec.attention.kernels.rope_store_triton import launch_rope_store
 from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.attention.kinds import FULL
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
@@ -26,11 +28,11 @@ KINDS = ["fp8", "int8"]
 SLOTS = 90
 
 
-def poisoned(kind: str, heads: int, dim: int, layers: int = 1) -> QuantCache:
-    cache = QuantCache(kind, layers, SLOTS, heads, dim, device=DEVICE)
-    cache.kv.view(torch.uint8).fill_(0x7F)
-    if cache.scales is not None:
-        cache.scales.fill_(torch.nan)
+def poisoned(kind: str, heads: int, dim: int, layers: int = 1) -> KVCache:
+    cache = KVCache(QuantLayout(kind, heads, dim, DEVICE), [FULL] * layers, SLOTS, device=DEVICE)
+    cache.planes["kv"].view(torch.uint8).fill_(0x7F)
+    if "scales" in cache.planes:
+        cache.planes["scales"].fill_(torch.nan)
     return cache
 
 
@@ -148,13 +150,14 @@ def test_moves_equal_the_definition(kind: str) -> None:
     """Keeps out: scales that are not moved, and bytes converted to numbers on the way (a NaN must stay the same byte)."""
     K, D, layers = 2, 24, 2
     got = poisoned(kind, K, D, layers)
-    got.kv.view(torch.uint8).copy_(torch.randint(0, 256, got.kv.shape))
-    if got.scales is not None:
-        got.scales.copy_(torch.rand(got.scales.shape))
-    want = [got.kv.view(torch.uint8).cpu().clone(), None if got.scales is None else got.scales.cpu().clone()]
+    got.planes["kv"].view(torch.uint8).copy_(torch.randint(0, 256, got.planes["kv"].shape))
+    scales = got.planes.get("scales")
+    if scales is not None:
+        scales.copy_(torch.rand(scales.shape))
+    want = [got.planes["kv"].view(torch.uint8).cpu().clone(), None if scales is None else scales.cpu().clone()]
     slots, path = torch.randperm(SLOTS)[:18].view(2, 9), torch.tensor([[0, 3, 4, 7], [0, 1, 5, 3]])
     source, target = slots.gather(1, path).flatten(), slots[:, :4].flatten()
-    for tensor, moved in ((got.kv.view(torch.uint8), want[0]), (got.scales, want[1])):
+    for tensor, moved in ((got.planes["kv"].view(torch.uint8), want[0]), (scales, want[1])):
         if tensor is not None:
             moved[:, target] = moved[:, source].clone()
             launch_move(tensor, slots.to(DEVICE), path.to(DEVICE))

@@ -15,7 +15,7 @@ from toolkit.attention.segments import ragged_causal_segment
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.capabilities import AttentionNeeds, choose_backend, installed
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring

@@ -18,7 +18,7 @@ from toolkit.oracles.attention import dense_attention, of_kind
 from toolkit.trees import random_masks
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend

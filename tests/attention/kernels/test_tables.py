@@ -8,9 +8,11 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHACache
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.move_triton import launch_move
 from specdec.attention.kernels.tables_triton import launch_next_tokens
+from specdec.attention.kinds import FULL
 from specdec.attention.pages import NextTokens, PageTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
@@ -49,12 +51,12 @@ def random_paths(B: int, N: int, E: int) -> Tensor:
 def check_move(layers: int, B: int, N: int, E: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     slots_BN = torch.randperm(B * N + 5)[: B * N].view(B, N)
     path_BE = random_paths(B, N, E)
-    cache = MHACache(layers, B * N + 5, heads, dim, dtype=dtype, device="cpu")
-    cache.kv.copy_(torch.randn(cache.kv.shape))
-    got = cache.kv.to(DEVICE, copy=True)
+    cache = KVCache(HeadsLayout(heads, dim, dtype), [FULL] * layers, B * N + 5)
+    cache.planes["kv"].copy_(torch.randn(cache.planes["kv"].shape))
+    got = cache.planes["kv"].to(DEVICE, copy=True)
     cache.move(slots_BN, path_BE)
     launch_move(got, slots_BN.to(DEVICE), path_BE.to(DEVICE))
-    assert torch.equal(got.cpu(), cache.kv)
+    assert torch.equal(got.cpu(), cache.planes["kv"])
 
 
 @pytest.mark.parametrize(

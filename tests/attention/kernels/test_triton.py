@@ -10,13 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kernels import triton_backend
 from specdec.attention.kernels.tiles_triton import padded, paged_tiles, splits_for
 from specdec.attention.kernels.triton_backend import TritonBackend, launch_paged, launch_suffix_merge
@@ -65,13 +66,13 @@ def scattered(lens: list[int], seed: int, spare: int = 0) -> tuple[Tensor, MHAVi
 
 
 def check(out_THD: Tensor, q_THD: Tensor, view: MHAView, plan: AttentionPlan) -> None:
-    want = ReferenceBackend().attend(q_THD.double(), MHAView(view.kv.double()), plan)
+    want = attended(ReferenceBackend(), q_THD.double(), MHAView(view.kv.double()), plan)
     torch.testing.assert_close(out_THD.double(), want, atol=2e-5, rtol=2e-5)
 
 
 def attend(q_THD: Tensor, view: MHAView, *segments: Segment, suffix: Segment | None = None, programs: int = 64) -> Tensor:
     backend = TritonBackend(programs)
-    return backend.attend(q_THD, view, backend.prepare(AttentionPlan(segments, suffix=suffix)))
+    return attended(backend, q_THD, view, AttentionPlan(segments, suffix=suffix))
 
 
 def suffix_rows(view: MHAView, counts: list[int], seed: int) -> Segment:
@@ -239,7 +240,7 @@ def test_layers_share_their_scratch() -> None:
     prepared = backend.prepare(plan)
     for layer, seed in ((view, 25), (other, 26), (view, 27)):
         q_THD = rand(4, H, D, seed=seed)
-        check(backend.attend(q_THD, layer, prepared), q_THD, layer, plan)
+        check(backend.attend(q_THD, layer, prepared).out_THD, q_THD, layer, plan)
     assert len(prepared._scratch) == 1
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.trees import mask_of
 from torch import Tensor
@@ -20,7 +21,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels import triton_backend
@@ -96,13 +97,13 @@ def in_8_bit(view: MHAView, kv_cache_dtype: str) -> QuantView:
 
 def error(out_THD: Tensor, w: World, scoring: Scoring = PLAIN) -> float:
     oracle = TorchBackend()
-    want = oracle.attend(w.q_THD.double(), w.view, oracle.prepare(w.plan), scoring)
+    want = attended(oracle, w.q_THD.double(), w.view, w.plan, scoring)
     return float((out_THD.double() - want).norm() / want.norm())
 
 
 def attend(w: World, scoring: Scoring = PLAIN) -> Tensor:
     backend = TritonBackend()
-    return backend.attend(w.q_THD, w.view, backend.prepare(w.plan), scoring)
+    return attended(backend, w.q_THD, w.view, w.plan, scoring)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -157,7 +158,7 @@ def test_a_captured_window_follows_the_lengths() -> None:
     backend, layer = TritonBackend(), LayerKind(window=300)
 
     def step() -> Tensor:
-        return backend.attend(w.q_THD, w.view, backend.prepare(w.plan.local(layer)))
+        return attended(backend, w.q_THD, w.view, w.plan.local(layer))
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -178,7 +179,7 @@ def test_a_captured_graph_follows_the_lengths(kind: str) -> None:
 
     def layers() -> list[Tensor]:
         prepared = backend.prepare(w.plan)
-        return [backend.attend(w.q_THD, w.view, prepared) for _ in range(3)]
+        return [backend.attend(w.q_THD, w.view, prepared).out_THD for _ in range(3)]
 
     w.lens_B.fill_(3)
     layers()
@@ -246,7 +247,7 @@ def test_chained_launches_compute_what_unchained_ones_do(case: tuple, monkeypatc
     def layers() -> None:
         prepared = backend.prepare(w.plan)
         for _ in range(60):
-            out = backend.attend(backend.store(w.view, qkv, w.slots_T, prep), w.view, prepared)
+            out = backend.attend(backend.store(w.view, qkv, w.slots_T, prep), w.view, prepared).out_THD
             overwrite_kernel[(T, X)](
                 out, qkv, kv, w.slots_T, prefix_slots, base, H=H, X=X, D=D, num_warps=1, **chained(DEVICE)
             )  # fmt: skip

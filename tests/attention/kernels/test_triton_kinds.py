@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE, HAS_GPU
@@ -18,7 +19,7 @@ from toolkit.trees import random_masks
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions
@@ -190,7 +191,7 @@ def test_every_kind_equals_the_definition(
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
     view, plan = poisoned(w.view(kv_cache_dtype, dtype), plan, P)
     q_THD = w.randn(T, w.H, w.D).to(dtype)
-    want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)
+    want = attended(ReferenceBackend(), q_THD.double(), view, plan, scoring)
     check(make(), q_THD, view, plan, scoring, want)
 
 
@@ -200,7 +201,7 @@ def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scor
     plan = moved_plan(plan)
     on_device = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
     bound = 1e-9 if q_THD.dtype == torch.float64 else 3e-5
-    out_THD = backend.attend(q_THD, moved(view), backend.prepare(plan), on_device)
+    out_THD = attended(backend, q_THD, moved(view), plan, on_device)
     torch.testing.assert_close(out_THD.double().cpu(), want, atol=bound, rtol=bound)
 
 
@@ -234,10 +235,10 @@ def test_half_precision(kv_cache_dtype: str) -> None:
         scales[1] *= 1e-3
     view, plan = poisoned(full, plan, w.P)
     q_THD = w.randn(w.B * N, w.H, w.D).half()
-    want = ReferenceBackend().attend(q_THD.double(), view, plan)
+    want = attended(ReferenceBackend(), q_THD.double(), view, plan)
     backend = TritonBackend(40)
     plan = moved_plan(plan)
-    out_THD = backend.attend(q_THD.to(DEVICE), moved(view), backend.prepare(plan)).double().cpu()
+    out_THD = attended(backend, q_THD.to(DEVICE), moved(view), plan).double().cpu()
     assert float((out_THD - want).norm() / want.norm()) < (2.5e-3 if kv_cache_dtype == "fp8" else 2e-3)  # fp8: 2.06e-3 here
 
 
@@ -252,7 +253,7 @@ class Library(TritonBackend):
     ) -> AttentionState | None:
         if segment.starts_T is not None:
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
-        assert out_THSD.shape[2] == 0 and scoring.sinks_H is None
+        assert out_THSD.shape[2] == 0
         out_THD, lse_TH = ReferenceBackend().run(q_THD, view, segment, scoring)
         fused = torch.full((out_THD.shape[0], 3, *out_THD.shape[1:]), NAN, device=DEVICE)  # a slice of something larger
         fused[:, 1] = out_THD
@@ -268,7 +269,7 @@ def test_a_library_may_answer_segments(plan_of: Callable[[World], AttentionPlan]
     plan = replace(tree(w), segments=tree(w).segments + chain(w).segments) if isinstance(plan_of, str) else plan_of(w)
     scoring, T = w.scoring(scored), int(plan.segments[0].cu_seqlens_q[-1])
     view, q_THD = w.view("auto", torch.float32), w.randn(T, w.H, w.D)
-    want = ReferenceBackend().attend(q_THD.double(), view, plan, scoring)
+    want = attended(ReferenceBackend(), q_THD.double(), view, plan, scoring)
     check(Library(40), q_THD, view, plan, scoring, want)
 
 

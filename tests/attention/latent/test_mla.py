@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 from toolkit.kernels import DEVICE
@@ -16,16 +17,17 @@ from toolkit.oracles.attention import causal_mask, dense_attention
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
+from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
-from specdec.attention.caches.mla_cache import MLACache, MLAView
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kinds import LayerKind, Scoring
+from specdec.attention.kinds import FULL, LayerKind, Scoring
 from specdec.attention.latent import mla
-from specdec.attention.latent.latent import LatentPrep
-from specdec.attention.latent.mla import store_latent
+from specdec.attention.latent.mla import LatentInputs, store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
+from specdec.attention.latent.prep import LatentPrep
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -70,8 +72,8 @@ def check(
     tolerance: float = 2e-5,
 ) -> None:
     plan = AttentionPlan(segments, suffix=suffix)
-    want = ReferenceBackend().attend(q_THL.double(), MLAView(latent.double(), rank), plan, SCALE)
-    got = backend.attend(q_THL, MLAView(latent, rank), backend.prepare(plan), SCALE)
+    want = attended(ReferenceBackend(), q_THL.double(), MLAView(latent.double(), rank), plan, SCALE)
+    got = attended(backend, q_THL, MLAView(latent, rank), plan, SCALE)
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 
 
@@ -151,8 +153,8 @@ def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, in
     ends = [row[-1][1] for row in zip(*pieces)]
     pages = max(-(-n // P) for n in ends)
     table = torch.randperm(len(ends) * pages, generator=torch.Generator().manual_seed(P)).view(-1, pages).int().to(DEVICE)
-    cache = MLACache(1, len(ends) * pages * P, C, R, dtype=dtype, device=DEVICE)
-    cache.latent.fill_(NAN)
+    cache = KVCache(LatentLayout(C, R, dtype), [FULL], len(ends) * pages * P, device=DEVICE)
+    cache.planes["latent"].fill_(NAN)
     up_HXC = rand(H, N + V, C, seed=9, dtype=dtype) / C**0.5
     whole = [(rand(n, H, N + R, seed=n, dtype=dtype), rand(n, C + R, seed=n + 1, dtype=dtype)) for n in ends]
     want = [dense(*row, up_HXC, prep(torch.arange(n), dtype)) for row, n in zip(whole, ends)]
@@ -162,13 +164,13 @@ def passes(backend: Backend, dtype: torch.dtype, pieces: list[list[tuple[int, in
         lens = [len(place) for place in positions]
         segment = ragged_causal_segment(PageTable(table, P), lens, [end for _, end in parts])
         last = ragged_causal_segment(PageTable(table, P), [1] * len(parts), [end for _, end in parts])
-        attn = PagedAttention(backend, cache, AttentionPlan((segment,)), torch.cat(slots), AttentionPlan((last,)))
+        attn = PagedAttention(backend, cache, PassTables(AttentionPlan((segment,)), torch.cat(slots), AttentionPlan((last,))))
         how = prep(torch.cat(positions), dtype)
         rows_R = torch.tensor(lens, device=DEVICE).cumsum(0) - 1
         for rows in (None, rows_R):
             q_THQ = torch.cat([q[a:b] for (q, _), (a, b) in zip(whole, parts)])
             latent_TL = torch.cat([latent[a:b] for (_, latent), (a, b) in zip(whole, parts)])
-            out = attn.latent()(0, q_THQ, latent_TL, up_HXC, how, rows, SCALE)
+            out = attn(0, LatentInputs(q_THQ, latent_TL, up_HXC, how), rows, SCALE)
             expected = torch.cat([out_THV[a:b] for out_THV, (a, b) in zip(want, parts)])
             tolerance = 1e-10 if dtype == torch.float64 else 3e-5
             torch.testing.assert_close(out, expected if rows is None else expected[rows], atol=tolerance, rtol=tolerance)
@@ -221,10 +223,13 @@ def test_the_store_kernel_does_what_its_definition_does() -> None:
 
 def test_a_pass_is_freed_with_its_last_reader() -> None:
     """Keeps out: a circle of pass and latent attention, which holds scratch memory until Python looks for circles."""
-    cache = MLACache(1, 8, C, R, dtype=torch.float32, device=DEVICE)
+    cache = KVCache(LatentLayout(C, R, torch.float32), [FULL], 8, device=DEVICE)
     segment = ragged_causal_segment(PageTable(torch.zeros(1, 8, dtype=torch.int32, device=DEVICE)), [4], [4])
-    attn = PagedAttention(TorchBackend(), cache, AttentionPlan((segment,)), torch.arange(4, device=DEVICE))
-    assert attn.latent() is attn.latent()
+    attn = PagedAttention(TorchBackend(), cache, PassTables(AttentionPlan((segment,)), torch.arange(4, device=DEVICE)))
+    inputs = LatentInputs(
+        rand(4, H, N + R, seed=1), rand(4, C + R, seed=2), rand(H, N + V, C, seed=3), prep(torch.arange(4), torch.float32)
+    )
+    attn(0, inputs, None, SCALE)
     gone = weakref.ref(attn)
     del attn
     assert gone() is None
@@ -232,8 +237,8 @@ def test_a_pass_is_freed_with_its_last_reader() -> None:
 
 def test_moving_takes_latents_along() -> None:
     """Keeps out: a commit that moves half a latent, or reads what it has written."""
-    cache = MLACache(2, 8, C, R, dtype=torch.float32, device=DEVICE)
-    cache.latent.copy_(rand(2, 8, C + R, seed=1))
-    before = cache.latent.clone()
+    cache = KVCache(LatentLayout(C, R, torch.float32), [FULL] * 2, 8, device=DEVICE)
+    cache.planes["latent"].copy_(rand(2, 8, C + R, seed=1))
+    before = cache.planes["latent"].clone()
     cache.move(torch.tensor([[5, 2, 7, 0]], device=DEVICE), torch.tensor([[0, 2, 3]], device=DEVICE))
-    assert cache.latent[:, [5, 2, 7]].equal(before[:, [5, 7, 0]])
+    assert cache.planes["latent"][:, [5, 2, 7]].equal(before[:, [5, 7, 0]])

@@ -5,6 +5,7 @@ Keeps out: a block's tail that is read beyond the row (NaN there), a buffer load
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from torch import Tensor
 
@@ -34,10 +35,10 @@ def check(q_THL: Tensor, view: MLAView, *segments: Segment, suffix: Segment | No
     from specdec.attention.kernels.triton_backend import TritonBackend
 
     plan, oracle = AttentionPlan(segments, suffix=suffix), TorchBackend()
-    want = oracle.attend(q_THL.double(), MLAView(view.latent.double(), C), oracle.prepare(plan), SCALING)
+    want = attended(oracle, q_THL.double(), MLAView(view.latent.double(), C), plan, SCALING)
     for programs in (1, None, 1000):
         backend = TritonBackend(programs)
-        got = backend.attend(q_THL, view, backend.prepare(plan), SCALING)
+        got = attended(backend, q_THL, view, plan, SCALING)
         assert (got.double() - want).norm() / want.norm() < 5e-3, programs
 
 

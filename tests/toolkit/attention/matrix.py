@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention
-from specdec.attention.caches.kv_cache import KVCache, MHACache
-from specdec.attention.caches.mla_cache import MLACache
-from specdec.attention.caches.quant_cache import QuantCache
+from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.mla_cache import LatentLayout, MLAView
+from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
+from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
@@ -90,6 +92,21 @@ def label(cell: Cell) -> str:
     return f"{cell.backend}-{cell.cache}-{cell.page_size}-{shape}" + (f"-{cell.graphs}" if cell.graphs else "")
 
 
+class Absorbed(LayerInputs):
+    """Queries that are absorbed already, and latents as they are stored."""
+
+    def __init__(self, q_THL: Tensor, latent_TL: Tensor) -> None:
+        self.q_THL, self.latent_TL = q_THL, latent_TL
+
+    def paged(self, call: LayerCall) -> Tensor:
+        assert isinstance(call.view, MLAView)
+        call.view.latent.index_copy_(0, call.slots_T, self.latent_TL)
+        return call.attend(self.q_THL)
+
+    def dense(self) -> DenseHeads:
+        raise NotImplementedError("the matrix has a definition of its own")
+
+
 class World:
     """Two sequences whose pages lie scattered, with N more tokens each: a chain, or a tree.  Unread slots hold NaN."""
 
@@ -112,10 +129,10 @@ class World:
     def new_cache(self, num_slots: int) -> KVCache:
         kinds, device = tuple(LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
-            return MLACache(len(kinds), num_slots, C, D, dtype=self.dtype, device=device, kinds=kinds)
+            return KVCache(LatentLayout(C, D, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache != "auto":
-            return QuantCache(self.cell.cache, len(kinds), num_slots, K, D, device=device, kinds=kinds)
-        return MHACache(len(kinds), num_slots, K, D, dtype=self.dtype, device=device, kinds=kinds)
+            return KVCache(QuantLayout(self.cell.cache, K, D, device), kinds, num_slots, device=device)
+        return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
@@ -129,10 +146,8 @@ class World:
 
     def fill(self) -> None:
         """Committed tokens; everything else is the largest number there is, or NaN."""
-        for name in ("kv", "latent"):
-            if hasattr(self.cache, name):
-                junk = getattr(self.cache, name)
-                junk.view(torch.uint8).fill_(0x7F) if self.cell.cache in ("fp8", "int8") else junk.fill_(torch.nan)
+        for junk in self.cache.planes.values():
+            junk.view(torch.uint8).fill_(0x7F) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
         for layer in range(len(LAYERS)):
             slots_T = torch.cat([self.slots(b, L) for b, L in enumerate(LENS)])
             self.write(layer, slots_T, self.fresh(len(slots_T)))
@@ -148,29 +163,23 @@ class World:
         P, at_N = self.cell.page_size, torch.arange(N, device=DEVICE)
         slots_BN = PageTable(self.table, P).slots_at(self.lens_B.long()[:, None] + at_N)
         if not self.cell.tree:
-            return PagedAttention(
-                backend,
-                self.cache,
-                AttentionPlan((causal_segment(PageTable(self.table, P), self.lens_B + N, N),)),
-                slots_BN.flatten(),
-            )
+            plan = AttentionPlan((causal_segment(PageTable(self.table, P), self.lens_B + N, N),))
+            return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()))
         suffix = replace(Segment.empty(len(LENS) * N, self.deepest, 1, device=DEVICE), base_B=self.lens_B)
         fill_tree_suffix(suffix, slots_BN, self.mask_NN.expand(len(LENS), N, N))
         positions_T = (self.lens_B.long()[:, None] + self.depth_N).flatten()
         plan = AttentionPlan((prefix_segment(PageTable(self.table, P), self.lens_B, N),), positions_T, suffix)
-        return PagedAttention(backend, self.cache, plan, slots_BN.flatten())
+        return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()))
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:
         """One pass: every layer stores its tokens, and attends."""
         outs = []
         for layer, fresh in enumerate(kv):
             if self.cell.cache == "mla":
-                view, kind = self.cache.view(layer), self.cache.kinds[layer]
-                view.latent.index_copy_(0, attn.slots_T, fresh.flatten(1))  # type: ignore[attr-defined]
-                outs.append(attn.backend.attend(q_THD, view, attn.prepared[kind], self.scoring))
+                outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
             else:
                 qkv_TXD = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1)
-                outs.append(attn(layer, qkv_TXD, HeadPrep(None, K), scoring=self.scoring))
+                outs.append(attn(layer, HeadInputs(qkv_TXD, HeadPrep(None, K)), scoring=self.scoring))
         return outs
 
     def dense(self, layer: int, q_THD: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import KVView
+from specdec.attention.caches.planes import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState

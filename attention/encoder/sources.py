@@ -38,5 +38,5 @@ class Sources(NamedTuple):
         return self.read_by_rows_of(cu_seqlens_q, queries_per_row, ragged=False)
 
     def read_by_rows_of(self, cu_seqlens_q: Tensor, most: int, *, ragged: bool) -> Segment:
-        """What the queries of packed rows read.  most: the most queries of one row.  ragged: rows may hold different numbers."""
+        """What the queries of packed rows read.  most: the most queries of a row.  ragged: rows may hold different numbers."""
         return Segment(PageTable(self.page_B[:, None], self.page_size), self.lens_B, cu_seqlens_q, most, ragged=ragged)

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import MHAView
+from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment
 from specdec.attention.state import with_sinks
 
 
-def encoder_segment(cu_seqlens: Tensor, longest: int, positions_T: Tensor, reach: int | None = None, ragged: bool = True) -> Segment:
+def encoder_segment(
+    cu_seqlens: Tensor, longest: int, positions_T: Tensor, reach: int | None = None, ragged: bool = True
+) -> Segment:
     """What the tokens of packed texts read: all of their own text, or what lies within `reach` tokens on either side.
 
     cu_seqlens: [B + 1] int32, cumulative lengths of the texts.

@@ -1,0 +1,58 @@
+"""What one slot of a cache holds: named planes, from which a cache's bytes, moves and views follow.
+
+A plane is one tensor [layers, num_slots, *shape].  A layout lists a cache format's planes and makes a layer's view of them; it
+holds no memory itself.  This module knows no format: each format's layout stands beside its view.
+
+Shapes: T tokens, K kv heads, D head dim, E value dim, N slots.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Plane(NamedTuple):
+    """One number, vector or matrix that every slot holds.  name: unique within a layout.  shape: of one slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one slot."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class KVView(Protocol):
+    """One layer's part of a cache.  These two methods serve every attention backend; kernels also read a view's tensors."""
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        """Stores keys and values [T, 2, K, D], already normed and rotated, at the slots (int64 [T])."""
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), converted to that dtype."""
+
+
+class CacheLayout(ABC):
+    """A cache format: what each slot of each layer holds, and how a layer reads and writes it."""
+
+    @property
+    @abstractmethod
+    def planes(self) -> tuple[Plane, ...]:
+        """All that a slot of one layer holds."""
+
+    @abstractmethod
+    def view(self, layer: int, planes: Mapping[str, Tensor]) -> KVView:
+        """The view of one layer, for which a cache asks once.  planes: by name, the layer's tensors [num_slots, *shape]."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return sum(plane.bytes for plane in self.planes)

@@ -1,0 +1,152 @@
+"""What one layer hands to the attention of a forward pass, and how ordinary heads answer.
+
+Each kind of attention layer has inputs of its own (ordinary heads here, latents in attention/latent/).  The inputs know how a
+layer's queries are made, what the layer keeps of each token, and what remains to be done with attention's output; they know
+neither pages nor which query reads which key.  A LayerCall tells them that.
+
+Shapes: T tokens, R asked-for tokens, Q (also H) query heads, K kv heads, X = Q + 2K, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.caches.planes import KVView
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.segment import AttentionPlan
+from specdec.attention.state import AttentionState, with_sinks
+from specdec.ops.rope import HeadPrep
+from specdec.ops.rows import select_rows
+
+Made = TypeVar("Made")
+
+
+@dataclass
+class PreparedPlan:
+    """A plan for the queries of one pass, and its form for each kind of layer, made when the first such layer asks.
+
+    once: what layers of the pass share besides, by name.
+    """
+
+    plan: AttentionPlan
+    once: dict[str, Any] = field(default_factory=dict)
+    _by_kind: dict[LayerKind, Any] = field(default_factory=dict)
+
+    def of(self, kind: LayerKind, backend: Backend) -> Any:
+        """What `backend.attend` needs for a layer of that kind."""
+        if kind not in self._by_kind:
+            self._by_kind[kind] = backend.prepare(self.plan.local(kind))
+        return self._by_kind[kind]
+
+
+class LayerCall(NamedTuple):
+    """One layer's call of attention, as the layer's inputs see it.
+
+    view: the layer's part of the cache.
+    kind: which keys the layer reads.
+    slots_T: int64, the cache slot of each of this pass's tokens.
+    prepared: the plan of the queries that the layer asks for: all T tokens', or those of rows_R.
+    rows_R: int64, the tokens whose attention the layer wants; None stands for all.
+    sources: the layer's part of the cache of an encoder's texts; None for a model without an encoder.
+    """
+
+    backend: Backend
+    view: KVView
+    kind: LayerKind
+    slots_T: Tensor
+    prepared: PreparedPlan
+    rows_R: Tensor | None
+    scoring: Scoring
+    sources: KVView | None = None
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The plan of the asked-for queries, as a layer reads it that reads every key."""
+        return self.prepared.plan
+
+    def asked(self, x: Tensor) -> Tensor:
+        """The asked-for rows of a tensor [T, ...]."""
+        return x if self.rows_R is None else select_rows(x.flatten(1), self.rows_R).unflatten(1, x.shape[1:])
+
+    def attend(self, q_THD: Tensor, view: KVView | None = None) -> Tensor:
+        """[T, H, E]: the asked-for queries' attention by the layer's plan.  view: read in place of the layer's own."""
+        return self.finish(self.state(q_THD, view)).out_THD
+
+    def state(self, q_THD: Tensor, view: KVView | None = None) -> AttentionState:
+        """The state of the whole plan, without sinks, for layers that go on with it."""
+        prepared = self.prepared.of(self.kind, self.backend)
+        return self.backend.attend(q_THD, self.view if view is None else view, prepared, self.scoring)
+
+    def finish(self, state: AttentionState) -> AttentionState:
+        """Adds the layer's sinks, after all states have been merged.  Nobody else adds any."""
+        return state if self.scoring.sinks_H is None else with_sinks(state, self.scoring.sinks_H)
+
+    def once(self, name: str, make: Callable[[AttentionPlan], Made]) -> Made:
+        """What `make` returns for this pass's plan: made when the first layer asks, the same object for all others."""
+        made = self.prepared.once
+        if name not in made:
+            made[name] = make(self.plan)
+        result: Made = made[name]
+        return result
+
+
+class DenseHeads(NamedTuple):
+    """The queries, keys and values of a pass's tokens, with nothing cached: [T, Q, D], [T, K, D] and [T, K, E]."""
+
+    q_TQD: Tensor
+    k_TKD: Tensor
+    v_TKE: Tensor
+
+
+class LayerInputs(ABC):
+    """What one layer hands to attention for the T tokens of a pass.  An object is used once: it may change its tensors."""
+
+    @abstractmethod
+    def paged(self, call: LayerCall) -> Tensor:
+        """Stores what the layer keeps of all T tokens, and returns the attention of the asked-for ones."""
+
+    @abstractmethod
+    def dense(self) -> DenseHeads:
+        """The same tokens' queries, keys and values, where no cache is used: in training, and in checks."""
+
+    def finish(self, out_TQE: Tensor) -> Tensor:
+        """What `paged` returns, from the attention over `dense`."""
+        return out_TQE
+
+
+@dataclass
+class HeadInputs(LayerInputs):
+    """Ordinary heads.  qkv_TXD: the raw projections, query heads, then key heads, then value heads.
+
+    prep: the norm and the rotation that queries and keys still need.
+    """
+
+    qkv_TXD: Tensor
+    prep: HeadPrep
+
+    def paged(self, call: LayerCall) -> Tensor:
+        return call.attend(call.asked(call.backend.store(call.view, self.qkv_TXD, call.slots_T, self.prep)))
+
+    def dense(self) -> DenseHeads:
+        q_TQD, kv_T2KD = self.prep.apply_(self.qkv_TXD)
+        return DenseHeads(q_TQD, kv_T2KD[:, 0], kv_T2KD[:, 1])
+
+
+class AttentionFn(Protocol):
+    """The attention of one forward pass: over paged caches in the runtime, over dense tensors in training.
+
+    layer: number of the calling layer, which selects the layer's cache.
+    inputs: what the layer hands over.
+    rows_R: indices of the tokens whose queries are to be answered; None stands for all.  What the layer keeps of all T tokens
+        is stored either way.
+    scoring: how the layer turns products of queries and keys into attention weights.
+    The result is the attention output of all query heads, [T, Q, E], or [R, Q, E] with rows_R.
+    """
+
+    def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor: ...
