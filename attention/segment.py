@@ -30,8 +30,7 @@ class Segment:
     base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
         reads).  None: key 0.
-    ends_T: int32, the number of leading keys of its row of which each query may read only those (an encoder's windows).  None:
-        a query's end follows from the row's length and `causal`.
+    ahead: of a causal segment, how many keys after its own each query reads too (an encoder's window looks in both directions).
     at_T: int32, where each query stands, counted from its row's key 0: its position minus the row's base.  ALiBi's distances
         need it.  None: no layer that reads this segment has slopes.
     span: the most keys between any query's first and its last key; known to the host.  None: a query may read its whole row.
@@ -46,10 +45,10 @@ class Segment:
     ragged: bool = False
     base_B: Tensor | None = None
     starts_T: Tensor | None = None
-    ends_T: Tensor | None = None
     at_T: Tensor | None = None
     span: int | None = None
     max_cached: int | None = None
+    ahead: int = 0
 
     @property
     def rows(self) -> int:
@@ -59,7 +58,7 @@ class Segment:
     @property
     def is_per_query(self) -> bool:
         """Whether queries of a row differ in what they read, or in how they score it, beyond what `causal` says."""
-        return not (self.starts_T is None and self.ends_T is None and self.at_T is None)
+        return not (self.starts_T is None and self.at_T is None and self.ahead == 0)
 
     @property
     def max_keys(self) -> int:

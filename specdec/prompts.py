@@ -172,7 +172,8 @@ def check_source(ids: list[int], name: str, longest: int) -> None:
     """PromptTooLong if the prompt is longer than the target's encoder reads.  name: what errors call it."""
     if len(ids) > longest:
         raise PromptTooLong(
-            f"{name} has {len(ids)} tokens; expected at most {longest}, which is what the target's encoder reads; shorten the prompt"
+            f"{name} has {len(ids)} tokens; expected at most {longest}, as many as the target's encoder reads; "
+            "shorten the prompt"
         )
 
 

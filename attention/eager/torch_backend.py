@@ -99,11 +99,9 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     row_table = segment.pages._replace(table=segment.pages.table[row : row + 1])
     keys = torch.arange(max(1, length), device=segment.pages.table.device)  # an empty row's one key is masked
     later_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]  # how many queries come after each
-    visible_QN = keys < length - (later_Q1 if segment.causal else 0 * later_Q1)
+    visible_QN = keys < length - ((later_Q1 - segment.ahead).clamp(min=0) if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
-    if segment.ends_T is not None:
-        visible_QN &= keys < segment.ends_T[start:end, None]
     has_empty_rows = queries > length if segment.causal else not length
     slots_BN = _only_seen(_row_slots(row_table, keys.shape[0]), visible_QN[None])
     distance_BQN = None if segment.at_T is None else (keys - segment.at_T[start:end, None])[None]
@@ -172,12 +170,10 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     lens_BR11 = segment.cache_seqlens.view(batch, rows, 1, 1)
     if segment.causal:
         n = segment.max_seqlen_q
-        lens_BR11 = lens_BR11 - (n - 1 - torch.arange(n, device=device))[:, None]
+        lens_BR11 = lens_BR11 - (n - 1 - segment.ahead - torch.arange(n, device=device)).clamp(min=0)[:, None]
     visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
     if segment.starts_T is not None:
         visible_BRQW = visible_BRQW & (keys_W >= segment.starts_T.view(batch, rows, -1, 1))
-    if segment.ends_T is not None:
-        visible_BRQW = visible_BRQW & (keys_W < segment.ends_T.view(batch, rows, -1, 1))
     distance = None
     if segment.at_T is not None:  # a row's keys stand where its own queries count from; other rows' keys are masked
         distance = keys_W.repeat(rows) - segment.at_T.view(batch, queries, 1)

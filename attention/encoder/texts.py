@@ -37,8 +37,8 @@ def encoder_segment(
     whole = Segment(PageTable(table_BW), cu_seqlens.diff(), cu_seqlens, longest, ragged=ragged)
     if reach is None:
         return whole
-    starts_T, ends_T = (positions_T - reach).clamp(min=0).int(), (positions_T + reach + 1).int()
-    return replace(whole, starts_T=starts_T, ends_T=ends_T, span=2 * reach + 1)
+    starts_T = (positions_T - reach).clamp(min=0).int()
+    return replace(whole, causal=True, ahead=reach, starts_T=starts_T, span=2 * reach + 1)
 
 
 def attend_texts(

@@ -3,8 +3,8 @@
 The kernel knows pages, not what the keys are: prefixes, prompts and chains look alike to it.  Queries and the heads of a group
 are packed into one tile, so keys and values are read once for all of them.  Where each query has a first key of its own, a
 tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that are never touched. Each
-split leaves a state of its own; the launcher decides how many splits there are and merges their states.  A query may also have
-an end of its own, as in an encoder's window, and ALiBi adds a slope times the distance from the query to the key.
+split leaves a state of its own; the launcher decides how many splits there are and merges their states.  With AHEAD, causal
+queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the distance of the key.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
 represents all 8-bit numbers exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
@@ -85,7 +85,7 @@ def capped(logits, softcap):
 @triton.jit(
     # Batch, lengths and table width change from call to call.  Triton would compile again for a 1 or a multiple of 16.
     do_not_specialize=["stride_row", "states", "tiles"],
-    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "ends", "at", "slopes", "lse"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "at", "slopes", "lse"],
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
@@ -95,7 +95,6 @@ def paged_attention_kernel(
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
     starts,  # [T] int32
-    ends,  # [T] int32
     at,  # [T] int32: where each query stands, counted from its row's key 0
     slopes,  # [H] float32
     out,  # [T, H, states, D], any float type: points to the first of this segment's S adjacent states
@@ -118,7 +117,7 @@ def paged_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
+    AHEAD: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8) or nothing ("")
@@ -147,10 +146,7 @@ def paged_attention_kernel(
     ok_M = query_M < queries
     end = length
     if CAUSAL:  # keys up to the tile's last query
-        end = length - tl.maximum(queries - 1 - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
-    if HAS_ENDS:
-        end_M = tl.load(ends + first + query_M, mask=ok_M, other=0)
-        end = tl.minimum(end, tl.max(end_M, 0))
+        end = length - tl.maximum(queries - 1 - AHEAD - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
     begin = 0
     if HAS_STARTS:
@@ -185,8 +181,7 @@ def paged_attention_kernel(
         q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
         scale2 *= unit
     if HAS_SLOPES:
-        at_M = tl.load(at + first + query_M, mask=ok_M, other=0)
-        slope_M = tl.load(slopes + head_M) * LOG2E
+        at_M, slope_M = tl.load(at + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
     LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
@@ -207,14 +202,12 @@ def paged_attention_kernel(
             s_MN = capped(s_MN, softcap) * LOG2E
         if HAS_SLOPES:
             s_MN += slope_M[:, None] * (key_N[None, :] - at_M[:, None]).to(tl.float32)
-        if CAUSAL or HAS_STARTS or HAS_ENDS:
+        if CAUSAL or HAS_STARTS:
             visible_MN = ok_N[None, :]
             if CAUSAL:
-                visible_MN = visible_MN & (key_N[None, :] < (length - (queries - 1 - query_M))[:, None])
+                visible_MN = visible_MN & (key_N[None, :] < (length - (queries - 1 - AHEAD - query_M))[:, None])
             if HAS_STARTS:
                 visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
-            if HAS_ENDS:
-                visible_MN = visible_MN & (key_N[None, :] < end_M[:, None])
             s_MN = tl.where(visible_MN, s_MN, -float("inf"))
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet

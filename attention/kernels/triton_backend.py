@@ -142,18 +142,18 @@ def launch_paged(
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     slopes_H, quant = scoring.slopes_H, quant_of(view)
     in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
-    starts_T, ends_T, at_T = segment.starts_T, segment.ends_T, positions_for(scoring, segment)
-    for of_T in (starts_T, ends_T, at_T):
+    starts_T, at_T = segment.starts_T, positions_for(scoring, segment)
+    for of_T in (starts_T, at_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
         q_THD, view.kv, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
-        *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, ends_T, at_T)),
+        *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, at_T)),
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], segment.pages.table.stride(0), states, num_tiles,
         KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
-        HAS_ENDS=ends_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
+        AHEAD=segment.ahead, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
         STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
@@ -181,7 +181,6 @@ def launch_suffix_merge(
     padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
     starts_T, at_T = (suffix.starts_T, positions_for(scoring, suffix)) if suffix else (None, None)
-    assert suffix is None or suffix.ends_T is None, "a suffix row's length is its end"
     out, lse = whole or state
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.

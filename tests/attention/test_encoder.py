@@ -1,6 +1,8 @@
 """Encoder attention, in both directions and windowed too, against one dense softmax in float64.
 
-Which keys a window holds is asked of transformers' own mask functions.  Shapes: T tokens, Q query heads, K kv heads, D head dim.
+Which keys a window holds is asked of transformers' own mask functions.
+
+Shapes: T tokens, Q query heads, K kv heads, D head dim.
 """
 
 import pytest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.encoder_decoders import ENCODER_DECODERS, LONGEST, eager, greedy, save_encoder_decoder, save_head
+from toolkit.oracles.encoder_decoders import ENCODER_DECODERS, LONGEST, eager, greedy, save_encoder_decoder, save_head
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.kernels.triton_backend import TritonBackend

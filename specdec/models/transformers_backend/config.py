@@ -20,9 +20,7 @@ from specdec.models.transformers_backend.trace import Trace, trace
 _BIASED = "adds a learnt bias for each distance to its logits"
 _NO_ENCODER = {  # why encoder-decoder models of these types can't run
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pix2struct", "pop2piano"), _BIASED),
-    **dict.fromkeys(
-        ("whisper", "speech_to_text", "moonshine", "moonshine_streaming"), "has an encoder of sound, not of tokens"
-    ),
+    **dict.fromkeys(("whisper", "speech_to_text", "moonshine", "moonshine_streaming"), "has an encoder that reads sound"),
     **dict.fromkeys(("m2m_100", "nllb-moe"), "counts positions by which ids are padding, not by a cache"),
 }
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
@@ -32,9 +30,9 @@ _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's 
     "interpolate_factor lm_head_bias n_ctx num_experts prefix rope_local_base_freq sliding_window_pattern sliding_window_size "
     "task_specific_params".split()
     # of encoder-decoder models: settings of transformers' own generate, and switches of code that no release has any more
-    + "add_bias_logits classif_dropout decoder_start_token_id early_stopping extra_pos_embeddings force_bos_token_to_be_generated forced_bos_token_id "
-    "gradient_checkpointing length_penalty max_length min_length no_repeat_ngram_size normalize_embedding num_beams output_past "
-    "static_position_embeddings".split()
+    + "add_bias_logits classif_dropout decoder_start_token_id early_stopping extra_pos_embeddings "
+    "force_bos_token_to_be_generated forced_bos_token_id gradient_checkpointing length_penalty max_length min_length "
+    "no_repeat_ngram_size normalize_embedding num_beams output_past static_position_embeddings".split()
 )
 
 
@@ -173,8 +171,12 @@ def layer_kinds(config: Any, where: str) -> tuple[LayerKind, ...]:
         if not isinstance(span, int) or span < 1:
             key = "sliding_window" if kind == "sliding_attention" else "attention_chunk_size"
             raise ValueError(f"{where}: {key} must be a positive number of tokens for layers of type {kind}, got {span!r}")
-    made = {"sliding_attention": "window", "chunked_attention": "chunk"}
-    return tuple(FULL if kind == "full_attention" else LayerKind(**{made[kind]: spans[kind]}) for kind in types)
+    made = {
+        "full_attention": FULL,
+        "sliding_attention": LayerKind(window=window) if "sliding_attention" in types else FULL,
+        "chunked_attention": LayerKind(chunk=chunk) if "chunked_attention" in types else FULL,
+    }
+    return tuple(made[kind] for kind in types)
 
 
 def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> None:

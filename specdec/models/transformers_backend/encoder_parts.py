@@ -76,4 +76,4 @@ class _PassThroughModel(nn.Module):
     """Takes the place of encoder and decoder inside the language model, and returns the hidden states that it is given."""
 
     def forward(self, *_: None, inputs_embeds: Tensor, **__: Any) -> Seq2SeqModelOutput:
-        return Seq2SeqModelOutput(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+        return Seq2SeqModelOutput(last_hidden_state=inputs_embeds)

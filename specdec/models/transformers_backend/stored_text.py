@@ -56,12 +56,12 @@ class StoredText(EncoderDecoderCache):
     """
 
     def __init__(self, before_T: Tensor, num_layers: int, sign: Tensor | None) -> None:
-        self.self_attention_cache = _OwnTokens(before_T)  # type: ignore[assignment]
+        self.self_attention_cache = _OwnTokens(before_T)
         layers = [] if sign is None else [CrossKeys(sign, sign)] * num_layers
-        self.cross_attention_cache = _EncoderTokens(layers)  # type: ignore[assignment]
+        self.cross_attention_cache = _EncoderTokens(layers)
         self.is_updated = dict.fromkeys(range(num_layers), sign is not None)
 
     @property
     def seen(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By layer, the encoder's keys and values [1, K, S, D] that the pass computed."""
-        return self.cross_attention_cache.seen  # type: ignore[attr-defined, no-any-return]
+        return self.cross_attention_cache.seen

@@ -36,9 +36,7 @@ class ReferenceBackend(Backend):
             width = v_NKE.shape[2]
             for t in range(start, end):
                 first = 0 if segment.starts_T is None else int(segment.starts_T[t])
-                last = max(0, length - (end - 1 - t)) if segment.causal else length
-                if segment.ends_T is not None:
-                    last = min(last, int(segment.ends_T[t]))
+                last = max(0, length - max(0, end - 1 - t - segment.ahead)) if segment.causal else length
                 if first < last:
                     distance_N = None if segment.at_T is None else positions[first:last] - int(segment.at_T[t])
                     outs[t], lse_TH[t] = attend_one(q_THD[t], k_NKD[first:last], v_NKE[first:last], scoring, distance_N)
