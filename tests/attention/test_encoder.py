@@ -59,3 +59,21 @@ def test_both_directions(name: str, texts: str, reach: int | None) -> None:
             continue
         want = dense_attention(q[own], k[own], v[own], seen_by(tokens, reach), scoring)[0]
         torch.testing.assert_close(got[own], want, atol=bound, rtol=bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reach", [None, 64])
+def test_bfloat16(reach: int | None) -> None:
+    """Keeps out: a tile, a layout or a precision that is wrong only in compiled code."""
+    lens, heads, D = [700, 1, 1500, 6], 16, 64
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lens), heads, D, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3))
+    got = attend_texts(TritonBackend(), q, k, v, encoder_segment(*packed(lens), reach)).double()
+    start = 0
+    for tokens in lens:
+        own = slice(start, start + tokens)
+        start += tokens
+        at = torch.arange(tokens, device=DEVICE)
+        seen = None if reach is None else (at - at[:, None]).abs() <= reach
+        want = dense_attention(q[own], k[own], v[own], seen)[0]
+        assert float((got[own] - want).norm()) <= 1e-2 * float(want.norm())

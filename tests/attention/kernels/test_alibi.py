@@ -13,7 +13,7 @@ import pytest
 import torch
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import on_device, plan_on_device, ragged_causal_segment
-from toolkit.kernels import DEVICE
+from toolkit.kernels import DEVICE, HAS_GPU
 from toolkit.oracles.attention import dense_attention, of_kind
 from toolkit.trees import random_masks
 from torch import Tensor
@@ -29,7 +29,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import SharedPrefix, split_shared
 
 N, S = 6, 3
-LENS = [0, 70, 33, 2]
+LENS = [0, 3000 if HAS_GPU else 70, 33, 2]
 SLOPES = (0.5, -0.25, 0.125, 1.5, 0.0, 0.7, 0.01, 0.3)
 ALIBI, WINDOW = LayerKind(alibi=True), LayerKind(window=7, alibi=True)
 
@@ -152,7 +152,22 @@ def test_distances_are_those_of_positions(
     q_THD = w.pages.randn(sum(map(len, w.at_BN)), H, D, dtype=dtype)
     backend = make()
     prepared = backend.prepare(plan_on_device(w.plan.local(kind), DEVICE))
-    got = backend.attend(q_THD.to(DEVICE), on_device(view, DEVICE), prepared, on_device(scoring, DEVICE))
-    got = getattr(got, "out_THD", got)
+    got = backend.attend(q_THD.to(DEVICE), on_device(view, DEVICE), prepared, on_device(scoring, DEVICE)).out_THD
     bound = 1e-9 if dtype == torch.float64 else 3e-5
     torch.testing.assert_close(got.double().cpu(), want(w, q_THD, view, kind, scoring), atol=bound, rtol=bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [ALIBI, WINDOW], ids=str)
+@pytest.mark.parametrize("plan_of", PLANS)
+def test_bfloat16(plan_of: Callable[[int], World], kind: LayerKind) -> None:
+    """Keeps out: a tile, a layout or a precision that is wrong only in compiled code."""
+    w, H, K, D = plan_of(16), 32, 8, 128
+    view = MHAView(w.pages.fill(2, K, D, dtype=torch.bfloat16))
+    scoring = Scoring(slopes_H=2.0 ** -torch.arange(0.25, 8.25, 0.25))
+    q_THD = w.pages.randn(sum(map(len, w.at_BN)), H, D, dtype=torch.bfloat16)
+    backend = TritonBackend()
+    prepared = backend.prepare(plan_on_device(w.plan.local(kind), DEVICE))
+    got = backend.attend(q_THD.to(DEVICE), on_device(view, DEVICE), prepared, on_device(scoring, DEVICE)).out_THD
+    exact = want(w, q_THD, view, kind, scoring)
+    assert float((got.double().cpu() - exact).norm() / exact.norm()) < 1e-2
