@@ -3,7 +3,7 @@
 
     python benchmarks/alibi_encoder.py --out benchmarks/results/alibi_encoder_h200.json
 
-ALiBi: 32/8 heads of 128 over scattered pages of 16, with slopes and without.  Cross attention: 16 heads of 64 over texts of 1,024
+ALiBi: 32/8 heads of 128 over scattered pages of 16, with slopes and without.  Cross attention: 16 heads of 64, texts of 1,024
 tokens (BART).  Encoder attention: 12 heads of 64, all of a text and windows of 64 tokens on both sides (ModernBERT), beside
 torch's own attention over all of it.  Times are medians of CUDA-graph replays, per layer; a graph holds several layers with
 caches of their own, so that a layer finds its keys in memory and not in L2.  The byte limit is the time to read keys and values

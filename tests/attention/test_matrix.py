@@ -141,6 +141,11 @@ def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: p
 LESSER = {  # what every backend does today: a row without it, what it says then, and the setting of its own that mends it
     "softcap": (dict(softcap=False), dict(softcap=True), "has no softcap, which these models use", None),
     "sinks": (dict(sinks=False), dict(sinks=True), "has no attention sinks, which these models use", None),
+    "alibi": (dict(alibi=False), dict(alibi=True), "has no ALiBi, which these models use", None),
+    "cross": (dict(cross=False), dict(cross=True), "has no cross attention, which the target uses", None),
+    "encoder": (
+        dict(encoder=False), dict(encoder=True), "has no attention in both directions, which the target's encoder uses", None,
+    ),
     "tree": (dict(tree=False), dict(tree=True), "answers chains only", "topk=1"),
     "graphs": (dict(graphs=(False,)), dict(graphs="step"), "be captured with cuda_graphs='step'", "cuda_graphs=False"),
     "shared_prefixes": (
@@ -199,7 +204,7 @@ def test_what_is_answered_equals_dense_masked_attention(cell: Cell) -> None:
     skip_what_is_absent(cell)
     world = World(cell)
     q_THD, kv = world.inputs()
-    world.check(world.forward(world.attention(make_backend(cell.backend)), q_THD, kv), q_THD)
+    world.check(world.forward(world.attention(make_backend(cell.backend)), q_THD, kv), q_THD, kv)
 
 
 @pytest.mark.gpu
@@ -229,7 +234,7 @@ def test_a_captured_pass_equals_dense_masked_attention(cell: Cell) -> None:
         for out in outs:
             out.fill_(torch.nan)
         graph.replay()
-        world.check(outs, q_THD)
+        world.check(outs, q_THD, kv)
 
 
 @pytest.mark.gpu
