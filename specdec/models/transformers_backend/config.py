@@ -116,8 +116,8 @@ def _refuse(config: Any, where: str) -> None:
         )
     if _has_alibi(config):
         raise ValueError(
-            f"{where}: {name} with ALiBi biases attention by distance, which no kernel here computes; nearest: a model with "
-            "rotary positions"
+            f"{where}: {name} with ALiBi biases attention by distance in code of its own, which does not call transformers' "
+            "attention interface; nearest: a model with rotary positions"
         )
     text = config.get_text_config(decoder=True)
     if text is not config:

@@ -47,13 +47,16 @@ def trace(config: Any, where: str) -> Trace:
 
     where: the config's name for error messages.  ValueError names `where` and the part of the model that specdec can't run.
     """
+    parts: Parts | None = None
     calls: list[AttentionCall] = []
     of_encoder: list[AttentionCall] = []
     states: dict[int, Tensor] = {}
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
-        return call.value.new_empty((1, TOKENS, call.query.shape[1], call.query.shape[3]))
+        is_cross = isinstance(parts, EncoderDecoderParts) and parts.is_cross(call)  # it is given no values
+        width = (call.query if is_cross else call.value).shape[3]
+        return call.query.new_empty((1, TOKENS, call.query.shape[1], width))
 
     def record_encoder(call: AttentionCall) -> Tensor:
         of_encoder.append(call)
