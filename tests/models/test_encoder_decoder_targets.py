@@ -76,11 +76,9 @@ def test_what_does_not_go_with_an_encoder_is_refused(bart: Path, tmp_path: Path,
     prompts.write_text(json.dumps({"token_ids": [5, 6]}) + "\n")
     assert cli.main(["bench", "--target", str(bart), "--prompts", str(prompts), "--batch-sizes", "1"]) == 2
     assert "must be a decoder-only model" in capsys.readouterr().err
-    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
-    for text in texts:
-        text.write_text(f"{text.name} begins here\n" * 40)
+    (tmp_path / "text.txt").write_text("one<|endoftext|>two")
     with pytest.raises(ValueError, match="target must be a decoder-only model, such as a Llama, got .* a bart model"):
-        train_head(HeadRun(width=48, longest_prompt=8), bart, texts, tmp_path / "out", device="cpu")
+        train_head(HeadRun(width=48, longest_prompt=8), bart, [tmp_path / "text.txt"], tmp_path / "out", device="cpu")
 
 
 def test_the_start_is_named_by_the_checkpoint(bart: Path, tmp_path: Path) -> None:
