@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
 import torch
 
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
-from specdec.attention.flash.rule import MEASURED_HEAD_DIM, why_fa4
+from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.config import GraphMode
 
@@ -96,11 +97,11 @@ TABLE = {
     c.name: c
     for c in (
         Capability(
-            "torch", "gathered keys, SDPA", "CPU, H100", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
+            "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
             mla="any scoring",
         ),
         Capability(
-            "triton", "our kernels", "H100", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
             kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain",
         ),
         Capability(
@@ -109,7 +110,7 @@ TABLE = {
             alibi=False, cross=False, encoder=False,
         ),
         Capability(
-            "fa3", "flash_attn_interface", UNSEEN, package="flash-attn-3", least_version=(3, 0), architectures=(9,),
+            "fa3", "flash_attn_interface", "H200", package="flash-attn-3", least_version=(3, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
             alibi=False, cross=False, encoder=False,
         ),
@@ -135,6 +136,7 @@ class AttentionNeeds:
     """What a pair of models and its settings need of attention.
 
     architecture: the GPU's compute capability; None on a CPU.
+    gpu: the kind of GPU, as gpu_kind names it.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
     alibi: whether layers have ALiBi's slopes.
     cross, encoder: whether the target has an encoder, whose attention looks in both directions and whose output each layer of
@@ -151,6 +153,7 @@ class AttentionNeeds:
     device: torch.device
     dtype: torch.dtype
     architecture: tuple[int, int] | None = None
+    gpu: str = ""
     head_dims: tuple[int, ...] = (128,)
     kinds: tuple[LayerKind, ...] = (FULL,)
     softcap: bool = False
@@ -173,6 +176,13 @@ class AttentionNeeds:
 def architecture_of(device: torch.device) -> tuple[int, int] | None:
     """The GPU's compute capability (major, minor); None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
+def gpu_kind(device: torch.device) -> str:
+    """The kind of GPU by which measured rules are kept: "H100" or "H200"; the empty string for any other device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+    return next((kind for kind in MEASURED if kind in name), "")
 
 
 def kind_name(kind: LayerKind) -> str:
@@ -360,7 +370,8 @@ def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
         if not_torch := why_not("torch", needs):
             raise ValueError(not_torch)
         return BackendChoice("torch", f"triton {problem}")
-    if not why_not("fa4", needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
-        if reason := why_fa4(needs.rows, needs.kv_heads, needs.packed, needs.tokens):
-            return BackendChoice("fa4", reason, by_rule=True)
+    library = MEASURED.get(needs.gpu)
+    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
+        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens)):
+            return BackendChoice(library, reason, by_rule=True)
     return BackendChoice("triton", "CUDA device and triton installed")

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""flash-attn 4 as our backend calls it, against our kernels: the data for attention/flash/rule.py.  Writes a table and JSON.
+"""A flash-attn library as our backend calls it, against our kernels: the data for attention/flash/rule.py.  Writes a table and
+JSON.
 
-    python benchmarks/flash.py --out benchmarks/results/flash_h100.json
+    python benchmarks/flash.py --library fa4 --out benchmarks/results/flash_h100.json
+    python benchmarks/flash.py --library fa3 --out benchmarks/results/flash_h200.json
 
 The cases are those of attention.py in this folder, some between them, and prompts.  Both sides run as they do in a model: our
-kernels read the rows of the tree and merge in both, and on one side flash-attn 4 reads the prefix (or everything, where there
+kernels read the rows of the tree and merge in both, and on one side flash-attn reads the prefix (or everything, where there
 is no tree).  Times are of CUDA-graph replays, per layer.  `error` is the distance of each side to the oracle in float64, where
 that fits into memory; `apart` is the distance between the two sides.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import itertools
 import json
@@ -26,9 +29,10 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.capabilities import gpu_kind
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.flash.backend import FlashBackend
-from specdec.attention.flash.rule import fa4_is_faster
+from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kernels.triton_backend import TritonBackend
 
 spec = importlib.util.spec_from_file_location("attention_cells", Path(__file__).with_name("attention.py"))
@@ -48,12 +52,13 @@ PROMPTS = [
 ]
 PROMPTS += [Case("chain", 1, 16384, 2048)]
 ORACLE_KEYS = 16_384
+MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 
 
 class Side:
     """One backend over all layers of a world, as in a model: the plan is prepared once."""
 
-    def __init__(self, backend: TritonBackend) -> None:
+    def __init__(self, backend: Any) -> None:
         self.backend = backend
 
     def __call__(self, world: Any) -> list[Tensor]:
@@ -61,33 +66,37 @@ class Side:
         return [self.backend.attend(world.q_THD, view, prepared).out_THD for view in world.views]
 
 
-def measure(case: Any, pool: Tensor, ours: Side, fa4: Side, replays: int) -> dict[str, Any]:
+def measure(case: Any, pool: Tensor, ours: Side, library: Side, replays: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
     world = World(case, pool)
     start = time.perf_counter()
-    fa4(world)
+    library(world)
     torch.cuda.synchronize()
     first = time.perf_counter() - start
     us, out = cells.timed(ours, world, replays)
-    fa4_us, fa4_out = cells.timed(fa4, world, replays)
+    library_us, library_out = cells.timed(library, world, replays)
     packed = case.N * cells.H // cells.K
     prefix = world.plan.segments[0]
+    name, gpu = library.backend.library, gpu_kind(prefix.cache_seqlens.device)
+    by_rule = is_faster(name, gpu, Reads(prefix.rows, cells.K, packed, prefix.max_keys))
     row: dict[str, Any] = {
         "kind": case.kind, "B": case.B, "L": case.L, "N": case.N, "packed": packed,
-        "us": round(us, 2), "fa4_us": round(fa4_us, 2), "ratio": round(us / fa4_us, 3),
-        "rule": "fa4" if fa4_is_faster(prefix.rows, cells.K, packed) else "ours",
-        "first_call_s": round(first, 2), "apart": cells.apart(out, fa4_out),
+        "us": round(us, 2), "library_us": round(library_us, 2), "ratio": round(us / library_us, 3),
+        "rule": name if by_rule else "ours",
+        "first_call_s": round(first, 2), "apart": cells.apart(out, library_out),
     }  # fmt: skip
     if case.B * case.L <= ORACLE_KEYS and case.N <= 64:
         oracle = TorchBackend()
         view = MHAView(world.views[-1].kv.double())
         want = oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan)).out_THD
-        row["error"] = [cells.apart(out, want), cells.apart(fa4_out, want)]
+        row["error"] = [cells.apart(out, want), cells.apart(library_out, want)]
     return row
 
 
 def show(row: dict[str, Any]) -> str:
-    text = f"{row['kind']:6} {row['B']:3} {row['L']:7} {row['N']:5} {row['us']:9.2f} {row['fa4_us']:9.2f} {row['ratio']:6.2f}"
+    text = (
+        f"{row['kind']:6} {row['B']:3} {row['L']:7} {row['N']:5} {row['us']:9.2f} {row['library_us']:9.2f} {row['ratio']:6.2f}"
+    )
     text += f"   {row['rule']}" + (f"   first call {row['first_call_s']:.1f} s" if row["first_call_s"] > 1 else "")
     return text + ("   WRONG" if max(row["apart"], *row.get("error", [0])) > 1e-2 else "")
 
@@ -97,31 +106,31 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--pool-gb", type=float, default=36.0, help="GPU memory for caches; larger cases are skipped")
     parser.add_argument("--replays", type=int, default=15)
-    parser.add_argument("--part", choices=("all", "cells", "between"), default="all")
+    parser.add_argument("--library", choices=("fa2", "fa3", "fa4"), default="fa4")
+    parser.add_argument("--part", choices=("all", "cells", "between", "prompts"), default="all")
     args = parser.parse_args()
     start = time.perf_counter()
-    import flash_attn.cute.interface  # noqa: F401  # seconds, and not part of a first call
-
+    importlib.import_module(MODULES[args.library])  # seconds, and not part of a first call
     import_s = time.perf_counter() - start
-    print(f"{torch.cuda.get_device_name()}, {cells.versions()}, import of flash-attn 4 {import_s:.1f} s")
+    print(f"{torch.cuda.get_device_name()}, {cells.versions()}, import of {args.library} {import_s:.1f} s")
     pool = torch.empty(int(args.pool_gb * 1e9) // 2, dtype=torch.bfloat16, device="cuda").normal_()
-    ours, fa4, rows = Side(TritonBackend()), Side(FlashBackend("fa4")), []
-    asked = {"all": cells.CAUSAL + cells.TREES + BETWEEN + PROMPTS, "cells": cells.CAUSAL + cells.TREES}
-    print("kind     B       L     N        us    fa4 us  ratio   the rule takes")
+    ours, library, rows = Side(TritonBackend()), Side(FlashBackend(args.library)), []
+    asked = {"all": cells.CAUSAL + cells.TREES + BETWEEN + PROMPTS, "cells": cells.CAUSAL + cells.TREES, "prompts": PROMPTS}
+    print(f"kind     B       L     N        us    {args.library} us  ratio   the rule takes")
     for case in asked.get(args.part, BETWEEN + PROMPTS):
         if case.B * (case.L + case.N + cells.PAGE_SIZE) * 2 * cells.K * cells.D > pool.numel():
             continue
-        rows.append(measure(case, pool, ours, fa4, args.replays))
+        rows.append(measure(case, pool, ours, library, args.replays))
         print(show(rows[-1]), flush=True)
-    wrong = [row for row in rows if (row["ratio"] > 1.0) != (row["rule"] == "fa4")]
-    print(
-        f"fa4 is faster in {sum(row['ratio'] > 1 for row in rows)} of {len(rows)}; the rule takes the slower in {len(wrong)}:"
-    )
+    wrong = [row for row in rows if (row["ratio"] > 1.0) != (row["rule"] != "ours")]
+    faster = sum(row["ratio"] > 1 for row in rows)
+    print(f"{args.library} is faster in {faster} of {len(rows)}; the rule takes the slower in {len(wrong)}:")
     for row in sorted(wrong, key=lambda row: row["ratio"]):
         print("  ", show(row))
     if args.out:
         about = {
-            "device": torch.cuda.get_device_name(), "python": platform.python_version(), "versions": cells.versions(),
+            "library": args.library, "device": torch.cuda.get_device_name(),
+            "python": platform.python_version(), "versions": cells.versions(),
             "date": datetime.date.today().isoformat(), "heads": [cells.H, cells.K, cells.D], "dtype": "bfloat16",
             "page_size": cells.PAGE_SIZE, "replays": args.replays, "import_s": round(import_s, 2),
         }  # fmt: skip

@@ -19,7 +19,7 @@ RoundKind = Literal["plain", "paused", "speculative"]
 
 @dataclass(frozen=True)
 class Source:
-    """A text that the target's encoder reads when its row enters.  page: where the encoder's cache keeps it."""
+    """A text that the target's encoder reads.  page: where the encoder's cache keeps it."""
 
     page: int
     token_ids: Sequence[int]
@@ -55,13 +55,15 @@ class PromptPart:
     """Consecutive tokens of one prompt.
 
     start: the position of the first token; the keys and values of all tokens before it are in the cache.  follower: the
-    prompt's token after the last one here, or -1 if the prompt ends here.
+    prompt's token after the last one here, or -1 if the prompt ends here.  source: a text that the target's encoder has to
+    read before this part, the first of its prompt.
     """
 
     row: int
     token_ids: Sequence[int]
     start: int
     follower: int
+    source: Source | None = None
 
     @property
     def is_last(self) -> bool:

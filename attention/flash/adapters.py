@@ -2,7 +2,7 @@
 
 They translate argument names, layouts of lse and conventions for empty rows; they hold no kernel.  They answer segments without
 first keys, over keys in the models' own dtype, in pages that the library can read.  Sinks are never passed to a library:
-whoever merges the states adds them, once.
+they are added once, above the backend.
 
 Shapes: T queries, H heads, K kv heads, D head dim, R rows, n queries of each row, P page size.
 """
@@ -97,8 +97,7 @@ ADAPTERS: dict[str, Adapter] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_s
 def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
     assert isinstance(view, MHAView), f"the flash-attn adapters read plain caches, got {type(view).__name__}"
-    assert scoring.sinks_H is None, "sinks are added once, where states are merged"
-    assert not segment.is_per_query, "queries have first keys, ends or places of their own: our kernel reads such segments"
+    assert not segment.is_per_query, "queries differ in first keys, windows or places: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.pages.page_size))
     return pages[:, :, 0], pages[:, :, 1]

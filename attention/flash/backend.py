@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.capabilities import TABLE
+from specdec.attention.capabilities import TABLE, gpu_kind
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
-from specdec.attention.flash.rule import fa4_is_faster
+from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.segment import Segment
@@ -57,8 +57,11 @@ class FlashBackend(TritonBackend):
             return False
         if segment.pages.page_size % TABLE[self.library].page_multiple:
             return False  # pages of a size that the library can't read, such as slots
+        if not self.by_rule:
+            return True
         kv_heads = view.kv.shape[2]
-        return not self.by_rule or fa4_is_faster(segment.rows, kv_heads, segment.max_seqlen_q * (q_THD.shape[1] // kv_heads))
+        packed = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads)
+        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, segment.max_keys))
 
     def _check_once(self, q_THD: Tensor, view: MHAView, segment: Segment) -> None:
         """Before the first call with these heads: checks the library's conventions on two cases with known answers."""

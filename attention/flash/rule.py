@@ -1,31 +1,52 @@
-"""Where flash-attn 4 reads a prefix faster than specdec's kernel, decided by shapes that the host knows.
+"""Where a flash-attn library reads a prefix faster than specdec's kernel, decided by shapes that the host knows.
 
-A program of flash-attn 4 handles 128 packed rows (queries x heads) and all keys of a row.  The GPU idles where there are fewer
-programs than SMs, and a program is half empty where a row packs fewer queries.  `auto` takes flash-attn 4 for large trees over
-long sequences, and then for prompts too; it does not for prompts alone, because its start-up costs seconds.  Measured on an
-H100: benchmarks/README.md, "Why the tiles and rules are what they are".  This module imports no library.
+Each rule holds for the kind of GPU on which it was measured, with heads of 128 (benchmarks/README.md, "Why the tiles and rules
+are what they are").  On other GPUs, and for other heads, `auto` takes no library.  This module imports no library.
 """
 
 from __future__ import annotations
 
-TILE = 128  # packed queries x heads of one program
+from typing import NamedTuple
+
+MEASURED_HEAD_DIM = 128
+MEASURED = {"H100": "fa4", "H200": "fa3"}  # the library whose rule was measured on each kind of GPU
+
+# flash-attn 4 on an H100.  A program handles TILE packed queries x heads and all keys of a row: the GPU idles where there are
+# fewer programs than SMs, and a program is half empty where a row packs fewer queries.
+TILE = 128
 LEAST_TILES = 128  # threshold: about as many programs as an H100 has SMs (132)
-MEASURED_HEAD_DIM = 128  # the rule was measured for this head dim only
-LONG = 4096  # threshold in tokens: rounds over shorter sequences never win the start-up time back
+LONG = 4096  # threshold in tokens: rounds over shorter sequences never win its start-up time back
+
+# flash-attn 3 on an H200.  It has more to do before its first product than our kernel, and more products a second after it.
+LEAST_PACKED = 128  # threshold in queries x heads: with fewer, both libraries wait for memory
+LEAST_PRODUCTS = 2**23  # threshold in pairs of a key and a query x head
 
 
-def fa4_is_faster(rows: int, kv_heads: int, packed: int) -> bool:
-    """rows: sequences.  packed: a row's queries times the heads of a group, all of which read the same keys."""
-    return packed > TILE and rows * kv_heads * -(-packed // TILE) >= LEAST_TILES
+class Reads(NamedTuple):
+    """A call's shape: `rows` sequences of `keys` keys, and in each row `packed` queries x heads that share a kv head's keys."""
+
+    rows: int
+    kv_heads: int
+    packed: int
+    keys: int
 
 
-def why_fa4(rows: int, kv_heads: int, packed: int, tokens: int) -> str:
-    """The reason for which `auto` takes flash-attn 4; the empty string if it does not.
+def is_faster(library: str, gpu: str, reads: Reads) -> bool:
+    """Whether the library has measured faster than specdec's kernel for such a call on that kind of GPU."""
+    if MEASURED.get(gpu) != library:
+        return False
+    if library == "fa4":
+        return reads.packed > TILE and reads.rows * reads.kv_heads * -(-reads.packed // TILE) >= LEAST_TILES
+    return reads.packed >= LEAST_PACKED and reads.rows * reads.keys * reads.packed >= LEAST_PRODUCTS
 
-    rows, tokens: the most sequences, and the most tokens of one.
-    packed: a tree's queries times the heads of a group.
+
+def why(gpu: str, reads: Reads) -> str:
+    """The reason for which `auto` takes the library that was measured on this GPU; the empty string if it takes none.
+
+    reads: the most sequences, the most tokens of one, and a tree's packed queries.
     """
-    if tokens < LONG or not fa4_is_faster(rows, kv_heads, packed):
+    library = MEASURED.get(gpu)
+    if library is None or not is_faster(library, gpu, reads) or (library == "fa4" and reads.keys < LONG):
         return ""
-    read = f"prefixes of up to {rows} trees ({packed} queries x heads a key) and long prompts"
-    return f"flash-attn 4 reads {read}; specdec's kernels read the rest"
+    read = f"prefixes of up to {reads.rows} trees ({reads.packed} queries x heads a key) and long prompts"
+    return f"flash-attn {library[2:]} reads {read}; specdec's kernels read the rest"

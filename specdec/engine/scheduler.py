@@ -190,11 +190,7 @@ class Scheduler:
             self.totals.entered(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
-            source = None
-            if request.source_ids is not None:
-                assert place.source is not None
-                source = Source(place.source, request.source_ids)
-            entries.append(Entry(len(self.seats), place.table, *options, speculates, source))
+            entries.append(Entry(len(self.seats), place.table, *options, speculates, self._source(request)))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -249,7 +245,8 @@ class Scheduler:
                 continue
             prompt, end = seat.request.prompt_ids, seat.done + tokens
             follower = prompt[end] if end < len(prompt) else -1
-            parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower))
+            source = None if seat.done else self._source(seat.request)
+            parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower, source))
             seats.append(seat)
             seat.done = end
             if follower < 0:
@@ -257,6 +254,7 @@ class Scheduler:
                 self._rows_changed()
         ending = [seat.request for seat in seats if seat is not None and seat.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
+        cost += sum(self.budget.cost(0, len(part.source.token_ids)) for part in parts if part.source)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         mode, drafted = sampling_mode(ending), any(self._speculates(seat.request) for seat in seats if seat is not None)
         return Launch([], RunChunk(tuple(parts), mode, drafted, cost, may_capture), seats)
@@ -283,6 +281,14 @@ class Scheduler:
             if seat is not None:
                 seat.unread += 1
         return Launch(before, step, seats)
+
+    def _source(self, request: Request) -> Source | None:
+        """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
+        if request.source_ids is None:
+            return None
+        page = self.admission.places[request].source
+        assert page is not None
+        return Source(page, request.source_ids)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend
+from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
@@ -159,6 +159,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         settings.device,
         settings.dtype,
         architecture_of(settings.device),
+        gpu_kind(settings.device),
         head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not keeps_latents(c))),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),

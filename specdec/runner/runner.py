@@ -67,6 +67,9 @@ class DeviceRunner:
 
     def _chunk(self, step: RunChunk) -> Pending:
         with self.clock.phase("prefill"):
+            for part in step.parts:
+                if part.source is not None:
+                    self._read_source(part.source)
             first_B = self.prompts.run(step)
         return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
 
@@ -101,9 +104,6 @@ class DeviceRunner:
         state = self.workers.state
         source_R2 = numbers_RX[:, 6:8] if state.source_size else None
         state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 8:], sampling, numbers_RX[:, 3], source_R2)
-        for entry in step.entries:
-            if entry.source is not None:
-                self._read_source(entry.source)
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""

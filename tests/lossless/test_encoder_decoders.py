@@ -13,6 +13,7 @@ from toolkit.oracles.encoder_decoders import ENCODER_DECODERS, LONGEST, eager, g
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.models.transformers_backend.encoder_decoder import EncoderDecoderTarget
 
 LENS = [1, 2, 35, LONGEST, 21, 9]
 TOKENS = [14, 5, 9, 20, 3, 12]  # rows end at different times, and others move
@@ -72,3 +73,23 @@ def test_the_forced_first_token_is_part_of_the_decoders_start(tmp_path: Path) ->
     """Keeps out: a summary or translation that lacks the token which the checkpoint forces after the first."""
     target = save_encoder_decoder(tmp_path / "target", "mbart", forced=7)
     hold_lossless(target, None, None, begin=2)
+
+
+def test_a_text_that_fails_leaves_the_others_running(bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: an encoder without memory for one text, which ends the requests of all rows."""
+    read = EncoderDecoderTarget.read_text
+
+    def read_text(self: EncoderDecoderTarget, ids_S: torch.Tensor, backend: Any) -> torch.Tensor:
+        if len(ids_S) == LONGEST:
+            raise MemoryError("no room for this text")
+        return read(self, ids_S, backend)
+
+    monkeypatch.setattr(EncoderDecoderTarget, "read_text", read_text)
+    with SpecDecoder.from_pretrained(bart, device="cpu", dtype="float32", max_batch_size=2, prefill_chunk=1) as decoder:
+        with pytest.raises(RuntimeError, match="the request failed while it ran: no room for this text"):
+            decoder.generate(sources(), SamplingParams(max_tokens=4))
+        model = eager(bart)
+        for source in (sources()[2], sources()[4]):
+            (out,) = decoder.generate([source], SamplingParams(max_tokens=6))
+            assert out.token_ids == greedy(model, source, 6)
+        assert sorted(decoder.engine.scheduler.admission._free_sources) == [0, 1]
