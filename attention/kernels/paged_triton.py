@@ -201,7 +201,7 @@ def paged_attention_kernel(
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
         if HAS_SLOPES:
-            s_MN += slope_M[:, None] * (key_N[None, :] - at_M[:, None]).to(tl.float32)
+            s_MN += (slope_M * (start - at_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
         if CAUSAL or HAS_STARTS:
             visible_MN = ok_N[None, :]
             if CAUSAL:

@@ -187,9 +187,9 @@ def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scor
     """attend, and run of each segment, whose states hold no sinks."""
     q_THD = q_THD.to(DEVICE)
     plan = plan_on_device(plan, DEVICE)
-    on_device = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
+    there = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
     bound = 1e-9 if q_THD.dtype == torch.float64 else 3e-5
-    out_THD = attended(backend, q_THD, on_device(view, DEVICE), plan, on_device)
+    out_THD = attended(backend, q_THD, on_device(view, DEVICE), plan, there)
     torch.testing.assert_close(out_THD.double().cpu(), want, atol=bound, rtol=bound)
 
 
@@ -205,8 +205,8 @@ def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None
     q_THD = w.randn(w.B * N, w.H, w.D).to(dtype)
     for segment in plan.parts:
         want = ReferenceBackend().run(q_THD.double(), view, segment, scoring)
-        on_device = replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
-        got = make().run(q_THD.to(DEVICE), on_device(view, DEVICE), on_device(segment, DEVICE), on_device)
+        there = replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
+        got = make().run(q_THD.to(DEVICE), on_device(view, DEVICE), on_device(segment, DEVICE), there)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.double().cpu(), b, atol=3e-5, rtol=3e-5)
 
