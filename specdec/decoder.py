@@ -224,7 +224,7 @@ class SpecDecoder:
         vocab_size = self.model.config.vocab_size
         ids, source_ids, encoder = encode_prompt(prompt, name, self.tokenizer, vocab_size), None, self.model.config.encoder
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
-            check_source(ids, name, encoder.max_tokens)
+            check_source(ids, name, self.settings.longest_source(self.model.config))
             ids, source_ids = list(encoder.start_ids), ids
         check_length(ids, sampling, name, self.settings.max_seq_len)
         for token in sampling.stop_token_ids or ():

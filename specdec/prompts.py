@@ -169,11 +169,11 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
 
 
 def check_source(ids: list[int], name: str, longest: int) -> None:
-    """PromptTooLong if the prompt is longer than the target's encoder reads.  name: what errors call it."""
+    """PromptTooLong if the prompt is longer than the encoder's texts may be.  name: what errors call it."""
     if len(ids) > longest:
         raise PromptTooLong(
-            f"{name} has {len(ids)} tokens; expected at most {longest}, as many as the target's encoder reads; "
-            "shorten the prompt"
+            f"{name} has {len(ids)} tokens; expected at most {longest}, the smaller of max_seq_len and what the encoder "
+            "reads; shorten the prompt or raise max_seq_len"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
@@ -65,14 +64,12 @@ class TargetVerifier:
         self.sources = sources
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
 
-    def read_source(self, page: int, ids_S: Tensor) -> None:
+    def read_source(self, slots_S: Tensor, ids_S: Tensor) -> None:
         """Runs the encoder over a text, and keeps each decoder layer's keys and values of it.
 
-        page: where `sources` keeps them, a page of as many slots as the longest text has tokens.  ids_S: int64.
+        slots_S: int64, where `sources` keeps them.  ids_S: int64.
         """
-        assert isinstance(self.model, EncoderDecoder) and self.sources is not None and self.model.config.encoder is not None
-        first = page * self.model.config.encoder.max_tokens
-        slots_S = torch.arange(first, first + ids_S.shape[0], device=ids_S.device)
+        assert isinstance(self.model, EncoderDecoder) and self.sources is not None
         for layer, kv_S2KD in enumerate(self.model.read_text(ids_S, self.backend)):
             self.sources.view(layer).write(slots_S, kv_S2KD)
 

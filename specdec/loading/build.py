@@ -27,7 +27,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
 from specdec.loading.resolve import EngineSettings
-from specdec.models.config import EncoderConfig, ModelConfig
+from specdec.models.config import ModelConfig
 from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
@@ -89,8 +89,8 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pool: PagePool) -> Workers:
     backend = make_backend(settings.attention_backend)
     aux_layers = head.config.aux_layers if head else ()
-    cache, encoder = _cache(model, model.config, pool, settings), model.config.encoder
-    sources = None if encoder is None else _source_cache(model, encoder, settings)
+    cache, longest = _cache(model, model.config, pool, settings), settings.longest_source(model.config)
+    sources = _source_cache(model, settings) if longest else None
     verifier = TargetVerifier(model, cache, backend, aux_layers, sources)
     drafter: Drafter | None = None
     spec = settings.spec if head else None
@@ -108,7 +108,7 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
         spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,
         page_size=settings.options.page_size,
-        source_size=0 if encoder is None else encoder.max_tokens,
+        source_size=longest,
         max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
         features=head.config.feature_size if head else 0,
         device=settings.device,
@@ -191,10 +191,8 @@ def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings,
 
 def source_bytes(model: Target, settings: EngineSettings) -> int:
     """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
-    encoder, options = model.config.encoder, settings.options
-    if encoder is None:
-        return 0
-    return options.max_batch_size * encoder.max_tokens * kv_token_bytes(model.config, options.kv_cache_dtype, settings.dtype)
+    slots = settings.options.max_batch_size * settings.longest_source(model.config)
+    return slots * kv_token_bytes(model.config, settings.options.kv_cache_dtype, settings.dtype)
 
 
 def _pool_bytes(device: torch.device) -> float:
@@ -211,7 +209,7 @@ def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: Engi
     return make_cache(model, config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)
 
 
-def _source_cache(model: Target, encoder: EncoderConfig, settings: EngineSettings) -> KVCache:
+def _source_cache(model: Target, settings: EngineSettings) -> KVCache:
     """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text."""
-    slots = settings.options.max_batch_size * encoder.max_tokens
+    slots = settings.options.max_batch_size * settings.longest_source(model.config)
     return make_cache(model, model.config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)

@@ -15,7 +15,7 @@ from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.kv import heads_a_key, keeps_latents
+from specdec.models.kv import head_dims, heads_a_key, keeps_latents
 from specdec.options import EngineOptions
 
 
@@ -47,6 +47,10 @@ class EngineSettings:
     def lookahead(self) -> int:
         """Slots after the committed tokens that rounds in flight may write."""
         return self.spec.lookahead if self.spec else 2
+
+    def longest_source(self, target: ModelConfig) -> int:
+        """The most tokens of a text that the target's encoder reads, no more than those of one request; 0 without one."""
+        return 0 if target.encoder is None else min(target.encoder.max_tokens, self.max_seq_len)
 
     @property
     def pages_per_sequence(self) -> int:
@@ -160,7 +164,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         settings.dtype,
         architecture_of(settings.device),
         gpu_kind(settings.device),
-        head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not keeps_latents(c))),
+        head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in head_dims(c))),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),

@@ -46,10 +46,12 @@ class EncoderConfig:
 
     max_tokens: the longest text that it reads.
     start_ids: the tokens that the decoder's text begins with; no prompt says them.
+    head_dim: of the encoder's own attention.
     """
 
     max_tokens: int
     start_ids: tuple[int, ...]
+    head_dim: int
 
 
 @dataclass(frozen=True)

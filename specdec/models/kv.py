@@ -52,6 +52,12 @@ def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype)
     return config.num_layers * cache_layout(config, kv_cache_dtype, dtype).bytes
 
 
+def head_dims(config: ModelConfig) -> tuple[int, ...]:
+    """The head dims of a model's attention, its encoder's included; none for latent attention."""
+    own = () if keeps_latents(config) else (config.head_dim,)
+    return own if config.encoder is None else (*own, config.encoder.head_dim)
+
+
 def heads_a_key(config: ModelConfig) -> int:
     """How many query heads read the same key: all of them with latent attention, else the size of a GQA group."""
     return config.num_heads if keeps_latents(config) else config.num_heads // config.num_kv_heads

@@ -108,7 +108,9 @@ class DeviceRunner:
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
         ids_S = torch.tensor(source.token_ids, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        self.workers.verifier.read_source(source.page, ids_S)
+        first = source.page * self.workers.state.source_size
+        slots_S = torch.arange(first, first + len(source.token_ids), device=self.device)
+        self.workers.verifier.read_source(slots_S, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
         self.rounds.catch_up(self._rows(step.rows, step.shared))

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
-from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS
+from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
 from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
 
@@ -47,24 +47,24 @@ def read_transformers_config(folder: Path) -> ModelConfig:
             "model; they may change what the model computes; nearest: a config.json without them, if they do not"
         )
     has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    own = decoder_config(config) if has_encoder else config
     if has_encoder:
-        kinds = (FULL,) * whole(raw, "decoder_layers", where, config.decoder_layers, most=MOST_LAYERS)
-    else:
-        kinds = layer_kinds(config, where)
+        whole({"decoder_layers": num_decoder_layers(config)}, "decoder_layers", where, most=MOST_LAYERS)
+    kinds = layer_kinds(own, where) if own is not config or not has_encoder else (FULL,) * config.decoder_layers
     traced = trace(config, where)
-    most, why = _max_position(config)
+    most, why = _max_position(own)
     _check_windows(kinds, traced, where)
     return ModelConfig(
         family=config.model_type,
         hidden_size=traced.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * traced.hidden_size,
+        intermediate_size=getattr(own, "intermediate_size", None) or 4 * traced.hidden_size,
         num_layers=len(kinds),
         num_heads=traced.num_heads,
         num_kv_heads=traced.num_kv_heads,
         head_dim=traced.head_dim,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        rope=_rope(config),
+        vocab_size=own.vocab_size,
+        rms_norm_eps=float(getattr(own, "rms_norm_eps", None) or 1e-6),
+        rope=_rope(own),
         max_position=most,
         max_position_why=why,
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
@@ -74,7 +74,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
         eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
         dtype=dtype_name(raw, where),
-        encoder=_encoder(config, folder, most) if has_encoder else None,
+        encoder=_encoder(config, folder, traced.encoder_head_dim) if has_encoder else None,
     )
 
 
@@ -131,20 +131,26 @@ def _refuse(config: Any, where: str) -> None:
         raise ValueError(f"{where}: {name} shares keys and values between layers (num_kv_shared_layers), which can't run here")
 
 
-def _encoder(config: Any, folder: Path, longest: int) -> EncoderConfig:
+def _encoder(config: Any, folder: Path, head_dim: int | None) -> EncoderConfig:
     """What the encoder reads, and the tokens that the decoder's text begins with, as transformers' generate begins it."""
-    values: list[int] = []
-    for key in ("decoder_start_token_id", "forced_bos_token_id"):
+
+    def named(key: str) -> int | None:
         for path in (folder / "generation_config.json", folder / "config.json"):
             raw = read_json(path) if path.is_file() else {}
             if raw.get(key) is not None:
-                values.append(whole(raw, key, str(path), least=0, most=config.vocab_size - 1))
-                break
-    if not values:
+                return whole(raw, key, str(path), least=0, most=decoder_config(config).vocab_size - 1)
+        return None
+
+    first = named("decoder_start_token_id")
+    first = named("bos_token_id") if first is None else first
+    if first is None:
         raise ValueError(
             f"{folder / 'config.json'}: decoder_start_token_id must be the id that the decoder's text begins with, got None"
         )
-    return EncoderConfig(longest, tuple(values))
+    assert head_dim is not None, "the trace has run the encoder"
+    forced = named("forced_bos_token_id")
+    longest, _ = _max_position(getattr(config, "encoder", config))
+    return EncoderConfig(longest, (first,) if forced is None else (first, forced), head_dim)
 
 
 def _has_alibi(config: Any) -> bool:

@@ -15,6 +15,7 @@ from specdec.attention.encoder.inputs import CrossInputs
 from specdec.attention.encoder.texts import attend_texts, encoder_segment
 from specdec.attention.inputs import AttentionFn
 from specdec.attention.kinds import Scoring
+from specdec.attention.segment import Segment
 from specdec.models.config import ModelConfig
 from specdec.models.target import EncoderDecoder
 from specdec.models.transformers_backend.attention import AttentionCall
@@ -29,17 +30,21 @@ class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
         super().__init__(model, config)
         assert isinstance(self.parts, EncoderDecoderParts)
         self.encoder = self.parts.encoder  # so that it moves and counts as ours
+        self.embed_tokens.weight = self.decoder.get_input_embeddings().weight  # the model's may be its encoder's
 
     def read_text(self, ids_S: Tensor, backend: Backend) -> Tensor:
         """See `EncoderDecoder`."""
         assert isinstance(self.parts, EncoderDecoderParts)
         S, device = ids_S.shape[0], ids_S.device
         cu_seqlens = torch.arange(0, S + 1, S, dtype=torch.int32, device=device)
-        segment = encoder_segment(cu_seqlens, S, torch.arange(S, device=device), ragged=False)
+        segments: dict[int | None, Segment] = {}
 
         def attend(call: AttentionCall) -> Tensor:
+            reach = call.sliding_window
+            if reach not in segments:
+                segments[reach] = encoder_segment(cu_seqlens, S, torch.arange(S, device=device), reach, ragged=False)
             q_SQD, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-            return attend_texts(backend, q_SQD, k_SKD, v_SKD, segment, Scoring(call.scaling))[None]
+            return attend_texts(backend, q_SQD, k_SKD, v_SKD, segments[reach], Scoring(call.scaling, call.softcap))[None]
 
         token = self._captured.set({})  # no layer's output of this pass is anybody's feature
         try:
@@ -52,4 +57,4 @@ class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
         if not self.parts.is_cross(call):
             return super()._attend(call, attn)
         layer: int = call.module.layer_idx  # type: ignore[assignment]
-        return attn(layer, CrossInputs(call.query[0].transpose(0, 1)), None, Scoring(call.scaling))[None]
+        return attn(layer, CrossInputs(call.query[0].transpose(0, 1)), None, Scoring(call.scaling, call.softcap))[None]

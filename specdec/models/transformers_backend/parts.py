@@ -45,7 +45,7 @@ class Parts:
         if not lists:
             raise Unsupported(f"expected a list of {count} decoder layers in {type(self.decoder).__name__}, found none")
         self.layers = lists[0]
-        _freeze_rope(self.decoder)
+        freeze_rope(self.decoder)
         setattr(model, name, _PassThroughDecoder())
         self.head = model
 
@@ -71,7 +71,7 @@ class Parts:
         return self.head(inputs_embeds=hidden_TH[None], use_cache=False, return_dict=True).logits[0]
 
 
-def _freeze_rope(decoder: nn.Module) -> None:
+def freeze_rope(decoder: nn.Module) -> None:
     """Switches off rotary scalings that transformers recomputes from the largest position of each pass.
 
     The rotary table keeps its values for texts of up to max_position tokens, and specdec runs no longer ones.  Otherwise one

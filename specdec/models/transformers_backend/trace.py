@@ -40,6 +40,7 @@ class Trace(NamedTuple):
     sliding_windows: tuple[int | None, ...]
     softcap: float | None
     has_sinks: bool
+    encoder_head_dim: int | None
 
 
 def trace(config: Any, where: str) -> Trace:
@@ -72,11 +73,11 @@ def trace(config: Any, where: str) -> Trace:
             parts = make_parts(model)
             parts.on_layers(states.__setitem__)
             if isinstance(parts, EncoderDecoderParts):
-                parts.read_text(torch.zeros(TOKENS, dtype=torch.long), record_encoder)
+                kept = parts.read_text(torch.zeros(TOKENS, dtype=torch.long), record_encoder)
             hidden = parts.hidden(torch.zeros(TOKENS, dtype=torch.long), torch.arange(TOKENS))
             logits = parts.logits(hidden)
         if isinstance(parts, EncoderDecoderParts):
-            calls = _own_calls(calls, of_encoder, parts)
+            calls = _own_calls(calls, of_encoder, parts, kept)
         _check_calls(calls, parts)
         _check_shapes(hidden, states, logits, config)
     except Unsupported as error:
@@ -98,23 +99,30 @@ def trace(config: Any, where: str) -> Trace:
         sliding_windows=tuple(call.sliding_window for call in calls),
         softcap=max((call.softcap for call in calls if call.softcap is not None), default=None),
         has_sinks=any(call.sinks_H is not None for call in calls),
+        encoder_head_dim=of_encoder[0].query.shape[3] if of_encoder else None,
     )
 
 
-def _own_calls(calls: list[AttentionCall], of_encoder: list[AttentionCall], parts: EncoderDecoderParts) -> list[AttentionCall]:
-    """The decoder's calls over its own tokens.  Unsupported if a cross attention, or the encoder, asks for more than heads."""
+def _own_calls(
+    calls: list[AttentionCall], of_encoder: list[AttentionCall], parts: EncoderDecoderParts, kept: Tensor
+) -> list[AttentionCall]:
+    """The decoder's calls over its own tokens.  Unsupported if a cross attention, or the encoder, asks for what is unknown.
+
+    kept: each layer's keys and values of a text that was read, [layers, S, 2, K, D].
+    """
     cross = [call for call in calls if parts.is_cross(call)]
     if [call.module.layer_idx for call in cross] != list(range(len(parts.layers))):
         raise Unsupported("every decoder layer must read the encoder's output once, through the attention interface")
-    if len({call.query.shape[1::2] for call in calls}) > 1:
+    own = [call for call in calls if not parts.is_cross(call)]
+    if len({call.query.shape[1::2] for call in calls}) > 1 or {call.key.shape[1::2] for call in own} != {kept.shape[3:]}:
         raise Unsupported("cross attention must have the heads of the decoder's own attention")
     for call in (*cross, *of_encoder):
         passed = [name for name, value in call.extra.items() if value is not None and name not in (*_HARMLESS, "dropout")]
-        if passed or call.softcap is not None or call.sinks_H is not None or call.sliding_window is not None:
+        if passed or call.sinks_H is not None or (call.sliding_window is not None and call not in of_encoder):
             raise Unsupported(f"the encoder's attention, or attention to it, is more than a softmax of products: {passed}")
         if getattr(call.module, "is_causal", False):
             raise Unsupported("the encoder's attention, or attention to it, is causal; expected it to read every token")
-    return [call for call in calls if not parts.is_cross(call)]
+    return own
 
 
 def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:

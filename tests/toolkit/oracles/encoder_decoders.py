@@ -19,12 +19,26 @@ COMMON = dict(
     encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=LONGEST, pad_token_id=1, bos_token_id=0, eos_token_id=None,
     decoder_start_token_id=2, forced_eos_token_id=None, tie_word_embeddings=False,
 )  # fmt: skip
+MODULE = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, max_position_embeddings=LONGEST, sliding_window=5, query_pre_attn_scalar=10, attn_logit_softcapping=3.0,
+    final_logit_softcapping=20.0, bos_token_id=2, eos_token_id=None, pad_token_id=1,
+)  # fmt: skip
+# Families whose configs are made of two others: an encoder that is wider than its decoder, and has windows in both directions.
+OWN: dict[str, dict[str, Any]] = {
+    "t5gemma": dict(
+        encoder={**MODULE, "hidden_size": 64, "num_hidden_layers": 3}, decoder=MODULE, vocab_size=40, tie_word_embeddings=False,
+        eos_token_id=None, pad_token_id=1, bos_token_id=2,
+    ),
+}  # fmt: skip
 MARGIN = 1e-4  # between the best two logits; below, rounding could decide, and transformers is no oracle
 
 
 def save_encoder_decoder(folder: Path, model_type: str, forced: int | None = None, **changes: Any) -> Path:
     """A random model of that type, as transformers saves it.  forced: the token after the decoder's first."""
-    model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[model_type](**{**COMMON, **changes}), dtype=torch.float32)
+    model = AutoModelForSeq2SeqLM.from_config(
+        CONFIG_MAPPING[model_type](**{**OWN.get(model_type, COMMON), **changes}), dtype=torch.float32
+    )
     generator = torch.Generator().manual_seed(ENCODER_DECODERS.index(model_type))
     with torch.no_grad():
         for name, weight in model.named_parameters():
