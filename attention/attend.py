@@ -19,7 +19,7 @@ from specdec.attention.segment import AttentionPlan
 
 
 class PassTables(NamedTuple):
-    """Where the tokens of one forward pass stand.  Both plans describe layers that read every key.
+    """Where the tokens of one forward pass stand in one group of layers.  Both plans describe layers that read every key.
 
     plan: which of the T tokens reads which keys.
     slots_T: int64, the cache slot of each token.
@@ -35,20 +35,34 @@ class PassTables(NamedTuple):
 class PagedAttention:
     """One forward pass's attention (an AttentionFn).
 
-    cache: where the pass's tokens are stored.  sources: an encoder's texts; None for a model without one.
+    cache: where the pass's tokens are stored.  tables: one for each of cache.group_numbers, in that order.
+    sources: an encoder's texts, which all groups' plans name alike; None for a model without one.
     """
 
-    def __init__(self, backend: Backend, cache: KVCache, tables: PassTables, sources: KVCache | None = None) -> None:
-        self.backend, self.cache, self.slots_T, self.sources = backend, cache, tables.slots_T, sources
-        self._all = PreparedPlan(tables.plan)
-        self._rows = None if tables.rows_plan is None else PreparedPlan(tables.rows_plan)
+    def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables, sources: KVCache | None = None) -> None:
+        self.backend, self.cache, self.sources = backend, cache, sources
+        self._groups = {
+            group: _Group(
+                each.slots_T, PreparedPlan(each.plan), None if each.rows_plan is None else PreparedPlan(each.rows_plan)
+            )
+            for group, each in zip(cache.group_numbers, tables, strict=True)
+        }
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        prepared = self._all if rows_R is None else self._rows
+        group = self._groups[self.cache.groups[layer]]
+        prepared = group.all if rows_R is None else group.rows
         assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
         sources = None if self.sources is None else self.sources.view(layer)
-        return inputs.paged(LayerCall(self.backend, view, kind, self.slots_T, prepared, rows_R, scoring, sources))
+        return inputs.paged(LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring, sources))
+
+
+class _Group(NamedTuple):
+    """What the layers of one group share in a pass.  all, rows: the plans of all tokens, and of some."""
+
+    slots_T: Tensor
+    all: PreparedPlan
+    rows: PreparedPlan | None
 
 
 def make_backend(choice: BackendChoice | str) -> Backend:

@@ -41,6 +41,10 @@ class Backend(ABC):
         view.write(slots_T, kv_T2KD)
         return q_TQD
 
+    def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
+        """Norms and rotates the queries of a layer that stores nothing; prep has 0 kv heads.  The input may be changed."""
+        return prep.apply_(q_TQD)[0]
+
     def prepare(self, plan: AttentionPlan) -> Any:
         """The work on a plan that all layers share, done once a forward pass.  `attend` receives what this method returns."""
         return plan

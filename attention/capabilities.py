@@ -62,6 +62,8 @@ class Capability:
     alibi: whether it adds ALiBi's slopes times distances.
     cross, encoder: whether it reads an encoder's texts for a decoder, and whether it computes an encoder's attention, which
         looks in both directions.
+    split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
+        two keys.  No backend reads these in 8 bits.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
         reads shared prefixes.
     """
@@ -87,6 +89,7 @@ class Capability:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
+    split_heads: bool = False
     tree: bool = True
     graphs: tuple[GraphMode, ...] = GRAPH_MODES
     shared_prefixes: bool = True
@@ -98,11 +101,11 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring",
+            mla="any scoring", split_heads=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain",
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", split_heads=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -141,6 +144,8 @@ class AttentionNeeds:
     alibi: whether layers have ALiBi's slopes.
     cross, encoder: whether the target has an encoder, whose attention looks in both directions and whose output each layer of
         the decoder reads.
+    value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
+    differential: whether these values are those of differential attention.
     kv_cache_dtype: as in EngineOptions.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
@@ -155,6 +160,8 @@ class AttentionNeeds:
     architecture: tuple[int, int] | None = None
     gpu: str = ""
     head_dims: tuple[int, ...] = (128,)
+    value_dims: tuple[int, ...] = ()
+    differential: bool = False
     kinds: tuple[LayerKind, ...] = (FULL,)
     softcap: bool = False
     sinks: bool = False
@@ -208,7 +215,7 @@ def short(dtype: torch.dtype) -> str:
 
 def listed(numbers: tuple[int, ...]) -> str:
     """Numbers as text: 1, 2 or 3."""
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+    return str(numbers[0]) if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 def _major_minor(text: str) -> tuple[int, int]:
@@ -240,7 +247,7 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         names = " or ".join(short(dtype) for dtype in c.dtypes)
         best = c.dtypes[0]
         yield Fault(f"computes {names}, got {short(n.dtype)}", f"dtype='{short(best)}'", replace(n, dtype=best))
-    for dim in n.head_dims:
+    for dim in (*n.head_dims, *n.value_dims):
         if c.head_dims and (not c.head_dims.least <= dim <= c.head_dims.most or dim % c.head_dims.multiple):
             yield Fault(f"takes heads of {c.head_dims}, got {dim}")
     if n.page_size in c.unread_pages:
@@ -267,7 +274,20 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if n.mla and n.kv_cache_dtype != "auto":
         problem = f"reads MLA's latent cache in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
         yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
+    yield from _split_faults(c, n)
     yield from _plan_faults(c, n)
+
+
+def _split_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    """What keeps a backend from values that are not as wide as their keys."""
+    if not n.value_dims:
+        return
+    what = "differential attention" if n.differential else "values that are not as wide as their keys"
+    if not c.split_heads:
+        yield Fault(f"does not read {what}, got values of {listed(n.value_dims)}")
+    if n.kv_cache_dtype != "auto":
+        problem = f"reads {what} in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
+        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
 
 
 def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:

@@ -23,6 +23,8 @@ def table_rows() -> list[list[str]]:
         "encoder attention": [_yes(c.encoder) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
         "MLA": [_mla(c) for c in cs],
+        "different key and value widths": [_split(c) for c in cs],
+        "differential attention": [_split(c) for c in cs],
         "draft trees": [_yes(c.tree) for c in cs],
         "CUDA graphs": [", ".join(str(mode) for mode in c.graphs if mode) or "no" for c in cs],
         "shared prefixes": ["our kernel" if c.shared_prefixes and c.ours else _yes(c.shared_prefixes) for c in cs],
@@ -69,6 +71,11 @@ def _mla(c: Capability) -> str:
     """The cell on latent caches.  No backend reads latents in 8 bits, so the cell only mentions the model's own dtype."""
     own = "KV in the model's own dtype"
     return {"any scoring": own, "plain": f"{own}, without softcap, sinks or ALiBi", "": "no"}[c.mla]
+
+
+def _split(c: Capability) -> str:
+    """The cell on values that are not as wide as their keys.  No backend reads them in 8 bits."""
+    return "KV in the model's own dtype" if c.split_heads else "no"
 
 
 def _yes(can: bool) -> str:

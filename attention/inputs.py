@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan
 from specdec.attention.state import AttentionState, with_sinks
@@ -136,6 +137,33 @@ class HeadInputs(LayerInputs):
     def dense(self) -> DenseHeads:
         q_TQD, kv_T2KD = self.prep.apply_(self.qkv_TXD)
         return DenseHeads(q_TQD, kv_T2KD[:, 0], kv_T2KD[:, 1])
+
+
+@dataclass
+class SplitInputs(LayerInputs):
+    """Heads whose values have a width of their own, normed and rotated: [T, Q, D], [T, K, D] and [T, K, E]."""
+
+    heads: DenseHeads
+
+    def paged(self, call: LayerCall) -> Tensor:
+        assert isinstance(call.view, SplitView), f"values of another width need a cache of their own, got {call.view}"
+        call.view.write_heads(call.slots_T, self.heads.k_TKD, self.heads.v_TKE)
+        return call.attend(call.asked(self.heads.q_TQD))
+
+    def dense(self) -> DenseHeads:
+        return self.heads
+
+
+@dataclass
+class QueryInputs(HeadInputs):
+    """Heads of a layer that reads the keys and values of an earlier layer.  The call's view is that layer's.
+
+    qkv_TXD: queries alone, of the asked-for tokens alone; prep has 0 kv heads.  `dense` returns no keys and values: an
+        attention without a cache keeps the earlier layer's.
+    """
+
+    def paged(self, call: LayerCall) -> Tensor:
+        return call.attend(call.backend.rotate(self.qkv_TXD, self.prep))
 
 
 class AttentionFn(Protocol):

@@ -86,12 +86,12 @@ def give_copies(decoder: SpecDecoder) -> None:
     for row in range(1, len(engine.running)):
         pages = torch.tensor(pool.admit(("copy", row), count * size), device=state.lens_B.device)
         offsets = torch.arange(size, device=pages.device)
-        old = (state.page_table_BW[row, :count].long()[:, None] * size + offsets).flatten()
+        old = (state.pages.table[row, :count].long()[:, None] * size + offsets).flatten()
         new = (pages[:, None] * size + offsets).flatten()
         for cache in caches(decoder):
             for layer in cache.planes["kv"]:
                 layer[new] = layer[old]
-        state.page_table_BW[row, :count] = pages.int()
+        state.pages.table[row, :count] = pages.int()
 
 
 def take_copies(decoder: SpecDecoder, rows: int) -> None:

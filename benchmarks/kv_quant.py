@@ -38,8 +38,9 @@ from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.session import Session
-from specdec.loading.build import kv_bytes_per_page
-from specdec.loading.resolve import resolve_settings
+from specdec.engine.pages.groups import ALL
+from specdec.loading.memory import kv_page_bytes
+from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
 
@@ -133,7 +134,13 @@ def pool_bytes(decoder: SpecDecoder) -> int:
 
 def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
     settings = replace(decoder.settings.with_options(kv_cache_dtype="auto"), dtype=torch.bfloat16)
-    return num_pages(decoder) * kv_bytes_per_page(decoder.model, decoder.head, settings)
+    return counted_bytes(decoder, settings)
+
+
+def counted_bytes(decoder: SpecDecoder, settings: EngineSettings) -> int:
+    """Bytes of the pool as its size is computed."""
+    configs = [decoder.model.config] + ([decoder.head.config.model] if decoder.head else [])
+    return num_pages(decoder) * kv_page_bytes(configs, settings, (ALL,))[0]
 
 
 # ---- rounds ----
@@ -182,7 +189,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
         "kv": kind, "spec": shape, "batch": BATCH, "context": CONTEXT, "ms": median(ms[0] + ms[1]),
         "ms_of_each_half": [median(half) for half in ms], "rounds": 2 * rounds,
         "limit_ms": 1e3 * limit.total / round_8b.this_gpu().read_bandwidth, "kv_bytes": pool_bytes(decoder),
-        "counted_kv_bytes": num_pages(decoder) * kv_bytes_per_page(model, head, decoder.settings),
+        "counted_kv_bytes": counted_bytes(decoder, decoder.settings),
         "gpu_ms": split.span, "phases_ms": split.by_phase, "kinds_ms": split.by_kind, "longest": split.longest,
     }  # fmt: skip
     print(json.dumps({key: row[key] for key in list(row)[:9] + ["phases_ms", "kinds_ms"]}), flush=True)

@@ -45,7 +45,7 @@ def random_state(B: int, K: int, lookahead: int) -> BatchState:
     state = BatchState.empty(B, pages, K, HIDDEN, page_size=PAGE, device=DEVICE, dtype=torch.bfloat16)
     state.lens_B.fill_(CONTEXT - 3)
     state.speculates_B.fill_(1)
-    state.page_table_BW.copy_(torch.randperm(B * pages, device=DEVICE).add_(1).view(B, pages))
+    state.pages.table.copy_(torch.randperm(B * pages, device=DEVICE).add_(1).view(B, pages))
     state.level1_logp_BK.copy_(-torch.rand(B, K, device=DEVICE).sort(dim=1).values)
     state.level1_tokens_BK.random_(DRAFT_VOCAB)
     return state
@@ -88,7 +88,7 @@ def round_stages(B: int, spec: SpecConfig) -> dict[str, Stage]:
     logits_TV, level1_BV = random_bf16(B * N, VOCAB), random_bf16(B, DRAFT_VOCAB)
     targets_BN = torch.gather(tree.tokens_BN, 1, torch.randint(N, (B, N), device=DEVICE))
     features_BNF, hidden_BEH = random_bf16(B, N, 3 * HIDDEN), random_bf16(B, E, HIDDEN)
-    pages = int(state.page_table_BW.max()) + 1
+    pages = int(state.page_table_BGW.max()) + 1
     cache = KVCache(HeadsLayout(8, 128, torch.bfloat16), [FULL] * LAYERS, pages * PAGE, device=DEVICE)
     slots_BN = tree_tables(state, tree).slots_BN
     path_BE = torch.arange(E, device=DEVICE).repeat(B, 1)

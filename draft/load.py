@@ -27,6 +27,7 @@ from specdec.models.checkpoints.loader import (
 )
 from specdec.models.checkpoints.swapped import refuse_target_tensors
 from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
+from specdec.models.kv_source import KEY
 from specdec.models.target import Target
 
 _HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's
@@ -104,6 +105,11 @@ def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: Model
         if only:
             raise ValueError(f"{where}: {', '.join(only)} belong to EAGLE-3, but the tensors are an EAGLE-1/2 head's")
         return HeadConfig(model, "eagle1", (), width, target.vocab_size, fc_bias=has_bias)
+    if target.features_refusal:
+        raise ValueError(
+            f"{where}: an EAGLE-3 head reads the outputs of its target's layers, but of this {target.family} target "
+            f"{target.features_refusal}; nearest: an EAGLE-1/2 head, which reads the final hidden state"
+        )
     if model.num_layers != 1:
         raise ValueError(f"{where}: an EAGLE-3 head must have num_hidden_layers 1, got {model.num_layers}")
     eagle = mapping(raw, "eagle_config", where)
@@ -136,6 +142,8 @@ def _refuse_unread(raw: dict[str, Any], where: str) -> None:
         raise ValueError(
             f"{where}: a `speculators` checkpoint; expected the SafeAILab layout (its layer ids count differently)"
         )
+    if KEY in raw:
+        raise ValueError(f"{where}: {KEY} must be absent: each layer of a head stores its own keys and values")
     for key, value in mapping(raw, "eagle_config", where).items():
         if key not in _EAGLE_KEYS:
             raise ValueError(f"{where}: unknown key eagle_config.{key}; it may change what the head computes")

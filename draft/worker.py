@@ -11,6 +11,8 @@ Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T packed tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.plan import causal_segment, prefix_segment
-from specdec.attention.segment import AttentionPlan, Segment, last_positions
+from specdec.attention.segment import AttentionPlan, last_positions
 from specdec.attention.shared import split_shared
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
@@ -56,13 +58,18 @@ class DraftWorker:
 
     def _draft_chain(self, state: BatchState, steps: int) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
-        rows = state.pages.next_tokens(state.lens_B, steps, by_step=True)
+        groups = self._groups(state)
+        rows = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups]
         tokens_B, hidden_BH = state.level1_tokens_BK[:, 0], state.level1_hidden_BH
         drawn = [state.bonus_B, tokens_B]
         for step in range(steps):
-            segment = causal_segment(state.pages, rows.ends_PB[step], 1)
-            attn = self._attention(split_shared(segment, state.shared), rows.slots[step], rows.positions[step])
-            hidden_BH = self.head(tokens_B, hidden_BH, rows.positions[step], attn)
+            positions_B = rows[0].positions[step]
+            tables = []
+            for group, own in zip(groups, rows, strict=True):
+                segment = causal_segment(group.pages, own.ends_PB[step], 1)
+                plan = AttentionPlan(split_shared(segment, group.shared), positions_B)
+                tables.append(PassTables(plan, own.slots[step]))
+            hidden_BH = self.head(tokens_B, hidden_BH, positions_B, self._attention(tables))
             tokens_B = greedy_tokens(self.head.logits(hidden_BH), self.head.d2t_V)
             drawn.append(tokens_B)
         return DraftTree.chain(torch.stack(drawn, dim=1))
@@ -72,17 +79,24 @@ class DraftWorker:
         continue.
         """
         S, K, B = spec.max_steps, self.topk, state.rows
-        device = state.lens_B.device
-        prefix = split_shared(prefix_segment(state.pages, state.lens_B, K), state.shared)
+        device, groups = state.lens_B.device, self._groups(state)
+        prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K), group.shared) for group in groups]
         candidates = Candidates.empty(B, K, S, device)
         beam = first_level(candidates, state.level1_tokens_BK, state.level1_logp_BK)
-        hidden, ancestors = state.level1_hidden_BH, torch.empty(B, 0, dtype=torch.int32, device=device)
+        hidden, ancestors = state.level1_hidden_BH, [torch.empty(B, 0, dtype=torch.int32, device=device)] * len(groups)
         for level in range(2, S + 1):
-            rows = fork(state.pages, state.lens_B, beam.parents_BK, hidden, ancestors)
-            attn = self._attention(prefix, rows.slots_R, rows.positions_R, rows.suffix)
-            hidden = self.head(beam.tokens_BK.flatten(), rows.hidden_RH, rows.positions_R, attn)
+            rows = [
+                fork(group.pages, group.lens_B, beam.parents_BK, hidden, paths)
+                for group, paths in zip(groups, ancestors, strict=True)
+            ]
+            tables = [
+                PassTables(AttentionPlan(prefix, own.positions_R, own.suffix), own.slots_R)
+                for prefix, own in zip(prefixes, rows, strict=True)
+            ]
+            tokens_R = beam.tokens_BK.flatten()
+            hidden = self.head(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self._attention(tables))
             beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
-            ancestors = rows.suffix.pages.table
+            ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
     def extend(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor) -> None:
@@ -95,21 +109,16 @@ class DraftWorker:
         state.lens_B: int32, already the length that includes the tokens up to column last_B.
         """
         B, E = tokens_BE.shape
-        rows = state.pages.next_tokens(base_lens_B, E)
-        segment = causal_segment(state.pages, rows.ends_PB[-1], E)
+        few = B * E <= FEW_ROWS
+        tables = [self._extend_tables(group, base_lens_B, E, last_rows=not few) for group in self._groups(state)]
         features_TH = self.head.fuse(features_BEF.flatten(0, 1))
-        positions_T, slots_T = rows.positions.flatten(), rows.slots.flatten()
-        inputs = (tokens_BE.flatten(), features_TH, positions_T)
-        segments = split_shared(segment, state.shared)
-        if B * E <= FEW_ROWS:
-            hidden_TH = self.head(*inputs, self._attention(segments, slots_T, positions_T))
+        positions_T = tables[0].plan.positions_T
+        assert positions_T is not None
+        inputs, attn = (tokens_BE.flatten(), features_TH, positions_T), self._attention(tables)
+        if few:
+            hidden_TH = self.head(*inputs, attn)
             take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=state.level1_hidden_BH[:, None])
         else:
-            last = causal_segment(state.pages, state.lens_B, 1)
-            last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
-            attn = PagedAttention(
-                self.backend, self.cache, PassTables(AttentionPlan(segments, positions_T), slots_T, last_plan)
-            )
             state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
         self._set_first_level(state)
 
@@ -119,17 +128,33 @@ class DraftWorker:
         first_B: int64, the first output token of each prompt that ends here.  Each part's first level is left in its row of
         `state`, where it counts if the prompt ends.
         """
-        attn = PagedAttention(self.backend, self.cache, prompts.tables)
+        attn = self._attention(prompts.tables_of(self.cache.group_numbers))
         next_ids_T = prompts.next_ids(first_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
         logp_BK, tokens_BK = top_tokens(self.head.logits(hidden_BH), self.topk, self.head.d2t_V)
         for target, source in zip(state.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
 
-    def _attention(
-        self, segments: tuple[Segment, ...], slots_T: Tensor, positions_T: Tensor, suffix: Segment | None = None
-    ) -> PagedAttention:
-        return PagedAttention(self.backend, self.cache, PassTables(AttentionPlan(segments, positions_T, suffix), slots_T))
+    def _groups(self, state: BatchState) -> list[BatchState]:
+        """The batch as each group of the head's layers sees it."""
+        return [state.of_group(group) for group in self.cache.group_numbers]
+
+    def _attention(self, tables: Sequence[PassTables]) -> PagedAttention:
+        return PagedAttention(self.backend, self.cache, *tables)
+
+    def _extend_tables(self, state: BatchState, base_lens_B: Tensor, count: int, last_rows: bool) -> PassTables:
+        """Where the `count` tokens after the first base_lens_B of each row stand, in the layers of state.group.
+
+        last_rows: whether a plan is made for each row's last committed token alone, too.
+        """
+        rows = state.pages.next_tokens(base_lens_B, count)
+        segment = causal_segment(state.pages, rows.ends_PB[-1], count)
+        plan = AttentionPlan(split_shared(segment, state.shared), rows.positions.flatten())
+        last_plan = None
+        if last_rows:
+            last = causal_segment(state.pages, state.lens_B, 1)
+            last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
+        return PassTables(plan, rows.slots.flatten(), last_plan)
 
     def _set_first_level(self, state: BatchState) -> None:
         """Computes the next tree's first level, K tokens a row, from the hidden states in `state`."""

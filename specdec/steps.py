@@ -29,12 +29,13 @@ class Source:
 class Entry:
     """A request that takes a row of the batch.
 
-    pages: numbers of pages in the KV pool, by position.  Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
+    pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
+    Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
     speculates: whether draft tokens may be accepted in the row.  source: None for a target without an encoder.
     """
 
     row: int
-    pages: Sequence[int]
+    pages: Sequence[Sequence[int]]
     temperature: float
     top_k: int
     top_p: float
@@ -122,7 +123,10 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class ShareRows:
-    """These rows begin with the same pages, which hold `tokens` tokens; rounds with `shared` set read them once."""
+    """These rows begin with the same pages, which hold `tokens` tokens; rounds with `shared` set read them once.
+
+    The pages are those of the first group of layers.  Layers of another group read each row's own pages.
+    """
 
     rows: tuple[int, ...]
     pages: tuple[int, ...]
@@ -140,7 +144,16 @@ class LeaveRows:
     cleared: tuple[int, ...]
 
 
-Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows
+@dataclass(frozen=True)
+class CopyPages:
+    """In all layers of a group, page targets[i] becomes what page sources[i] was before this step.  No target occurs twice."""
+
+    group: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | CopyPages
 
 
 class Pending(Protocol):

@@ -81,7 +81,7 @@ class TargetVerifier:
         sampling: the options of each prompt.
         with_features: if False, the second result is not meant for a drafter.
         """
-        attn = PagedAttention(self.backend, self.cache, prompts.tables, self.sources)
+        attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers), sources=self.sources)
         aux_layers = self.aux_layers if with_features else ()
         if with_features and not aux_layers:  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
@@ -98,19 +98,21 @@ class TargetVerifier:
 
         A tree that is only a root is plain decoding, which needs no features.
         """
-        tables = tree_tables(state, tree)
-        where = PassTables(tables.plan, tables.slots_BN.flatten())
-        attn = PagedAttention(self.backend, self.cache, where, self.sources)
+        tables = {group: tree_tables(state.of_group(group), tree) for group in self.cache.group_numbers}
+        positions_T = tables[self.cache.group_numbers[0]].positions_T
+        passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
+        attn = PagedAttention(self.backend, self.cache, *passes, sources=self.sources)
         aux_layers = self.aux_layers if with_features else ()
-        out = self.model(tree.tokens_BN.flatten(), tables.positions_T, attn, aux_layers)
+        out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers)
         logits_TV = self.model.logits(out.hidden_TH)
-        tokens_T = choose_tokens(logits_TV, state.sampling, tables.positions_T, mode)
+        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, mode)
         tokens_BN = tokens_T.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.seed_B, state.lens_B, state.speculates_B)
         accepted, base_lens_B = accept(tree, tokens_BN, state)
         if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
-            self.cache.move(tables.slots_BN, accepted.path_BE)
+            for group, each in tables.items():
+                self.cache.move(each.slots_BN, accepted.path_BE, group)
         features_BEF = self._path_features(out, tree, accepted.path_BE) if with_features else None
         return VerifyResult(accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ class MHAView:
     """One layer's keys and values.  kv: [num_slots, 2, K, D], keys then values, in the model's own dtype."""
 
     kv: Tensor
+
+    @cached_property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, [num_slots, K, D] each."""
+        k, v = self.kv.unbind(1)
+        return k, v
 
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         self.kv.index_copy_(0, slots_T, kv_T2KD)

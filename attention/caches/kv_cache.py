@@ -1,5 +1,8 @@
 """The KV cache of one model, addressed by slot.  This module knows slots, not the sequences that own them, and no cache format.
 
+Layers of one group have slots of their own: a slot number means one place in the layers of one group, and another place in
+those of another group.
+
 Shapes: B sequences, N slots of a sequence, E moved tokens.
 """
 
@@ -20,49 +23,93 @@ class KVCache:
 
     layout: the cache format.
     kinds: which keys each layer reads, one entry for each layer.
-    planes: by name, a plane's tensor [layers, num_slots, *shape].
+    num_slots: of each layer; with several groups, of each group's layers, by the group's number.
+    groups: the group of each layer; None: all layers belong to group 0.
+    sources: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which stores
+        its own.  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
+    group_numbers: the groups to which any layer belongs, in ascending order.
+    planes_of: by group and name, a plane's tensor [layers of the group that store, num_slots, *shape].
     """
 
     def __init__(
-        self, layout: CacheLayout, kinds: Sequence[LayerKind], num_slots: int, *, device: torch.device | str = "cpu"
+        self,
+        layout: CacheLayout,
+        kinds: Sequence[LayerKind],
+        num_slots: int | Sequence[int],
+        *,
+        groups: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        sources: Sequence[int] | None = None,
     ) -> None:
-        self.layout, self.kinds, self.num_slots = layout, tuple(kinds), num_slots
-        # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may hold
-        # NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
-        self.planes = {
-            plane.name: torch.empty(len(self.kinds), num_slots, *plane.shape, dtype=plane.dtype, device=device)
-            for plane in layout.planes
-        }
-        self._views = [
-            layout.view(layer, {name: tensor[layer] for name, tensor in self.planes.items()})
-            for layer in range(len(self.kinds))
-        ]
+        self.layout, self.kinds = layout, tuple(kinds)
+        layers = range(len(self.kinds))
+        self.groups = (0,) * len(layers) if groups is None else tuple(groups)
+        sources = layers if sources is None else sources
+        stored = sorted(set(sources))  # the layers that store, in the order of the planes
+        assert len(self.groups) == len(sources) == len(layers) and all(sources[layer] == layer for layer in stored)
+        assert all(self.kinds[layer] == self.kinds[source] for layer, source in enumerate(sources))
+        assert all(self.groups[layer] == self.groups[source] for layer, source in enumerate(sources))
+        slots = (num_slots,) if isinstance(num_slots, int) else num_slots
+        self.group_numbers = tuple(sorted(set(self.groups)))
+        self.planes_of: dict[int, dict[str, Tensor]] = {}
+        views: dict[int, KVView] = {}
+        for group in self.group_numbers:
+            own = [layer for layer in stored if self.groups[layer] == group]
+            # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may
+            # hold NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
+            planes = self.planes_of[group] = {
+                plane.name: torch.empty(len(own), slots[group], *plane.shape, dtype=plane.dtype, device=device)
+                for plane in layout.planes
+            }
+            for place, layer in enumerate(own):
+                views[layer] = layout.view(layer, {name: tensor[place] for name, tensor in planes.items()})
+        self._views = [views[source] for source in sources]
+
+    @property
+    def planes(self) -> dict[str, Tensor]:
+        """By name, a plane's tensor, in a cache whose layers all belong to one group."""
+        (group,) = self.group_numbers
+        return self.planes_of[group]
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots of each layer, in a cache whose layers all belong to one group."""
+        return next(iter(self.planes.values())).shape[1]
 
     @property
     def bytes(self) -> int:
         """Bytes of all planes."""
-        return sum(tensor.nbytes for tensor in self.planes.values())
+        return sum(tensor.nbytes for planes in self.planes_of.values() for tensor in planes.values())
 
     def view(self, layer: int) -> KVView:
-        """One layer's part of the cache; the same object at every call."""
+        """What one layer reads of the cache; the same object at every call, and for all layers that share it."""
         return self._views[layer]
 
-    def move(self, slots_BN: Tensor, path_BE: Tensor) -> None:
-        """Moves tokens within each sequence, in every layer: the token at slot number path_BE[b, e] goes to slot number e.
+    def move(self, slots_BN: Tensor, path_BE: Tensor, group: int = 0) -> None:
+        """Moves tokens within each sequence, in every layer of the group: the token at slot number path_BE[b, e] goes to slot
+        number e.
 
         slots_BN: int64, the slots of each sequence by number.  No slot may belong to two sequences, except those of the dummy
             page, whose contents are never read.
         path_BE: int64 slot numbers.  The method reads all of a sequence's tokens before it writes any, so sources and targets
             may overlap.
         """
-        for tensor in self.planes.values():
+        for tensor in self.planes_of[group].values():
             move_slots(tensor, slots_BN, path_BE)
+
+    def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None:
+        """Copies whole pages in every layer of the group: page targets_N[n] becomes what page sources_N[n] was before.
+
+        Both are int64.  A cache without layers of that group has nothing to copy.
+        """
+        for tensor in self.planes_of.get(group, {}).values():
+            for layer in bytes_of(tensor).unflatten(1, (-1, page_size)):  # one by one, so that little memory is taken meanwhile
+                layer.index_copy_(0, targets_N, layer.index_select(0, sources_N))
 
 
 def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
     """`KVCache.move` for one tensor [layers, num_slots, ...]."""
-    if x.dtype.itemsize == 1:  # as bytes: neither the kernel's language nor index_copy_ takes float8 on every device
-        x = x.view(torch.uint8)
+    x = bytes_of(x)
     if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
 
@@ -70,3 +117,8 @@ def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
         return
     source_M, target_M = slots_BN.gather(1, path_BE).flatten(), slots_BN[:, : path_BE.shape[1]].flatten()
     x.index_copy_(1, target_M, x.index_select(1, source_M))
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The tensor itself, or numbers of 8 bits as bytes: neither Triton nor index_copy_ takes float8 on every device."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class QuantView:
 
     def __post_init__(self) -> None:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
+
+    @cached_property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Stored keys and values, [num_slots, K, D] each."""
+        k, v = self.kv.unbind(1)
+        return k, v
 
     def set_scale(self, kv_T2KD: Tensor) -> None:
         """Sets the fp8 scale so that these keys and values fit with room to spare.

@@ -25,18 +25,36 @@ class DenseAttention:
     kinds: each layer's kind.
     batch: B.
     as_stored: rounds keys and values as an 8-bit cache would; None: the cache keeps them as they are.
+    sources: for each layer, the layer whose keys and values it reads; left out: its own.
     """
 
-    def __init__(self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None) -> None:
+    def __init__(
+        self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None, sources: Sequence[int] = ()
+    ) -> None:
         self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
+        self.sources = sources or range(len(kinds))
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        heads = inputs.dense()
-        if self.as_stored is not None:
-            heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:], dim=1)).unbind(1))
+        heads = self._with_keys(layer, inputs.dense(), rows_R)
         q, k, v = (per_row(x, self.batch) for x in heads)
         out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)
+
+    def _with_keys(self, layer: int, heads: DenseHeads, rows_R: Tensor | None) -> DenseHeads:
+        """A layer's heads with keys and values as it reads them: its own as stored, or those of its source."""
+        source = self.sources[layer]
+        if layer == source:
+            if self.as_stored is not None:
+                heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:], dim=1)).unbind(1))
+            if layer in self.sources[layer + 1 :]:
+                self._kept[layer] = heads.k_TKD, heads.v_TKE
+            return heads
+        k_TKD, v_TKE = self._kept[source]
+        q = heads.q_TQD
+        if rows_R is not None:  # queries of these tokens alone; the others' attention is computed and not used
+            q = q.new_zeros(len(k_TKD), *q.shape[1:]).index_copy(0, rows_R, q)
+        return DenseHeads(q, k_TKD, v_TKE)
 
 
 def per_row(x_NHD: Tensor, batch: int) -> Tensor:

@@ -15,7 +15,12 @@ Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel re
 a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
 other caller has to make sure of the same.
 
-Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R rows, T queries, H heads, K kv heads, S splits.
+Values may have another width than keys; a token's keys and values lie in one row of numbers.  A key may consist of KEY_PARTS
+equal parts.  The query heads of a group then form as many equal runs, and each run is multiplied with its own part of the key:
+in the other parts its numbers are taken as 0.  Differential attention hands over a pair of heads as one head of two parts.
+
+Shapes: M packed queries x heads of a tile, N keys of a block, D key dim, E value dim, R rows, T queries, H heads, K kv heads,
+S splits.
 """
 
 import triton
@@ -49,6 +54,20 @@ def widened(x, to: tl.constexpr, ASM: tl.constexpr):
             pack=4,
         )
     return x.to(to)
+
+
+@triton.jit
+def own_part(head_G, d, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_PARTS: tl.constexpr):
+    """Where a query's numbers stand that go with the numbers d of a key, and which of these are its own part of the key.
+
+    head_G: the query's place among the heads of its group.
+    """
+    if KEY_PARTS == 1:
+        at_GD, ok_GD = d[None, :], (d < HEAD_DIM)[None, :]
+    else:
+        part_G1 = (head_G // (GROUP // KEY_PARTS))[:, None]
+        at_GD, ok_GD = d[None, :] - part_G1 * (HEAD_DIM // KEY_PARTS), d[None, :] // (HEAD_DIM // KEY_PARTS) == part_G1
+    return at_GD, ok_GD
 
 
 @triton.jit
@@ -89,7 +108,7 @@ def capped(logits, softcap):
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
-    kv,  # [slots, 2, K, D]
+    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v numbers later
     scales,  # float32: [2, K] or [slots, 2, K]
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
@@ -97,7 +116,7 @@ def paged_attention_kernel(
     starts,  # [T] int32
     at,  # [T] int32: where each query stands, counted from its row's key 0
     slopes,  # [H] float32
-    out,  # [T, H, states, D], any float type: points to the first of this segment's S adjacent states
+    out,  # [T, H, states, E], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
     staged,  # [T, H, D] float16
     scale,
@@ -107,6 +126,7 @@ def paged_attention_kernel(
     stride_slot,
     stride_v,
     stride_kv_head,
+    stride_v_head,
     stride_row,
     states,
     tiles,
@@ -114,6 +134,9 @@ def paged_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
@@ -158,6 +181,8 @@ def paged_attention_kernel(
     high = tl.minimum(low + per_split, end)
     pages = page_table + row.to(tl.int64) * stride_row
     kv += kv_head.to(tl.int64) * stride_kv_head
+    if VALUE_DIM != HEAD_DIM:
+        stride_v += kv_head * (stride_v_head - stride_kv_head)
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
@@ -166,11 +191,12 @@ def paged_attention_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    d = tl.arange(0, PADDED_DIM)
-    ok_D = d < HEAD_DIM
+    d, e = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE)
+    ok_D, ok_E = d < HEAD_DIM, e < VALUE_DIM
     token_M = (first + query_M).to(tl.int64)
-    ok_MD = ok_M[:, None] & ok_D[None, :]
-    q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + d[None, :], mask=ok_MD, other=0.0)
+    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    ok_MD &= ok_M[:, None]
+    q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
     scale2 = scale * LOG2E
     if SOFTCAP:
         scale2 = scale
@@ -185,15 +211,14 @@ def paged_attention_kernel(
     LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
         slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-        ok_ND = ok_N[:, None] & ok_D[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
-        k_ND = widened(tl.load(at_ND, mask=ok_ND, other=0.0), q_MD.dtype, ASM)
+        k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
         if QUANT == "token":
             scales_N = scales + slot_N * (2 * KV_HEADS) + kv_head
             k_ND *= in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
@@ -218,14 +243,16 @@ def paged_attention_kernel(
         p_MN = tl.exp2(s_MN - (shift_M - LIFT)[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
-        v_ND = widened(tl.load(at_ND + stride_v, mask=ok_ND, other=0.0), q_MD.dtype, ASM)
+        at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
+        ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
+        v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), q_MD.dtype, ASM)
         if QUANT == "token":
-            v_ND *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
-        acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * decay_M[:, None], input_precision="ieee")
+            v_NE *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
+        acc_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, acc_ME * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 
     if QUANT == "head":
-        acc_MD *= tl.load(scales + KV_HEADS + kv_head)
+        acc_ME *= tl.load(scales + KV_HEADS + kv_head)
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
@@ -233,7 +260,7 @@ def paged_attention_kernel(
     # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (splits == 1), queries, 0)
     tl.store(
-        out + state_M[:, None] * HEAD_DIM + d[None, :],
-        (acc_MD / safe_M[:, None]).to(out.dtype.element_ty),
-        mask=written_M[:, None] & ok_D[None, :],
+        out + state_M[:, None] * VALUE_DIM + e[None, :],
+        (acc_ME / safe_M[:, None]).to(out.dtype.element_ty),
+        mask=written_M[:, None] & ok_E[None, :],
     )

@@ -48,7 +48,7 @@ def rope_store_kernel(
     stride_v,
     stride_kv_head,
     QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,  # 0: there are queries only, and nothing is stored
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,7 +65,8 @@ def rope_store_kernel(
     ok_XE = (x < QUERY_HEADS + 2 * KV_HEADS)[:, None] & (e < HALF)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(slots + token)
+    if KV_HEADS > 0:
+        slot = tl.load(slots + token)
     if ROTATES:
         position = tl.load(positions + token)
         turn_E = table + position * (4 * HALF) + e
@@ -92,33 +93,37 @@ def rope_store_kernel(
     low_XE = tl.where(rotated_X[:, None], a_XE, low_XE)
     high_XE = tl.where(rotated_X[:, None], b_XE, high_XE)
 
-    row_X = x - QUERY_HEADS  # rows 0 to K - 1 are keys, K to 2K - 1 values; queries are negative
-    cache_X = slot * stride_slot + (row_X // KV_HEADS) * stride_v + (row_X % KV_HEADS) * stride_kv_head
-    if QUANT == "":
-        to_XE = tl.where(is_query_X[:, None], at_XE, kv + cache_X[:, None] + e[None, :])
-        tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_XE)
-        tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_XE)
+    if KV_HEADS == 0:
+        tl.store(at_XE, low_XE.to(qkv.dtype.element_ty), mask=ok_XE)
+        tl.store(at_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_XE)
     else:
-        ok_query_XE = ok_XE & is_query_X[:, None]
-        tl.store(at_XE, low_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
-        tl.store(at_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
-        is_kv_X = (row_X >= 0) & (row_X < 2 * KV_HEADS)
-        if QUANT == "fp8":
-            inverse_X = tl.div_rn(1.0, tl.load(scales + row_X, mask=is_kv_X, other=1.0))
-            low_XE = tl.clamp(low_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
-            high_XE = tl.clamp(high_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
+        row_X = x - QUERY_HEADS  # rows 0 to K - 1 are keys, K to 2K - 1 values; queries are negative
+        cache_X = slot * stride_slot + (row_X // KV_HEADS) * stride_v + (row_X % KV_HEADS) * stride_kv_head
+        if QUANT == "":
+            to_XE = tl.where(is_query_X[:, None], at_XE, kv + cache_X[:, None] + e[None, :])
+            tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_XE)
+            tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_XE)
         else:
-            most_X = tl.maximum(tl.max(tl.abs(low_XE), 1), tl.max(tl.abs(high_XE), 1))
-            scale_X = most_X * (1 / MOST_INT8)
-            tl.store(scales + slot * (2 * KV_HEADS) + row_X, scale_X, mask=is_kv_X)
-            is_some_X = scale_X > SMALLEST_STEP
-            inverse_X = tl.where(is_some_X, tl.div_rn(1.0, tl.where(is_some_X, scale_X, 1.0)), 0.0)
-            low_XE = nearest_step(low_XE, inverse_X[:, None])
-            high_XE = nearest_step(high_XE, inverse_X[:, None])
-        to_XE = kv + cache_X[:, None] + e[None, :]
-        ok_kv_XE = ok_XE & is_kv_X[:, None]
-        tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
-        tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
+            ok_query_XE = ok_XE & is_query_X[:, None]
+            tl.store(at_XE, low_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
+            tl.store(at_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
+            is_kv_X = (row_X >= 0) & (row_X < 2 * KV_HEADS)
+            if QUANT == "fp8":
+                inverse_X = tl.div_rn(1.0, tl.load(scales + row_X, mask=is_kv_X, other=1.0))
+                low_XE = tl.clamp(low_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
+                high_XE = tl.clamp(high_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
+            else:
+                most_X = tl.maximum(tl.max(tl.abs(low_XE), 1), tl.max(tl.abs(high_XE), 1))
+                scale_X = most_X * (1 / MOST_INT8)
+                tl.store(scales + slot * (2 * KV_HEADS) + row_X, scale_X, mask=is_kv_X)
+                is_some_X = scale_X > SMALLEST_STEP
+                inverse_X = tl.where(is_some_X, tl.div_rn(1.0, tl.where(is_some_X, scale_X, 1.0)), 0.0)
+                low_XE = nearest_step(low_XE, inverse_X[:, None])
+                high_XE = nearest_step(high_XE, inverse_X[:, None])
+            to_XE = kv + cache_X[:, None] + e[None, :]
+            ok_kv_XE = ok_XE & is_kv_X[:, None]
+            tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
+            tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
 
 
 def launch_rope_store(qkv_TXD: Tensor, view: MHAView | QuantView, slots_T: Tensor, prep: HeadPrep) -> Tensor:
@@ -142,15 +147,31 @@ def launch_rope_store(qkv_TXD: Tensor, view: MHAView | QuantView, slots_T: Tenso
     else:
         assert kv.dtype == qkv_TXD.dtype
     assert scales is not None and (not quant or scales.is_contiguous())
+    _launch(qkv_TXD, kv, scales, slots_T.contiguous(), prep, quant)
+    return qkv_TXD[:, :Q]
+
+
+def launch_rope(q_TQD: Tensor, prep: HeadPrep) -> Tensor:
+    """Norms and rotates queries in place, of a layer that has no keys and values, and returns them.  prep: of 0 kv heads."""
+    assert prep.num_kv_heads == 0 and q_TQD.stride()[1:] == (q_TQD.shape[2], 1)
+    if len(q_TQD) and (prep.rotation is not None or prep.norm_HD is not None):
+        slots_T = q_TQD if prep.rotation is None else prep.rotation.positions_T.contiguous()  # not read
+        _launch(q_TQD, q_TQD[:, None], q_TQD, slots_T, prep, "")
+    return q_TQD
+
+
+def _launch(qkv_TXD: Tensor, kv: Tensor, scales: Tensor, slots_T: Tensor, prep: HeadPrep, quant: str) -> None:
+    """Launches the kernel.  With 0 kv heads, any tensors may stand for kv, scales and slots_T."""
+    T, X, D = qkv_TXD.shape
+    K = prep.num_kv_heads
     rotation, norm = prep.rotation, prep.norm_HD
     table, positions_T = (qkv_TXD, slots_T) if rotation is None else (rotation.table_P2D, rotation.positions_T)
     assert rotation is None or table.is_contiguous()
     block = triton.next_power_of_2(X) if T > FEW_TOKENS else min(8, triton.next_power_of_2(X))
     rope_store_kernel[(T, triton.cdiv(X, block))](
-        qkv_TXD, kv, slots_T.contiguous(), positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps,
+        qkv_TXD, kv, slots_T, positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps,
         qkv_TXD.stride(0), *kv.stride()[:3],
-        QUERY_HEADS=Q, KV_HEADS=K, HALF=D // 2, PADDED_HALF=triton.next_power_of_2(D // 2), BLOCK=block,
+        QUERY_HEADS=X - 2 * K, KV_HEADS=K, HALF=D // 2, PADDED_HALF=triton.next_power_of_2(D // 2), BLOCK=block,
         HAS_NORM=norm is not None, ROTATES=rotation is not None, QUANT=quant,
         num_warps=4 if block > 8 else 1, **chained(kv.device),
     )  # fmt: skip
-    return qkv_TXD[:, :Q]

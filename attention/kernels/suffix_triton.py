@@ -7,14 +7,16 @@ query reads.
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads queries, the suffix's keys and its table.
 The paged kernel lets this kernel start only after its own wait, so the store of the queries and keys is complete by then.
 
-Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D head dim, N keys of a block, S splits, C splits of a
-chunk.
+Values may have another width than keys, and keys may have parts, as in the paged kernel.
+
+Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D key dim, E value dim, N keys of a
+block, S splits, C splits of a chunk.
 """
 
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.paged_triton import capped
+from specdec.attention.kernels.paged_triton import capped, own_part
 
 
 @triton.jit(
@@ -23,18 +25,18 @@ from specdec.attention.kernels.paged_triton import capped
 )
 def suffix_merge_kernel(
     q,  # [T, H, D]
-    kv,  # [slots, 2, K, D]
+    kv,  # as in the paged kernel
     scales,  # float32: [2, K] or [slots, 2, K]
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
     at,  # [T] int32: where each query stands, counted from its row's key 0
     slopes,  # [H] float32
-    partial_out,  # [T, H, S, D] float32
+    partial_out,  # [T, H, S, E] float32
     partial_lse,  # [T, H, S] float32, natural log
-    whole_out,  # [T, H, D], any float type: one more state, which has no splits
+    whole_out,  # [T, H, E], any float type: one more state, which has no splits
     whole_lse,  # [T, H] float32, natural log
-    out,  # [T, H, D], any float type
+    out,  # [T, H, E], any float type
     lse,  # [T, H] float32, natural log
     scale,
     softcap,
@@ -43,6 +45,7 @@ def suffix_merge_kernel(
     stride_slot,
     stride_v,
     stride_kv_head,
+    stride_v_head,
     stride_row,
     splits,
     stride_whole_t,
@@ -54,6 +57,9 @@ def suffix_merge_kernel(
     PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
@@ -73,16 +79,22 @@ def suffix_merge_kernel(
     d = tl.arange(0, PADDED_DIM)
     ok_G = g < GROUP
     ok_D = d < HEAD_DIM
-    ok_GD = ok_G[:, None] & ok_D[None, :]
+    e = tl.arange(0, PADDED_VALUE)
+    ok_E = e < VALUE_DIM
+    ok_GE = ok_G[:, None] & ok_E[None, :]
     head_G = kv_head * GROUP + g
     top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     total_G = tl.zeros([PADDED_GROUP], tl.float32)
-    acc_GD = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    acc_GE = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
 
     if HAS_SUFFIX:
         length = tl.load(cache_seqlens + token)
-        q_GD = tl.load(q + token * stride_qt + head_G[:, None] * stride_qh + d[None, :], mask=ok_GD, other=0.0)
+        at_GD, ok_GD = own_part(g, d, GROUP, HEAD_DIM, KEY_PARTS)
+        at_GD += token * stride_qt + head_G[:, None] * stride_qh
+        q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
         kv += kv_head.to(tl.int64) * stride_kv_head
+        if VALUE_DIM != HEAD_DIM:
+            stride_v += kv_head * (stride_v_head - stride_kv_head)
         begin = 0
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token), 0)
@@ -97,11 +109,12 @@ def suffix_merge_kernel(
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-            ok_ND = ok_N[:, None] & ok_D[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
-            k_ND = tl.load(at_ND, mask=ok_ND, other=0.0)
-            v_ND = tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
+            at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
+            # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
+            k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0)
+            v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0)
             if QUANT != "":
-                k_ND, v_ND = k_ND.to(q_GD.dtype), v_ND.to(q_GD.dtype)
+                k_ND, v_NE = k_ND.to(q_GD.dtype), v_NE.to(q_GD.dtype)
             s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale
             if QUANT == "token":
                 at_N = scales + slot_N * (2 * KV_HEADS) + kv_head
@@ -118,7 +131,7 @@ def suffix_merge_kernel(
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
             if QUANT != "":
                 p_GN *= value_scale
-            acc_GD = tl.dot(p_GN.to(v_ND.dtype), v_ND, acc_GD * decay_G[:, None], input_precision="ieee")
+            acc_GE = tl.dot(p_GN.to(v_NE.dtype), v_NE, acc_GE * decay_G[:, None], input_precision="ieee")
             top_G = new_G
 
     # All that was read above was complete when the paged kernel passed its own wait: queries, the suffix's keys and its table.
@@ -127,13 +140,13 @@ def suffix_merge_kernel(
         tl.extra.cuda.gdc_wait()
     if HAS_WHOLE:
         lse_G = tl.load(whole_lse + token * stride_lse_t + head_G * stride_lse_h, mask=ok_G, other=-float("inf"))
-        at_GD = whole_out + token * stride_whole_t + head_G[:, None] * stride_whole_h + d[None, :]
-        out_GD = tl.where((lse_G > -float("inf"))[:, None], tl.load(at_GD, mask=ok_GD, other=0.0).to(tl.float32), 0.0)
+        at_GE = whole_out + token * stride_whole_t + head_G[:, None] * stride_whole_h + e[None, :]
+        out_GE = tl.where((lse_G > -float("inf"))[:, None], tl.load(at_GE, mask=ok_GE, other=0.0).to(tl.float32), 0.0)
         new_G = tl.maximum(top_G, lse_G)
         shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
         weight_G, decay_G = tl.exp(lse_G - shift_G), tl.exp(top_G - shift_G)
         total_G = total_G * decay_G + weight_G
-        acc_GD = acc_GD * decay_G[:, None] + out_GD * weight_G[:, None]
+        acc_GE = acc_GE * decay_G[:, None] + out_GE * weight_G[:, None]
         top_G = new_G
     state_G = (token * (KV_HEADS * GROUP) + head_G) * splits
     start = 0
@@ -145,16 +158,16 @@ def suffix_merge_kernel(
         if LEFT_FILLED:  # a row much shorter than its table leaves many splits idle
             more_G = ok_G & (start + CHUNK + g * 0 < splits)
             next_G = tl.load(partial_lse + state_G + start + CHUNK, mask=more_G, other=-float("inf"))
-        ok_CGD = ok_CG[:, :, None] & ok_D[None, None, :]
-        out_CGD = tl.load(partial_out + at_CG[:, :, None] * HEAD_DIM + d[None, None, :], mask=ok_CGD, other=0.0)
+        ok_CGE = ok_CG[:, :, None] & ok_E[None, None, :]
+        out_CGE = tl.load(partial_out + at_CG[:, :, None] * VALUE_DIM + e[None, None, :], mask=ok_CGE, other=0.0)
         # An idle split wrote no output.  Loading the output and dropping it is faster than waiting for the split's lse first.
-        out_CGD = tl.where((lse_CG > -float("inf"))[:, :, None], out_CGD, 0.0)
+        out_CGE = tl.where((lse_CG > -float("inf"))[:, :, None], out_CGE, 0.0)
         new_G = tl.maximum(top_G, tl.max(lse_CG, 0))
         shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
         decay_G = tl.exp(top_G - shift_G)
         weight_CG = tl.exp(lse_CG - shift_G[None, :])
         total_G = total_G * decay_G + tl.sum(weight_CG, 0)
-        acc_GD = acc_GD * decay_G[:, None] + tl.sum(weight_CG[:, :, None] * out_CGD, 0)
+        acc_GE = acc_GE * decay_G[:, None] + tl.sum(weight_CG[:, :, None] * out_CGE, 0)
         top_G = new_G
         start += CHUNK
         if LEFT_FILLED:
@@ -164,5 +177,5 @@ def suffix_merge_kernel(
     safe_G = tl.where(some_G, total_G, 1.0)
     at_G = token * (KV_HEADS * GROUP) + head_G
     tl.store(lse + at_G, tl.where(some_G, top_G + tl.log(safe_G), -float("inf")), mask=ok_G)
-    out_GD = (acc_GD / safe_G[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at_G[:, None] * HEAD_DIM + d[None, :], out_GD, mask=ok_GD)
+    out_GE = (acc_GE / safe_G[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_G[:, None] * VALUE_DIM + e[None, :], out_GE, mask=ok_GE)

@@ -5,7 +5,7 @@ split.  Otherwise every paged segment leaves partial states in a common scratch,
 all states.  This module knows nothing of the kernels' inner workings.  It reads nothing from the device: every decision depends
 on shapes, so a captured graph stays right when lengths change.
 
-Shapes: T queries, H heads, K kv heads, G = H/K, D head dim, S splits.
+Shapes: T queries, H heads, K kv heads, G = H/K, D key dim, E value dim, S splits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
+from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
-from specdec.attention.kernels.rope_store_triton import launch_rope_store
+from specdec.attention.kernels.rope_store_triton import launch_rope, launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
@@ -31,7 +32,7 @@ from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl
 from specdec.ops.rope import HeadPrep
 
-PlannedView = MHAView | QuantView
+PlannedView = MHAView | QuantView | SplitView | PairedView
 
 
 class TritonBackend(Backend):
@@ -52,6 +53,9 @@ class TritonBackend(Backend):
     def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, MHAView | QuantView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep)
+
+    def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
+        return launch_rope(q_TQD, prep)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments, plan.suffix)
@@ -79,11 +83,11 @@ class TritonBackend(Backend):
         - It writes lse (natural log, float32) for every query of the segment, -inf where a split read no key, and out where lse
           is not -inf.  The rest of out may stay unwritten.
         - A query's empty states come after its other states, unless the segment has first keys.
-        - Both tensors are slices of something larger; only their dim D is contiguous.
+        - Both tensors are slices of something larger; only their last dim, the values' width, is contiguous.
         - out_THSD is float32, or has the queries' dtype if it is the final output.  In that case S is 1, and all of out must
           be written.
 
-        If S == 0, it returns a state in memory of its own: out [T, H, D] of any float type, contiguous along D; lse [T, H],
+        If S == 0, it returns a state in memory of its own: out [T, H, E] of any float type, contiguous along E; lse [T, H],
         float32, natural log, any strides; 0 and -inf where no key was read.
         """
         tiles, splits = self._tiles(q_THD, view, segment)
@@ -93,22 +97,24 @@ class TritonBackend(Backend):
 
     def _tiles(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> tuple[PagedTiles, int]:
         """The paged kernel's tiles for this segment, and the number of splits."""
-        (_, H, D), K = q_THD.shape, view.kv.shape[2]
+        H, (k, v) = q_THD.shape[1], view.heads
+        K, widest = k.shape[1], max(k.shape[2], v.shape[2])
         packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
         waves = segment.rows * K / programs
-        tiles = paged_tiles(packed, D, q_THD.element_size(), quant_of(view), segment.causal, waves)
+        tiles = paged_tiles(packed, widest, q_THD.element_size(), quant_of(view), segment.causal, waves)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 
     def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
         """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any."""
         q_THD = _dense_rows(q_THD)
-        T, H, D = q_THD.shape
+        T, H, _ = q_THD.shape
         if isinstance(view, MLAView):
             return attend_latent(q_THD, view, plan, scoring, self.programs or programs_at_once(q_THD.device))
-        assert isinstance(view, MHAView | QuantView)
+        assert isinstance(view, PlannedView)
         check_view(q_THD, view)
-        state = AttentionState.empty((T, H, D), q_THD.dtype, q_THD.device)
+        E = view.heads[1].shape[2]
+        state = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device)
         if not T:
             return state
         paged, suffix = plan.segments, plan.suffix
@@ -117,7 +123,7 @@ class TritonBackend(Backend):
         if suffix is None and counts == [1]:
             self.paged_partial(q_THD, view, paged[0], scoring, state.out_THD[:, :, None], state.lse_TH[:, :, None])
             return state
-        partial = plan.scratch(T, H, sum(counts), D, q_THD.device)
+        partial = plan.scratch(T, H, sum(counts), E, q_THD.device)
         outs, lses = partial.out_THD.split(counts, 2), partial.lse_TH.split(counts, 2)
         whole: AttentionState | None = None
         for segment, out_THSD, lse_THS in zip(paged, outs, lses, strict=True):
@@ -135,10 +141,11 @@ def launch_paged(
     q_THD: Tensor, view: PlannedView, segment: Segment, scoring: Scoring, out_THSD: Tensor, lse_THS: Tensor, tiles: PagedTiles
 ) -> None:
     """Launches the paged kernel for one segment, with as many splits as out_THSD has."""
-    (T, H, D), K, splits = q_THD.shape, view.kv.shape[2], out_THSD.shape[2]
+    (T, H, D), (k, v), splits = q_THD.shape, view.heads, out_THSD.shape[2]
+    K, E = k.shape[1], v.shape[2]
     num_tiles = triton.cdiv(segment.max_seqlen_q * (H // K), tiles.block_m)
     states = lse_THS.stride(1)  # states of a query and head in the whole scratch
-    assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * D, states * D, D, 1)
+    assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
     slopes_H, quant = scoring.slopes_H, quant_of(view)
     in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
@@ -146,12 +153,13 @@ def launch_paged(
     for of_T in (starts_T, at_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
     paged_attention_kernel[(segment.rows * K * num_tiles, splits)](
-        q_THD, view.kv, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
+        q_THD, k, scales_of(view), segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q,
         *(segment.cu_seqlens_q if of_T is None else of_T for of_T in (starts_T, at_T)),
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
-        *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], segment.pages.table.stride(0), states, num_tiles,
-        KV_HEADS=K, GROUP=H // K, HEAD_DIM=D, PADDED_DIM=padded(D), PAGE_SIZE=segment.pages.page_size,
+        *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
+        num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E,
+        PADDED_VALUE=padded(E), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         AHEAD=segment.ahead, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
@@ -172,11 +180,12 @@ def launch_suffix_merge(
 ) -> None:
     """Launches the kernel that reads the suffix, if there is one, and merges all states into `state`.
 
-    partial: states of the splits, [T, H, S, D].
+    partial: states of the splits, [T, H, S, E].
     left_filled: True if a query's empty splits come last.
-    whole: one more state, [T, H, D] with any strides, or None.
+    whole: one more state, [T, H, E] with any strides, or None.
     """
-    (T, H, D), K, splits = q_THD.shape, view.kv.shape[2], partial.lse_TH.shape[2]
+    (T, H, D), (k, v), splits = q_THD.shape, view.heads, partial.lse_TH.shape[2]
+    K, E = k.shape[1], v.shape[2]
     groups = K if suffix else H  # a merge alone shares no keys between heads: one program a head
     padded_group = triton.next_power_of_2(H // groups)
     table, lens = (suffix.pages.table, suffix.cache_seqlens) if suffix else (partial.lse_TH, partial.lse_TH)
@@ -185,12 +194,14 @@ def launch_suffix_merge(
     assert out.stride(2) == 1 and table.stride(-1) == 1
     # One warp a program: reductions then need no barrier, and many programs fit an SM.
     suffix_merge_kernel[(T, groups)](
-        q_THD, view.kv, scales_of(view), table, lens, lens if starts_T is None else starts_T, lens if at_T is None else at_T,
+        q_THD, k, scales_of(view), table, lens, lens if starts_T is None else starts_T, lens if at_T is None else at_T,
         lse if at_T is None else scoring.slopes_H, partial.out_THD, partial.lse_TH, out, lse, state.out_THD, state.lse_TH,
-        *factors(scoring, D), *q_THD.stride()[:2], *view.kv.stride()[:3], table.stride(0), splits,
+        *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), table.stride(0), splits,
         *out.stride()[:2], *lse.stride(),
-        KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=D, PADDED_DIM=padded(D),
-        BLOCK_N=16, CHUNK=chunk_for(splits, padded_group * padded(D)), HAS_SUFFIX=suffix is not None,
+        KV_HEADS=groups, GROUP=H // groups, PADDED_GROUP=padded_group, HEAD_DIM=k.shape[2],
+        PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E, PADDED_VALUE=padded(E),
+        KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
+        CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None,
         QUANT=quant_of(view) if suffix else "", HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
@@ -215,12 +226,18 @@ def factors(scoring: Scoring, D: int) -> tuple[float, float]:
 def check_view(q_THD: Tensor, view: PlannedView) -> None:
     """Asserts that the kernels can read this view with these queries."""
     _, H, D = q_THD.shape
-    kv = view.kv
-    assert kv.shape[3] == D and H % kv.shape[2] == 0 and kv.stride(3) == 1
+    k, v = view.heads
+    assert k.shape[2] % D == 0 and H % (k.shape[1] * (k.shape[2] // D)) == 0 and k.stride(2) == v.stride(2) == 1
+    assert k.stride(0) == v.stride(0) and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(), "not of one row"
     if isinstance(view, QuantView):
         assert scales_of(view).is_contiguous() and scales_of(view).dtype == torch.float32
     else:
-        assert q_THD.dtype == kv.dtype, f"queries are {q_THD.dtype}, the cache is {kv.dtype}"
+        assert q_THD.dtype == k.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache is {k.dtype}"
+
+
+def strides_of(k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """A slot's stride; how far values begin after keys; the strides of key heads and of value heads.  All in numbers."""
+    return k.stride(0), int(v.storage_offset() - k.storage_offset()), k.stride(1), v.stride(1)
 
 
 def quant_of(view: PlannedView) -> str:
@@ -231,7 +248,7 @@ def quant_of(view: PlannedView) -> str:
 def scales_of(view: PlannedView) -> Tensor:
     """The view's scales.  A view without scales gives its keys and values: kernels need some pointer, and do not read it."""
     if not isinstance(view, QuantView):
-        return view.kv
+        return view.heads[0]
     scales = view.scale_2K if view.scales_N2K is None else view.scales_N2K
     assert scales is not None
     return scales

@@ -41,10 +41,16 @@ def _copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(to, latent, pages, start, high, stride, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+def _pages_of(pages, start, high, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
+    """The page numbers of the 64 keys from `start` on."""
+    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    return gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
+
+
+@gluon.jit
+def _copy_keys(to, latent, page_N, start, high, stride, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """Copies the 64 keys from `start` on, from pages of any size."""
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    page_N = gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
     base_N = latent + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride
     _copy_rows(to, base_N, key_N < high, COLUMNS, layout)
 
@@ -60,19 +66,24 @@ def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.c
 
 @gluon.jit
 def _start_loading(
-    to_c, to_r, bar, latent, tiles_c, tiles_r, pages, start, high, stride,
+    to_c, to_r, bar, latent, tiles_c, tiles_r, pages, wide_N, narrow_N, start, high, stride,
     PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block."""
+    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block.
+
+    wide_N, narrow_N: the keys' page numbers, read before: without TMA each key may lie in a page of its own.
+    """
     if TMA:
         if start + 64 <= high:
             _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
         else:
-            _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
-            _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
+            last_wide_N = _pages_of(pages, start, high, PAGE_SIZE, WIDE)
+            last_narrow_N = _pages_of(pages, start, high, PAGE_SIZE, NARROW)
+            _copy_keys(to_c, latent, last_wide_N, start, high, stride, PAGE_SIZE, 512, WIDE)
+            _copy_keys(to_r, latent + 512, last_narrow_N, start, high, stride, PAGE_SIZE, 64, NARROW)
     else:
-        _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
-        _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
+        _copy_keys(to_c, latent, wide_N, start, high, stride, PAGE_SIZE, 512, WIDE)
+        _copy_keys(to_r, latent + 512, narrow_N, start, high, stride, PAGE_SIZE, 64, NARROW)
     async_copy.commit_group()
 
 
@@ -134,6 +145,8 @@ def latent_hopper_kernel(
         gl.store(lse + state_M, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)
         return
     blocks = gl.maximum(gl.cdiv(high - low, 64), 1)  # at least 1: into a loop that may not run the compiler puts a wait
+    wide_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, WIDE)
+    narrow_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, NARROW)
     packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
     _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
@@ -142,9 +155,12 @@ def latent_hopper_kernel(
     _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
     async_copy.commit_group()
     _start_loading(
-        c_s.index(0), r_s.index(0), bars.index(0), latent, latent_tiles, rope_tiles, pages, low, high,
+        c_s.index(0), r_s.index(0), bars.index(0), latent, latent_tiles, rope_tiles, pages, wide_N, narrow_N, low, high,
         stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
     )  # fmt: skip
+    if not TMA:  # page numbers are read one block ahead, so that the copies of the block can start at once
+        wide_N = _pages_of(pages, low + 64, high, PAGE_SIZE, WIDE)
+        narrow_N = _pages_of(pages, low + 64, high, PAGE_SIZE, NARROW)
     async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
@@ -168,9 +184,12 @@ def latent_hopper_kernel(
         if block + 1 < blocks:
             to = (block + 1) % 2
             _start_loading(
-                c_s.index(to), r_s.index(to), bars.index(to), latent, latent_tiles, rope_tiles, pages, start + 64, high,
-                stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
+                c_s.index(to), r_s.index(to), bars.index(to), latent, latent_tiles, rope_tiles, pages, wide_N, narrow_N,
+                start + 64, high, stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
             )  # fmt: skip
+            if not TMA:
+                wide_N = _pages_of(pages, start + 128, high, PAGE_SIZE, WIDE)
+                narrow_N = _pages_of(pages, start + 128, high, PAGE_SIZE, NARROW)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > whole:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))

@@ -26,6 +26,8 @@ from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
+SHORT, SHORT_LEAST = 4096, 64
+
 
 class LatentTiles(NamedTuple):
     """What one program works on.
@@ -129,6 +131,8 @@ def _tiles_and_splits(q_THL: Tensor, rank: int, segment: Segment, programs: int)
     packed = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (rank, q_THL.shape[2]), segment.starts_T is not None
     tiles = latent_tiles(packed, dims, q_THL.element_size(), local, gpu_generation(q_THL.device))
+    if segment.max_keys <= SHORT:
+        tiles = tiles._replace(least=SHORT_LEAST)
     num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
     return tiles, latent_splits(num_tiles, segment.max_keys, tiles.least, programs)
 

@@ -9,7 +9,7 @@ Shapes: T tokens of all parts, B parts, W pages per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,65 +93,57 @@ def flat_chunk(parts: Sequence[PromptPart], shape: ChunkShape, spare_row: int, *
 class PackedPrompts:
     """A chunk of prompts on the device.
 
-    ids_T, positions_T, slots_T: int64, each token's id, position and cache slot.
+    ids_T, positions_T: int64, each token's id and position.
     rows_B: int64, the row of the batch that each part belongs to.
     last_B: int64, the index of each part's last token among all T.
     lens_B: int32, how many tokens each part's prompt has up to the part's last token.
     final_B: int32, 1 where the prompt ends with the part, else 0.
     part_T: int64, the part that each token belongs to; -1 for padding.
     next_T: int64, the id of the token after each token; -1 after the last token of a prompt.
-    plan: what all T tokens read.
-    last_plan: what the parts' last tokens read, in a pass over these alone.
+    tables: for each group of layers, where the tokens stand; the rows of a rows_plan are the parts' last tokens.
     """
 
     ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor
     rows_B: Tensor
     last_B: Tensor
     lens_B: Tensor
     final_B: Tensor
     part_T: Tensor
     next_T: Tensor
-    plan: AttentionPlan
-    last_plan: AttentionPlan
+    tables: tuple[PassTables, ...]
 
     @classmethod
-    def unpack(cls, flat: Tensor, shape: ChunkShape, prompt_pages: PageTable, sources: Sources | None = None) -> PackedPrompts:
+    def unpack(cls, flat: Tensor, shape: ChunkShape, *prompt_pages: PageTable, sources: Sources | None = None) -> PackedPrompts:
         """Computes everything from the flat tensor, without a host read, so that the code runs inside CUDA graphs.
 
         flat: the result of `flat_chunk` for that shape, on the device.
-        prompt_pages: the pages of every row of the batch.
+        prompt_pages: for each group of layers, the pages of every row of the batch.
         sources: the encoder's text that every row of the batch reads; None: there is no encoder.
         """
         T, B = shape.tokens, shape.parts
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
         rows_B, last_B, lens_B, final_B = flat[4 * T : 4 * T + 4 * B].view(4, B)
-        table_BW, page_size = pages = PageTable(prompt_pages.table.index_select(0, rows_B), prompt_pages.page_size)
-        pages_T = table_BW.flatten()[part_T.clamp(min=0) * table_BW.shape[1] + positions_T // page_size]
-        pages_T = torch.where(part_T < 0, DUMMY_PAGE, pages_T)
         lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B :].int()
         ragged = not shape.uniform
-        read = sources and sources.of_rows(rows_B)
-        whole = Segment(pages, lens_B, cu, shape.most, True, ragged=ragged, max_cached=shape.cached)
-        return cls(
-            ids_T,
-            positions_T,
-            pages_T.long() * page_size + positions_T % page_size,
-            rows_B,
-            last_B,
-            lens_B,
-            final_B,
-            part_T,
-            next_T,
-            plan=AttentionPlan((whole,), positions_T, cross=read and read.read_by_rows_of(cu, shape.most, ragged=ragged)),
-            last_plan=AttentionPlan((causal_segment(pages, lens_B, 1),), cross=read and read.read_by(1)),
-        )
+        read = None if sources is None else sources.of_rows(rows_B)
 
-    @property
-    def tables(self) -> PassTables:
-        """Where the tokens stand, for the attention of a pass over them."""
-        return PassTables(self.plan, self.slots_T, self.last_plan)
+        def tables(of_all: PageTable) -> PassTables:
+            table_BW, page_size = pages = PageTable(of_all.table.index_select(0, rows_B), of_all.page_size)
+            pages_T = table_BW.flatten()[part_T.clamp(min=0) * table_BW.shape[1] + positions_T // page_size]
+            pages_T = torch.where(part_T < 0, DUMMY_PAGE, pages_T)
+            slots_T = pages_T.long() * page_size + positions_T % page_size
+            whole = Segment(pages, lens_B, cu, shape.most, True, ragged=ragged, max_cached=shape.cached)
+            plan = AttentionPlan((whole,), positions_T, cross=read and read.read_by_rows_of(cu, shape.most, ragged=ragged))
+            last_plan = AttentionPlan((causal_segment(pages, lens_B, 1),), cross=read and read.read_by(1))
+            return PassTables(plan, slots_T, last_plan)
+
+        by_group = tuple(map(tables, prompt_pages))
+        return cls(ids_T, positions_T, rows_B, last_B, lens_B, final_B, part_T, next_T, by_group)
+
+    def tables_of(self, groups: Iterable[int]) -> list[PassTables]:
+        """The tables of these groups of layers."""
+        return [self.tables[group] for group in groups]
 
     def next_ids(self, first_B: Tensor) -> Tensor:
         """[T] int64: the id of the token after each token.

@@ -1,15 +1,18 @@
 """The running batch as tensors: everything that a round computes from.  This module knows no request.
 
-A row of the batch is one of three things, and `active_B` and `page_table_BW` say which:
+A row of the batch is one of three things, and `active_B` and `page_table_BGW` say which:
 - running: the row is active and has its own pages; rounds read and write them;
-- entering: the row's prompt is not complete.  `prompt_table_BW` holds its pages already, but rounds treat it as padding;
+- entering: the row's prompt is not complete.  `prompt_table_BGW` holds its pages already, but rounds treat it as padding;
 - padding: the row is inactive, has length 0, and its pages are the dummy page.  Rounds compute padding like any row, and nobody
   reads the result.
 
 The last row of the runner's state is always padding: the padding of a chunk of prompts is written there.
 
-Shapes: B rows, W pages per row, K topk, H hidden size of the drafter, P the most tokens of a pause, F width of a token's
-features, R some of the rows.
+A row has a page table for each group of layers: all layers of both models, or the layers that read all keys, and then those
+that read a span of keys only.
+
+Shapes: B rows, G groups of layers, W pages per row, K topk, H hidden size of the drafter, P the most tokens of a pause, F width
+of a token's features, R some of the rows.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class BatchState:
     lens_B: int32, how many tokens are committed (L): their keys and values are final.
     bonus_B: int64, the last emitted token, whose keys and values are not written yet.
     active_B: int32, 1 for a running row, else 0; the lengths of inactive rows don't grow.
-    page_table_BW: int32, the pages that rounds read and write: a running row's own, else the dummy page.
-    prompt_table_BW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
+    page_table_BGW: int32, the pages that rounds read and write: a running row's own, else the dummy page.
+    prompt_table_BGW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
     speculates_B: int32, 1 where draft tokens may be accepted, else 0.  The drafter computes the other rows too, where it may
         read keys and values that nobody wrote; so their first levels are any token ids, with any scores.
     temperature_B, top_k_B, top_p_B, seed_B: see RowSampling.
@@ -46,16 +49,17 @@ class BatchState:
     pending_tokens_BP: int64, these tokens.
     pending_features_BPF: for each of these tokens, the target's features of the token before it.
     source_page_B, source_lens_B: int32, the text of an encoder that the row reads; see Sources.  0 without an encoder.
-    shared: the pages that rows read together; None: each row reads all its own pages.
+    shared: the pages of group 0 that rows read together; None: each row reads all its own pages.
     page_size: tokens per page of both tables.
+    group: the group of layers whose pages `pages` and `prompt_pages` are.
     source_size: tokens of the longest text of an encoder; 0: there is none.
     """
 
     lens_B: Tensor
     bonus_B: Tensor
     active_B: Tensor
-    page_table_BW: Tensor
-    prompt_table_BW: Tensor
+    page_table_BGW: Tensor
+    prompt_table_BGW: Tensor
     speculates_B: Tensor
     temperature_B: Tensor
     top_k_B: Tensor
@@ -71,6 +75,7 @@ class BatchState:
     source_lens_B: Tensor
     shared: SharedPrefix | None = field(default=None, kw_only=True)
     page_size: int = field(kw_only=True)
+    group: int = field(default=0, kw_only=True)
     source_size: int = field(default=0, kw_only=True)
 
     @classmethod
@@ -82,6 +87,7 @@ class BatchState:
         draft_hidden: int,
         *,
         page_size: int,
+        groups: int = 1,
         source_size: int = 0,
         max_pause: int = 0,
         features: int = 0,
@@ -90,22 +96,23 @@ class BatchState:
     ) -> BatchState:
         """A batch of `rows` rows, all of them padding.
 
-        pages: W.  page_size: tokens per page.  topk, draft_hidden: K and H; 0 without a drafter.  max_pause, features: P and F;
-        0 if no round is ever paused.  source_size: see the class.  dtype: of hidden states and features.
+        pages: W.  page_size: tokens per page.  groups: G.  source_size: see the class.  topk, draft_hidden: K and H; 0 without
+        a drafter.  max_pause, features: P and F; 0 if no round is ever paused.  dtype: of hidden states and features.
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         def tables() -> Tensor:
-            return torch.full((rows, pages), DUMMY_PAGE, dtype=torch.int32, device=device)
+            width = pages if groups == 1 else -(-pages // 4) * 4  # so that each table is aligned to 16 bytes
+            return torch.full((rows, groups, width), DUMMY_PAGE, dtype=torch.int32, device=device)
 
         return cls(
             lens_B=zeros(rows, dtype=torch.int32),
             bonus_B=zeros(rows, dtype=torch.int64),
             active_B=zeros(rows, dtype=torch.int32),
-            page_table_BW=tables(),
-            prompt_table_BW=tables(),
+            page_table_BGW=tables(),
+            prompt_table_BGW=tables(),
             speculates_B=zeros(rows, dtype=torch.int32),
             temperature_B=zeros(rows, dtype=torch.float32),
             top_k_B=zeros(rows, dtype=torch.int64),
@@ -129,13 +136,18 @@ class BatchState:
 
     @property
     def pages(self) -> PageTable:
-        """The pages that rounds read and write."""
-        return PageTable(self.page_table_BW, self.page_size)
+        """The pages that rounds read and write in the layers of `group`."""
+        return PageTable(self.page_table_BGW[:, self.group], self.page_size)
 
     @property
     def prompt_pages(self) -> PageTable:
-        """The pages that chunks of prompts read and write."""
-        return PageTable(self.prompt_table_BW, self.page_size)
+        """The pages that chunks of prompts read and write in the layers of `group`."""
+        return PageTable(self.prompt_table_BGW[:, self.group], self.page_size)
+
+    @property
+    def num_groups(self) -> int:
+        """G, the number of groups of layers."""
+        return self.page_table_BGW.shape[1]
 
     @property
     def sources(self) -> Sources | None:
@@ -158,13 +170,17 @@ class BatchState:
         return self.rows, self.shared is not None
 
     def tensors(self) -> list[Tensor]:
-        """All tensors whose first dimension is the rows: every field but `shared` and the sizes."""
+        """All tensors whose first dimension is the rows: every field but `shared`, `group` and the sizes."""
         return [getattr(self, each.name) for each in fields(self) if not each.kw_only]
 
     def narrow(self, rows: int) -> BatchState:
         """Views of the first `rows` rows, without `shared`: each row reads all its own pages."""
         tensors = (tensor[:rows] for tensor in self.tensors())
         return BatchState(*tensors, page_size=self.page_size, source_size=self.source_size)
+
+    def of_group(self, group: int) -> BatchState:
+        """The same rows as the layers of that group see them.  Only group 0 reads common pages together."""
+        return self if group == self.group else replace(self, group=group, shared=None if group else self.shared)
 
     def sharing(self, shared: SharedPrefix) -> BatchState:
         """The same rows, which read common pages together.  shared: of at least as many rows."""
@@ -181,15 +197,16 @@ class BatchState:
         self.pending_B.add_(self.active_B * self.speculates_B)
 
     def enter_rows(
-        self, rows_R: Tensor, pages_Rw: Tensor, sampling: RowSampling, speculates_R: Tensor, source_R2: Tensor | None = None
+        self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor, source_R2: Tensor | None = None
     ) -> None:
         """Gives rows their pages and their options.
 
-        rows_R: int64.  pages_Rw: integers of any type, each row's first w pages.  sampling, speculates_R: tensors [R] of any
-        types.  source_R2: integers, each row's source_page_B and source_lens_B; None: there is no encoder.
+        rows_R: int64.  pages_RGw: integers of any type, each row's first w pages of each group.  sampling, speculates_R:
+        tensors [R] of any types.  source_R2: integers, each row's source_page_B and source_lens_B; None: there is no encoder.
         """
-        self.prompt_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)  # after its own pages, a row must not name an earlier request's
-        self.prompt_table_BW[:, : pages_Rw.shape[1]].index_copy_(0, rows_R, pages_Rw.int())
+        # After its own pages, a row must not name an earlier request's.
+        self.prompt_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)
+        self.prompt_table_BGW[..., : pages_RGw.shape[2]].index_copy_(0, rows_R, pages_RGw.int())
         options = list(zip((*self.sampling, self.speculates_B), (*sampling, speculates_R), strict=True))
         if source_R2 is not None:
             options += zip((self.source_page_B, self.source_lens_B), source_R2.unbind(1), strict=True)
@@ -208,8 +225,8 @@ class BatchState:
         self.active_B.index_copy_(0, rows_R, last_R)
         self.bonus_B.index_copy_(0, rows_R, bonus_R)
         self.pending_B.index_fill_(0, rows_R, 0)
-        own_RW = self.prompt_table_BW.index_select(0, rows_R)
-        self.page_table_BW.index_copy_(0, rows_R, torch.where(last_R[:, None] > 0, own_RW, DUMMY_PAGE))
+        own_RGW = self.prompt_table_BGW.index_select(0, rows_R)
+        self.page_table_BGW.index_copy_(0, rows_R, torch.where(last_R[:, None, None] > 0, own_RGW, DUMMY_PAGE))
 
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
@@ -223,4 +240,4 @@ class BatchState:
             self.active_B, self.lens_B, self.pending_B, self.speculates_B, self.temperature_B, self.source_lens_B,
         ):  # fmt: skip
             tensor.index_fill_(0, rows_R, 0)
-        self.page_table_BW.index_fill_(0, rows_R, DUMMY_PAGE)
+        self.page_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

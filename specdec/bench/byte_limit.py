@@ -19,7 +19,7 @@ from specdec.bench.budget import RoundBytes
 from specdec.config import SpecConfig
 from specdec.draft.eagle import DraftHead, Eagle3Head
 from specdec.models.config import ModelConfig
-from specdec.models.kv import kv_token_bytes
+from specdec.models.kv import kv_read_bytes
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 
@@ -87,20 +87,26 @@ def _host_seconds(work: Callable[[], Tensor], repeats: int) -> float:
 def _weights(module: Target | DraftHead) -> int:
     """Bytes of all weights that a pass reads, shared ones once.  An embedding table counts if it is the output layer too."""
     tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
-    embedding = module.embed_tokens.weight
-    if module.lm_head.weight.data_ptr() != embedding.data_ptr():
-        tensors.pop(embedding.data_ptr(), None)
+    for table in _tables(module):
+        if module.lm_head.weight.data_ptr() != table.data_ptr():
+            tensors.pop(table.data_ptr(), None)
     return sum(map(_bytes, tensors.values()))
 
 
+def _tables(module: Target | DraftHead) -> list[Tensor]:
+    """All embedding tables: of tokens, and in some models of positions, or of tokens for each layer."""
+    tables = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    return list({table.data_ptr(): table for table in tables}.values())
+
+
 def _row_bytes(module: Target | DraftHead) -> int:
-    """Bytes of one row of the embedding table."""
-    return _bytes(module.embed_tokens.weight[0])
+    """Bytes of one row of each embedding table."""
+    return sum(_bytes(table[0]) for table in _tables(module))
 
 
 def _kv_bytes(module: nn.Module, config: ModelConfig, kv_cache_dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return kv_token_bytes(config, kv_cache_dtype, next(module.parameters()).dtype)
+    """Bytes of one token's keys and values that all layers read."""
+    return kv_read_bytes(config, kv_cache_dtype, next(module.parameters()).dtype)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -82,7 +82,7 @@ def _last_logits(session: Session, ids: list[int]) -> Tensor:
     """[V] float32 logits after the ids, computed in the model's own dtype, from keys and values as the cache keeps them."""
     model, device = session.model, session.settings.device
     ids_T = torch.tensor(ids, device=device)
-    attn = DenseAttention(model.config.layer_kinds, as_stored=session.as_stored)
+    attn = DenseAttention(model.config.layer_kinds, as_stored=session.as_stored, sources=model.config.kv_source)
     out = model(ids_T, torch.arange(len(ids), device=device), attn)
     return model.logits(out.hidden_TH[-1:])[0].float()
 

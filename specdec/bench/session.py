@@ -18,7 +18,6 @@ from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.engine.request import Request
 from specdec.generation import Generation
-from specdec.loading.build import kv_bytes_per_page
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
@@ -108,7 +107,7 @@ class Session:
     @property
     def kv_pool_bytes(self) -> int:
         """Bytes of the KV pool over both models."""
-        return self.decoder.engine.scheduler.admission.pool.num_pages * kv_bytes_per_page(self.model, self.head, self.settings)
+        return sum(cache.bytes for cache in self.decoder.engine.runner.workers.caches)
 
     @property
     def as_stored(self) -> StoreFn | None:

@@ -117,6 +117,7 @@ class Engine(Generic[R]):
 
     def _launch(self, launch: Launch) -> bool:
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
+        self._copy_pages()
         for step in launch.before:
             self.runner.run(step)
         while len(self._silent) >= MOST_SILENT and not launch.emits:
@@ -136,6 +137,17 @@ class Engine(Generic[R]):
         else:
             self._silent.append(pending)
         return launch.emits
+
+    def _copy_pages(self) -> None:
+        """Launches the copies of pages that are due."""
+        admission = self.scheduler.admission
+        try:
+            for copy in admission.due_copies:
+                self.runner.run(copy)
+        except BaseException:  # an interrupt too: nobody knows which copies were made, so none may be found
+            admission.forget_copies()
+            raise
+        admission.copied()
 
     def _collect(self) -> None:
         """Waits for the oldest unread launch, and hands its tokens to the requests."""

@@ -108,9 +108,17 @@ class Scheduler:
 
     def totals_now(self) -> Totals:
         """The totals, with what the scheduler holds now."""
-        pages = self.admission.pool.capacity
-        used = pages - self.admission.free_pages
-        return replace(self.totals, running=len(self.seats), waiting=len(self.waiting), pages_used=used, pages_total=pages)
+        admission = self.admission
+        pages, local = admission.pool.capacity, admission.local.capacity if admission.local else 0
+        return replace(
+            self.totals,
+            running=len(self.seats),
+            waiting=len(self.waiting),
+            pages_used=pages - admission.free_pages,
+            pages_total=pages,
+            local_pages_used=local - admission.free_local_pages,
+            local_pages_total=local,
+        )
 
     # ---- requests come and go ----
 
@@ -190,7 +198,7 @@ class Scheduler:
             self.totals.entered(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
-            entries.append(Entry(len(self.seats), place.table, *options, speculates, self._source(request)))
+            entries.append(Entry(len(self.seats), place.tables, *options, speculates, self._source(request)))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -211,7 +219,7 @@ class Scheduler:
             for part, seat in zip(launch.step.parts, launch.seats, strict=True):
                 if seat is not None:
                     request = seat.request
-                    self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request))
+                    self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
 
     def take(self, launch: Launch, emitted: list[list[int]], drafted: int, depths: int, seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
@@ -335,7 +343,8 @@ class Scheduler:
             written = request.prompt_ids + request.output.token_ids if seat.runs else request.prompt_ids[: seat.done + 1]
             speculates = self._speculates(request)
             unseen = self.speculation.pause if speculates else 0  # tokens at the end that the drafter may not have seen
-            self.admission.keep(request, written[: max(0, len(written) - unseen)], speculates)
+            reach = len(written) + self.admission.lookahead * max(1, seat.unread)  # what launches in flight may write
+            self.admission.keep(request, written[: max(0, len(written) - unseen)], speculates, reach)
         self.admission.leave(request)
         self._ended(request)
         self._rows_changed()

@@ -42,7 +42,9 @@ class Totals:
     """Sums over all requests since the start, and what the engine holds now.
 
     running, waiting: requests that hold a row, and requests that wait for one.
-    pages_used, pages_total: pages that requests own or read, and all pages of the KV pool.
+    pages_used, pages_total: pages that requests own or read, and all pages of the KV pool.  Where layers with a span have pages
+        of their own, these are the pages of the layers that read all keys.
+    local_pages_used, local_pages_total: the same of the pages for layers with a span; 0 where these have no pages of their own.
     requests: how many have ended, by how: "eos", "stop", "length", "error" or "cancelled".
     rounds, chunks: passes over the batch, and passes over prompts, whose tokens have been read.
     prompt_tokens, cached_tokens: of requests that have entered; and those of them that the prefix cache held.
@@ -57,6 +59,8 @@ class Totals:
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    local_pages_used: int = 0
+    local_pages_total: int = 0
     requests: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     chunks: int = 0

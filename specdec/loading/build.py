@@ -1,4 +1,4 @@
-"""Builds an engine from loaded models and resolved settings: sizes the KV pool, makes caches and workers, sets budgets.
+"""Builds an engine from loaded models and resolved settings: makes the KV pool, caches and workers, sets budgets.
 
 The numbers that depend on the kind of device are here, so that neither the scheduler nor the runner has to know the device.
 """
@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 
 import torch
 from torch import nn
 
 from specdec.attention.attend import make_backend
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.kinds import FULL
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.batch.state import BatchState
 from specdec.draft.eagle import DraftHead
 from specdec.draft.worker import DraftWorker
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
-from specdec.engine.pages.admission import Admission, ring_of
-from specdec.engine.pages.pool import PagePool
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
+from specdec.loading.memory import PoolPlan, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
-from specdec.models.kv import heads_a_key, keeps_latents, kv_token_bytes, make_cache
+from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, make_cache
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.runner.runner import DeviceRunner, shared_room
@@ -36,12 +35,6 @@ from specdec.runner.workers import Drafter, Workers
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
 
-POOL_SHARE = 0.85  # share of the GPU memory that is free after the weights; the rest is for activations and graphs
-HOST_POOL_SHARE = 0.4  # share of the host's memory, where weights and everything else must fit too
-# Limits of a pool with prefix caching.  KEPT_TOKENS bounds its tokens, so that lists of pages stay quick and slot numbers stay
-# far below 2**31.  HOST_KEPT_BATCHES bounds it on a CPU, in full batches of longest sequences; the operating system provides
-# that memory only as it is written.
-KEPT_TOKENS, HOST_KEPT_BATCHES = 2**24, 16
 DEPTH = {"cuda": 1, "cpu": 0}  # launches that may be unread; on a CPU the host computes them itself and can't run ahead
 CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow host, warm-up included
 # A threshold for the keys that a round need not read again if rows read common pages together, (rows - 1) * tokens.  Below it
@@ -63,18 +56,14 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 
     head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
     """
-    kinds = model.config.layer_kinds + (head.config.model.layer_kinds if head else ())
-    ring = ring_of((kind.span for kind in kinds), settings.lookahead, settings.options.page_size, settings.pages_per_sequence)
-    ring = None if settings.options.prefix_caching else ring  # the pages of a ring are overwritten, so they can't be kept
-    pool = PagePool(_pool_pages(model, head, settings, ring), settings.options.page_size, ring)
-    workers = _workers(model, head, settings, pool)
+    plan = pool_plan([model.config] + ([head.config.model] if head else []), settings)
+    workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
     spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
     heads = heads_a_key(model.config)
     shared = shared_room(workers.state, MOST_PACKED, heads) if settings.options.prefix_caching else None
     runner = DeviceRunner(workers, graphs, most_captured_cost(model, head), shared)
-    sources = settings.options.max_batch_size if model.config.encoder else 0
-    admission = Admission(pool, settings.lookahead, settings.options.prefix_caching, sources)
+    admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
         admission,
         chunk_budget(model.config, settings, admission.max_chunk_tokens),
@@ -86,12 +75,12 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     return Engine(scheduler, runner, DEPTH[device])
 
 
-def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pool: PagePool) -> Workers:
+def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend)
     aux_layers = head.config.aux_layers if head else ()
-    cache, longest = _cache(model, model.config, pool, settings), settings.longest_source(model.config)
-    sources = _source_cache(model, settings) if longest else None
-    verifier = TargetVerifier(model, cache, backend, aux_layers, sources)
+    caches, longest = [_cache(model, model.config, plan, settings)], settings.longest_source(model.config)
+    sources = _source_cache(model.config, settings) if longest else None
+    verifier = TargetVerifier(model, caches[0], backend, aux_layers, sources)
     drafter: Drafter | None = None
     spec = settings.spec if head else None
     if head is not None:
@@ -101,20 +90,22 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, po
             raise ValueError(
                 f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
             )
-        drafter = DraftWorker(head, _cache(head, head.config.model, pool, settings), backend, spec.topk)
+        caches.append(_cache(head, head.config.model, plan, settings))
+        drafter = DraftWorker(head, caches[1], backend, spec.topk)
     state = BatchState.empty(
         settings.options.max_batch_size + 1,  # the last row is always padding
         settings.pages_per_sequence,
         spec.topk if spec else 0,
         head.config.model.hidden_size if head else 0,
         page_size=settings.options.page_size,
+        groups=len(plan.groups),
         source_size=longest,
         max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
         features=head.config.feature_size if head else 0,
         device=settings.device,
         dtype=settings.dtype,
     )
-    return Workers(verifier, drafter, state)
+    return Workers(verifier, drafter, state, tuple(caches))
 
 
 # ---- chunks of prompts ----
@@ -163,53 +154,16 @@ def most_captured_cost(model: Target, head: DraftHead | None) -> int:
     return min(most, EXPAND_ABOVE) if keeps_latents(model.config) else most
 
 
-# ---- memory ----
-
-
-def kv_bytes_per_page(model: Target, head: DraftHead | None, settings: EngineSettings) -> int:
-    """The bytes of one page: keys and values of both models."""
-    configs, options = [model.config] + ([head.config.model] if head else []), settings.options
-    return options.page_size * sum(kv_token_bytes(config, options.kv_cache_dtype, settings.dtype) for config in configs)
-
-
-def _pool_pages(model: Target, head: DraftHead | None, settings: EngineSettings, ring: int | None) -> int:
-    """The number of pages for a full batch of longest sequences, or as many as the memory holds; then requests wait for pages.
-
-    With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
-    KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.  ValueError if the memory holds no page.
-    """
-    wanted = settings.options.max_batch_size * (ring or settings.pages_per_sequence) + 1
-    if settings.options.prefix_caching:
-        most = KEPT_TOKENS // settings.options.page_size
-        kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * (wanted - 1) + 1)
-        wanted = max(wanted, kept)
-    fits = int((_pool_bytes(settings.device) - source_bytes(model, settings)) // kv_bytes_per_page(model, head, settings))
-    if fits < 2:
-        raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
-    return min(wanted, fits)
-
-
-def source_bytes(model: Target, settings: EngineSettings) -> int:
-    """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
-    slots = settings.options.max_batch_size * settings.longest_source(model.config)
-    return slots * kv_token_bytes(model.config, settings.options.kv_cache_dtype, settings.dtype)
-
-
-def _pool_bytes(device: torch.device) -> float:
-    """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that torch keeps of an engine that is gone would count as taken
-        return torch.cuda.mem_get_info(device)[0] * POOL_SHARE
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE
-
-
-def _cache(model: nn.Module, config: ModelConfig, pool: PagePool, settings: EngineSettings) -> KVCache:
+def _cache(model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings) -> KVCache:
     """The KV cache of one of both models.  config: that model's."""
-    slots = pool.num_pages * settings.options.page_size
-    return make_cache(model, config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)
+    options, slots = settings.options, [pages * settings.options.page_size for pages in plan.num_pages]
+    return make_cache(
+        model, config, slots, options.kv_cache_dtype, settings.dtype, settings.device, plan.groups_of_layers(config)
+    )
 
 
-def _source_cache(model: Target, settings: EngineSettings) -> KVCache:
-    """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text."""
-    slots = settings.options.max_batch_size * settings.longest_source(model.config)
-    return make_cache(model, model.config, slots, settings.options.kv_cache_dtype, settings.dtype, settings.device)
+def _source_cache(config: ModelConfig, settings: EngineSettings) -> KVCache:
+    """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text.  config: the target's."""
+    layout = cache_layout(config, settings.options.kv_cache_dtype, settings.dtype, settings.device)
+    slots = settings.options.max_batch_size * settings.longest_source(config)
+    return KVCache(layout, (FULL,) * config.num_layers, slots, device=settings.device)

@@ -15,7 +15,8 @@ from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
-from specdec.models.kv import head_dims, heads_a_key, keeps_latents
+from specdec.models.diffllama.config import DiffLlamaConfig
+from specdec.models.kv import head_dims, heads_a_key, keeps_latents, split_widths
 from specdec.options import EngineOptions
 
 
@@ -165,6 +166,8 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         architecture_of(settings.device),
         gpu_kind(settings.device),
         head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in head_dims(c))),
+        value_dims=split_widths(*configs),
+        differential=isinstance(target, DiffLlamaConfig),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn
+from specdec.attention.inputs import AttentionFn, LayerInputs
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, Linear, RMSNorm, Rotary, SelfAttention
 from specdec.models.target import Target, TargetOutput
@@ -60,13 +61,23 @@ class PreNormLayer(nn.Module):
 
 
 class DecoderLayer(PreNormLayer):
-    """A decoder layer of the Llama family; EAGLE-1 heads are made of such layers too."""
+    """A decoder layer of the Llama family; EAGLE-1 heads are made of such layers too.  shares_kv: as of SelfAttention."""
 
     self_attn: SelfAttention
     mlp: MLP
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, SelfAttention(config, config.hidden_size), MLP(config))
+    def __init__(self, config: ModelConfig, shares_kv: bool = False) -> None:
+        super().__init__(config, SelfAttention(config, config.hidden_size, shares_kv), MLP(config))
+
+
+def rows_of(attn: AttentionFn, asked_R: Tensor) -> AttentionFn:
+    """The attention of layers that have the queries of these rows only, and no keys and values."""
+
+    def asked(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        assert rows_R is None
+        return attn(layer, inputs, asked_R, scoring)
+
+    return asked
 
 
 class CausalLM(Target):
@@ -88,7 +99,7 @@ class CausalLM(Target):
 
     def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
         """The decoder layer number `index`, counted from 0.  Families with another attention or MLP override this method."""
-        return DecoderLayer(config)
+        return DecoderLayer(config, shares_kv=config.kv_source[index] != index)
 
     def forward(
         self,
@@ -98,22 +109,30 @@ class CausalLM(Target):
         aux_layers: Sequence[int] = (),
         rows_R: Tensor | None = None,
     ) -> TargetOutput:
-        """See Target.forward.  With rows_R the last layer computes queries and MLP for those rows only, unless its own output
-        is captured: a captured layer computes every token.
+        """See Target.forward.
+
+        With rows_R, layers whose other rows nobody reads compute those rows only: the last layer, and all layers of the model's
+        end that store no keys and values.  The output of a captured layer has every token.
         """
         x = F.embedding(ids_T, self.embed_tokens.weight)
         rotation = self.rotary.at(positions_T)
         layers = [cast(PreNormLayer, layer) for layer in self.layers]
         next_norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         normed, captured = layers[0].input_layernorm(x), []
-        last = len(layers) - 1
-        early = rows_R if last not in aux_layers else None  # the rows that the last layer is limited to
+        last, first = len(layers) - 1, self.config.first_of_rows(aux_layers)
+        asked = rows_R  # None as soon as x has these rows only
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            x, delta = layer(x, normed, rotation, attn, index, early if index == last else None)
+            if asked is not None and index == first:
+                x, normed = select_rows(x, asked), select_rows(normed, asked)
+                rotation = self.rotary.at(positions_T.index_select(0, asked))
+                attn, asked = rows_of(attn, asked), None
+            early = asked if index == last and last not in aux_layers else None
+            x, delta = layer(x, normed, rotation, attn, index, early)
             x, normed = next_norm.add(x, delta)
+            asked = asked if early is None else None
             if index in aux_layers:
                 captured.append(x)
-        hidden = normed if rows_R is None or early is not None else select_rows(normed, rows_R)
+        hidden = normed if asked is None else select_rows(normed, asked)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
     def logits(self, hidden: Tensor) -> Tensor:

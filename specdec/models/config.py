@@ -6,6 +6,7 @@ A key that would change the computation and that we don't compute is an error, n
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from specdec.models.checkpoints.config_values import (
     token_ids,
     whole,
 )
+from specdec.models.kv_source import KEY, parse_kv_source
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -58,7 +60,11 @@ class EncoderConfig:
 class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
+    value_width: of a value head where that is not head_dim; 0: it is.
     layer_kinds: which keys each layer reads; left out: all full.  softcap, has_sinks: whether any layer has them.
+    kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which
+        then stores its own; left out: every layer stores its own.
+    features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
     """
@@ -80,18 +86,36 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
+    kv_source: tuple[int, ...] = ()
+    features_refusal: str = ""
     softcap: float | None = None
     has_sinks: bool = False
     eos_ids: tuple[int, ...] = ()
     dtype: str | None = None
     max_position_why: str = "max_position_embeddings"
     has_experts: bool = False
+    value_width: int = 0
     encoder: EncoderConfig | None = None
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers
             store(self, layer_kinds=(FULL,) * self.num_layers)
         assert len(self.layer_kinds) == self.num_layers, (self.layer_kinds, self.num_layers)
+        if self.kv_source == tuple(range(len(self.kv_source))):  # the same holds here
+            store(self, kv_source=tuple(range(self.num_layers)))
+        assert len(self.kv_source) == self.num_layers, (self.kv_source, self.num_layers)
+
+    @property
+    def first_sharing_layer(self) -> int:
+        """The first layer of the model's end in which no layer stores keys and values; num_layers if the last one does."""
+        return max(self.kv_source) + 1
+
+    def first_of_rows(self, aux_layers: Sequence[int]) -> int:
+        """The first layer that needs only the rows of a pass that somebody reads; num_layers or more if there is none.
+
+        No layer from there on stores keys and values, nor is its output captured (aux_layers) for all tokens.
+        """
+        return max(self.first_sharing_layer, *(layer + 1 for layer in aux_layers), 0)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -177,7 +201,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     if (act := raw.get("hidden_act", "silu")) != "silu":
         kind = NotComputedHere if isinstance(act, str) else ValueError
         raise kind(f"{where}: hidden_act must be 'silu', got {act!r}")
-    refuse_unknown(raw, NATIVE_KEYS, where)
+    refuse_unknown(raw, NATIVE_KEYS | {KEY}, where)
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
@@ -192,7 +216,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: head_dim must be even and above 0 for rotary embeddings, got {head_dim}{own}")
     for key in ("max_sequence_length", "pretraining_tp"):  # not read, but a config with such sizes is broken
         whole(raw, key, where, 1)
-    attention_bias = flag(raw, "attention_bias", where)
+    attention_bias, kinds = flag(raw, "attention_bias", where), _layer_kinds(raw, family, where)
     return ModelConfig(
         family=family,
         hidden_size=hidden,
@@ -210,7 +234,8 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         o_bias=attention_bias and family in ("llama", "qwen3"),
         mlp_bias=flag(raw, "mlp_bias", where),
         qk_norm=family == "qwen3",
-        layer_kinds=_layer_kinds(raw, family, where),
+        layer_kinds=kinds,
+        kv_source=parse_kv_source(raw, kinds, where),
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
         dtype=dtype_name(raw, where),
     )

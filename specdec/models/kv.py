@@ -19,14 +19,22 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.split_cache import SplitLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.diffllama.config import DiffLlamaConfig
 
 
 def keeps_latents(config: ModelConfig) -> bool:
     """Whether the model stores one latent vector a token that all heads share (multi-head latent attention, MLA)."""
     return isinstance(config, DeepseekConfig)
+
+
+def split_widths(*configs: ModelConfig) -> tuple[int, ...]:
+    """The widths of values that are not as wide as their keys; those of differential attention are as wide as two heads."""
+    widths = [2 * c.head_dim if isinstance(c, DiffLlamaConfig) else c.value_width for c in configs]
+    return tuple(dict.fromkeys(width for width in widths if width))
 
 
 def cache_layout(
@@ -42,13 +50,21 @@ def cache_layout(
     """
     if isinstance(config, DeepseekConfig):
         return LatentLayout(config.rank, config.head_dim, dtype)
+    if kv_cache_dtype == "auto" and config.value_width:
+        return SplitLayout(config.num_kv_heads, config.head_dim, config.value_width, dtype)
     if kv_cache_dtype == "auto":
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
+    assert not split_widths(config), "the capability table refuses 8-bit caches for such models"
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)
 
 
 def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
+    return len(set(config.kv_source)) * cache_layout(config, kv_cache_dtype, dtype).bytes
+
+
+def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
+    """Bytes that all layers read of one token; layers that share keys and values each read them."""
     return config.num_layers * cache_layout(config, kv_cache_dtype, dtype).bytes
 
 
@@ -64,11 +80,19 @@ def heads_a_key(config: ModelConfig) -> int:
 
 
 def make_cache(
-    model: nn.Module, config: ModelConfig, num_slots: int, kv_cache_dtype: str, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    config: ModelConfig,
+    num_slots: int | Sequence[int],
+    kv_cache_dtype: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Sequence[int] | None = None,
 ) -> KVCache:
-    """An empty cache of num_slots tokens for all layers of a model.
+    """An empty cache for all layers of a model.
 
+    num_slots, groups: see KVCache.
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model))
-    return KVCache(layout, config.layer_kinds, num_slots, device=device)
+    sources = config.kv_source
+    return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, sources=sources)

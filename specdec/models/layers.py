@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn, HeadInputs
+from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, rms_norm
@@ -61,11 +61,12 @@ class HeadsRMSNorm(nn.Module):
 
     A checkpoint brings one weight vector for all query heads and one for all key heads.  Here each head has a row of its own,
     [Q + K, D], because one kernel norms all heads.  The norm itself runs inside of attention.
+    num_heads: Q + K.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, num_heads: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_heads + config.num_kv_heads, config.head_dim))
+        self.weight = nn.Parameter(torch.empty(num_heads, config.head_dim))
         self.eps = config.rms_norm_eps
 
 
@@ -114,14 +115,18 @@ class SelfAttention(nn.Module):
     """Self-attention: one projection to queries, keys and values, then attention, then the output projection.
 
     in_features: width of the input; EAGLE-3 heads read two hidden states side by side.
+    shares_kv: whether the layer reads the keys and values of an earlier layer.  It then projects queries only, and has no kv
+        heads of its own (num_kv_heads is 0).
     """
 
-    def __init__(self, config: ModelConfig, in_features: int) -> None:
+    def __init__(self, config: ModelConfig, in_features: int, shares_kv: bool = False) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.shares_kv = shares_kv
+        self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
+        self.head_dim = config.head_dim
         self.qkv_proj = Linear(in_features, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
-        self.qk_norm = HeadsRMSNorm(config) if config.qk_norm else None
+        self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
@@ -129,7 +134,8 @@ class SelfAttention(nn.Module):
         norm = self.qk_norm
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attn(layer, HeadInputs(qkv_TXD, prep), rows_R).flatten(1))
+        inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
+        return self.o_proj(attn(layer, inputs, rows_R).flatten(1))
 
 
 class MLP(nn.Module):

@@ -17,6 +17,7 @@ from specdec.models.checkpoints.loader import load_target, with_generation_eos
 from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_json
 from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
+from specdec.models.diffllama.config import DIFFLLAMA, parse_diffllama
 from specdec.models.target import Target
 
 BACKENDS = ("auto", "native", "transformers")
@@ -60,7 +61,7 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if native is None:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
-            known = ", ".join((*FAMILIES, *DEEPSEEK))
+            known = ", ".join((*FAMILIES, *DEEPSEEK, *DIFFLLAMA))
             raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
@@ -97,6 +98,10 @@ def _native(family: Any) -> _Native | None:
         from specdec.models.deepseek.loader import load_deepseek
 
         return _Native(parse_deepseek, load_deepseek)
+    if family in DIFFLLAMA:
+        from specdec.models.diffllama.loader import load_diffllama
+
+        return _Native(parse_diffllama, load_diffllama)
     return None
 
 

@@ -22,7 +22,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Source, Step
+from specdec.steps import CatchUp, CopyPages, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Source, Step
 
 
 class DeviceRunner:
@@ -50,6 +50,7 @@ class DeviceRunner:
             CatchUp: self._catch_up,
             ShareRows: self._share,
             LeaveRows: self._leave,
+            CopyPages: self._copy,
         }
 
     @property
@@ -89,21 +90,23 @@ class DeviceRunner:
 
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
-        most = max(len(entry.pages) for entry in step.entries)
-        numbers_RX = torch.zeros(len(step.entries), 8 + most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
+        shape = len(step.entries), 8 + groups * most
+        numbers_RX = torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
             ints[row, :4] = entry.row, entry.top_k, entry.seed, entry.speculates
             floats[row, 4:6] = entry.temperature, entry.top_p
             if entry.source is not None:
                 ints[row, 6:8] = entry.source.page, len(entry.source.token_ids)
-            ints[row, 8 : 8 + len(entry.pages)] = entry.pages
+            for group, pages in enumerate(entry.pages):
+                ints[row, 8 + group * most : 8 + group * most + len(pages)] = pages
         numbers_RX = numbers_RX.to(self.device, non_blocking=True)
         floats_RX = numbers_RX.view(torch.float64)
         sampling = RowSampling(floats_RX[:, 4], numbers_RX[:, 1], floats_RX[:, 5], numbers_RX[:, 2])
-        state = self.workers.state
+        pages_RGw, state = numbers_RX[:, 8:].unflatten(1, (groups, most)), self.workers.state
         source_R2 = numbers_RX[:, 6:8] if state.source_size else None
-        state.enter_rows(numbers_RX[:, 0], numbers_RX[:, 8:], sampling, numbers_RX[:, 3], source_R2)
+        state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 3], source_R2)
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
@@ -125,6 +128,12 @@ class DeviceRunner:
         rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         self.workers.state.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
         self.workers.state.clear_rows(rows_R[2 * moves :])
+
+    def _copy(self, step: CopyPages) -> None:
+        pages_2N = torch.tensor([step.sources, step.targets], pin_memory=self.device.type == "cuda")
+        sources_N, targets_N = pages_2N.to(self.device, non_blocking=True)
+        for cache in self.workers.caches:
+            cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
 
     def _rows(self, rows: int, shared: bool) -> BatchState:
         """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""
@@ -179,4 +188,4 @@ def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> Shared
     """
     if heads_a_key > most_packed:
         return None
-    return SharedPrefix.empty(state.page_table_BW, most_packed // heads_a_key)
+    return SharedPrefix.empty(state.pages.table, most_packed // heads_a_key)

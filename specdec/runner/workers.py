@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -31,11 +32,15 @@ class Drafter(Protocol):
 
 @dataclass
 class Workers:
-    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding."""
+    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding.
+
+    caches: those of both models.
+    """
 
     verifier: TargetVerifier
     drafter: Drafter | None
     state: BatchState
+    caches: tuple[KVCache, ...]
 
     def need_drafter(self) -> Drafter:
         """The drafter, for steps that only occur with one."""

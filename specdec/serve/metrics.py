@@ -15,8 +15,10 @@ from specdec.engine.totals import Histogram, Totals
 GAUGES: dict[str, str] = {  # field of Totals: meaning; the metric's name is specdec_ and the field
     "running": "Requests that hold a row of the batch",
     "waiting": "Requests that wait for a row or for pages",
-    "pages_used": "Pages of keys and values that requests own or read",
-    "pages_total": "Pages of keys and values altogether",
+    "pages_used": "Pages of keys and values that requests own or read; of layers that read all keys, if others have own pages",
+    "pages_total": "These pages altogether",
+    "local_pages_used": "Pages of windowed and chunked layers that requests own; 0 if these layers have no pages of their own",
+    "local_pages_total": "These pages altogether",
 }
 COUNTERS: dict[str, str] = {  # likewise; the names end in _total
     "prompt_tokens": "Prompt tokens of requests that have entered the batch",

@@ -64,6 +64,8 @@ def train_head(
             f"target must be a decoder-only model, such as a Llama, got {target}, a {decoder.model.config.family} model: "
             "training reads texts of one model, not what an encoder read besides"
         )
+    if refusal := decoder.model.config.features_refusal:
+        raise ValueError(f"target: an EAGLE-3 head can't be trained for {target}: {refusal}")
     set_training_threads(decoder.settings.device, threads)
     rows = _rows(decoder, train, run, folder / "self_text.pt", resume).to(decoder.settings.device)
     model = decoder.model
@@ -86,8 +88,8 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     """
     config = model.config
     shape = replace(
-        config, num_layers=1, layer_kinds=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False,
-        intermediate_size=run.intermediate_size or config.intermediate_size,
+        config, num_layers=1, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False,
+        mlp_bias=False, intermediate_size=run.intermediate_size or config.intermediate_size,
     )  # fmt: skip
     head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
     device = model.embed_tokens.weight.device

@@ -62,7 +62,8 @@ def target_pass(model: Target, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> T
     """The target's forward pass over whole rows: hidden states [B * T, H] after the final norm, and features [B * T, F]."""
     B, T = ids_BT.shape
     positions = torch.arange(T, device=ids_BT.device).repeat(B)
-    return model(ids_BT.flatten(), positions, DenseAttention(model.config.layer_kinds, B), aux_layers)
+    attn = DenseAttention(model.config.layer_kinds, B, sources=model.config.kv_source)
+    return model(ids_BT.flatten(), positions, attn, aux_layers)
 
 
 def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num_steps: int) -> Iterator[Tensor]:

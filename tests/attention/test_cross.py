@@ -56,7 +56,7 @@ class World:
         cross = self.sources.read_by_rows_of(cu, N, ragged=True) if ragged else self.sources.read_by(N)
         rows = AttentionPlan((own,), cross=self.sources.read_by(1))
         tables = PassTables(AttentionPlan((own,), cross=cross), torch.arange(sum(counts), device=DEVICE), rows)
-        return PagedAttention(backend, self.own, tables, self.cache), counts
+        return PagedAttention(backend, self.own, tables, sources=self.cache), counts
 
 
 @pytest.mark.parametrize("kept", ["auto", "int8"])

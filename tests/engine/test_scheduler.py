@@ -65,8 +65,9 @@ class RowsOnly:
         for entry in step.entries:
             assert entry.row in self.clean, "the row is somebody's, or was not cleared"
             self.clean.remove(entry.row)
-            owned = [page for row, other in self.entries.items() for page in other.pages]
-            assert (self.shares_pages or not set(entry.pages) & set(owned)) and 0 not in entry.pages
+            for group, pages in enumerate(entry.pages):
+                owned = [page for other in self.entries.values() for page in other.pages[group]]
+                assert (self.shares_pages or not set(pages) & set(owned)) and 0 not in pages
             self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, -1, []
 
     def RunChunk(self, step: RunChunk) -> Emitted:

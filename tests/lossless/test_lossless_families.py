@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from toolkit.driver import Driver
-from toolkit.families import FAMILIES, NATIVE, Families, assert_greedy, full_pass_greedy
+from toolkit.families import FAMILIES, NATIVE, NO_FEATURES, Families, assert_greedy, full_pass_greedy
 from toolkit.models import HEADS, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -18,7 +18,7 @@ CASES = [
     (name, *case)
     for index, name in enumerate(FAMILIES)
     for case in (
-        ("eagle3", (5, 4, 16), (1, 5, 16)[index % 3], 3),
+        ("eagle1" if name in NO_FEATURES else "eagle3", (5, 4, 16), (1, 5, 16)[index % 3], 3),
         ("eagle1", (5, 1, 6), (5, 16, 1)[index % 3], 2),
     )
 ]

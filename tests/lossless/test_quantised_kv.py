@@ -22,8 +22,9 @@ from specdec.bench import near_tie
 from specdec.bench.near_tie import LOGIT_NOISE
 from specdec.bench.session import Session
 from specdec.cli.flags import engine_of
+from specdec.engine.pages.groups import ALL
 from specdec.generation import Generation
-from specdec.loading.build import kv_bytes_per_page
+from specdec.loading.memory import kv_page_bytes
 
 CASES = [
     ("llama", "eagle3", (4, 1, 5), 1, 8, "int8"),
@@ -102,7 +103,9 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
     """Keeps out: a pool sized for 16 bit, which would hold half as many requests as it could."""
     decoder = zoo.decoder("llama", "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype=kind)
     taken = sum(plane.nbytes for cache in Driver(decoder).caches for plane in cache.planes.values())
-    assert taken == Driver(decoder).pages_allocated * kv_bytes_per_page(decoder.model, decoder.head, decoder.settings)
+    assert decoder.head is not None
+    configs = [decoder.model.config, decoder.head.config.model]
+    assert taken == Driver(decoder).pages_allocated * kv_page_bytes(configs, decoder.settings, (ALL,))[0]
 
 
 def test_a_wrong_setting_is_refused(zoo: Zoo) -> None:

@@ -13,13 +13,14 @@ import pytest
 from toolkit.driver import Driver
 from toolkit.inside.hooks import PHASES
 from toolkit.models import Zoo
+from toolkit.pages import ring_passes_take
 
-import specdec.engine.pages.admission as admission
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.request import Request
 
 SYSTEM = [(7 * i * i + 3 * i) % 40 for i in range(45)]  # what many prompts begin with, longer than several pages
-# name: target, head, settings.  float64, so that no near-tie decides; "ring": every layer of both models has a window.
+# name: target, head, settings.  float64, so that no near-tie decides; "ring": every layer of both models has a window;
+# "window" and "mixed": some layers have one.
 WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "plain": ("llama", None, {}),
     "chain": ("llama", "eagle3", {"spec": SpecConfig(3, 1, 4)}),
@@ -28,6 +29,8 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "kept": ("llama", "eagle3", {"spec": SpecConfig(2, 3, 6), "prefix_caching": True}),
     "kept auto": ("qwen2", "eagle1", {"spec": SpecConfig("auto", 2, 8), "prefix_caching": True}),
     "window": ("mistral", "eagle1", {"spec": SpecConfig(3, 2, 8)}),
+    "kept window": ("mistral", "eagle1", {"spec": SpecConfig(3, 2, 8), "prefix_caching": True}),
+    "mixed": ("qwen2", "eagle1-window", {"spec": SpecConfig(3, 2, 8)}),
     "ring": ("mistral", "eagle3-window", {"spec": SpecConfig(3, 2, 8)}),
     "ring auto": ("mistral", "eagle1-window", {"spec": SpecConfig("auto", 2, 8)}),
 }
@@ -48,6 +51,8 @@ class Traffic:
         self.driver = Driver(self.decoder)
         if world.startswith("ring"):
             assert self.driver.ring is not None
+        if "window" in world or world == "mixed":
+            assert self.driver.local_ring is not None
         self.alone = zoo.decoder(target, head, spec, dtype="float64", page_size=page, max_batch_size=1, max_seq_len=160)
         self.texts: dict[tuple[Any, ...], list[int]] = {}
 
@@ -84,7 +89,7 @@ class Traffic:
 
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few tokens a pass that short texts go around the ring."""
-    monkeypatch.setattr(admission, "RING_PREFILL", 16)
+    ring_passes_take(16, monkeypatch)
 
 
 def drive(traffic: Traffic, events: int) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from toolkit.deepseek import save_deepseek
-from toolkit.families import save_family
+from toolkit.families import FAMILIES, save_family
 from toolkit.models import save_eagle1, save_target
+from toolkit.oracles.sharing import save_sharing
 
 from specdec import shipped
 from specdec.draft.load import load_head, parse_head_config
@@ -94,12 +95,16 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
         "llama3 rope": (save_target(root / "llama3", "llama3-tied-dim8"), Native()),
         "deepseek v2": (save_deepseek(root / "v2", "v2"), Native()),
         "deepseek v3": (save_deepseek(root / "v3", "v3"), Native()),
+        "shared kv": (save_sharing(root / "shared kv", "windows"), Native()),
+        "gemma3n": (save_family(root / "gemma3n", "gemma3n_text", 0, **FAMILIES["gemma3n"][1]), by_transformers),
+        "diffllama": (save_target(root / "diffllama", "diffllama"), Native()),
         "gemma2": (save_family(root / "gemma2", "gemma2", 0, sliding_window=8, tie_word_embeddings=True), by_transformers),
     }
 
 
 NAMES = (
-    "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "gemma2"
+    "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "gemma2",
+    "gemma3n", "shared kv", "diffllama",
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_every_layer_equals_transformers(bart: Path) -> None:
     sources = Sources(torch.arange(B).int(), torch.tensor([len(text) for text in texts]).int(), LONGEST)
     pages = PageTable(torch.arange(B, dtype=torch.int32)[:, None], N)
     plan = AttentionPlan((causal_segment(pages, torch.full((B,), N, dtype=torch.int32), N),), cross=sources.read_by(N))
-    attn = PagedAttention(TorchBackend(), own, PassTables(plan, torch.arange(B * N)), read)
+    attn = PagedAttention(TorchBackend(), own, PassTables(plan, torch.arange(B * N)), sources=read)
     positions_T, layers = torch.arange(N).repeat(B), tuple(range(config.num_layers))
     out = target(ids_BN.flatten(), positions_T, attn, layers)
     theirs = [

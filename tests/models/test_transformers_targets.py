@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.attention.segments import ragged_causal_segment
-from toolkit.families import COMMON, FAMILIES, Families, eager, save_family
+from toolkit.families import COMMON, FAMILIES, NO_FEATURES, Families, eager, save_family
 from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -78,7 +78,8 @@ def prompts() -> list[Tensor]:
 def ours(target: Target, ids: list[Tensor], aux_layers: tuple[int, ...] = (), rows: Tensor | None = None) -> TargetOutput:
     """All prompts packed, one page each, through the reference attention."""
     config, page = target.config, max(LENGTHS)
-    cache = KVCache(HeadsLayout(config.num_kv_heads, config.head_dim, torch.float32), config.layer_kinds, len(ids) * page)
+    cache = KVCache(HeadsLayout(config.num_kv_heads, config.head_dim, torch.float32), config.layer_kinds, len(ids) * page,
+                    sources=config.kv_source)  # fmt: skip
     table, lens = torch.arange(len(ids), dtype=torch.int32)[:, None], [len(x) for x in ids]
     positions = torch.cat([torch.arange(n) for n in lens])
     plan = AttentionPlan((ragged_causal_segment(PageTable(table, page), lens, lens),), positions)
@@ -100,9 +101,12 @@ def test_forward_equals_transformers(families: Families, name: str) -> None:
     folder, ids = folder_of(families, name), prompts()
     target, hf = load(folder), eager(folder)
     N, H = target.config.num_layers, target.config.hidden_size
-    out = ours(target, ids, tuple(range(N)))
+    out = ours(target, ids, () if name in NO_FEATURES else tuple(range(N)))
     theirs = [hf(x[None], output_hidden_states=True, use_cache=False) for x in ids]
     close(target.logits(out.hidden_TH), torch.cat([o.logits[0] for o in theirs]))
+    if name in NO_FEATURES:
+        close(out.hidden_TH, torch.cat([hf.model(x[None]).last_hidden_state[0] for x in ids]))
+        return
     assert out.aux_TA is not None and out.aux_TA.shape[1] == N * H
     for layer in range(N - 1):
         want = torch.cat([o.hidden_states[layer + 1][0] for o in theirs])
@@ -140,6 +144,7 @@ def test_configs_say_what_layers_read(families: Families, name: str) -> None:
     expected = {
         **dict.fromkeys(("mistral", "phi3", "mixtral"), [window] * 4),
         **dict.fromkeys(("gemma2", "gemma3", "gpt-oss"), [window, FULL] * 2),
+        **dict.fromkeys(("gemma3n", "gemma4"), [window, FULL] * 3),
         "qwen2": [FULL, FULL, window, window],
         "llama4": [chunk, FULL] * 2,
     }
@@ -187,10 +192,9 @@ REFUSED = [
     ("recurrent_gemma", dict(num_hidden_layers=3, vocab_size=40), "layers of type linear_attention|never attend"),
     ("gemma3", {}, r"gemma3 wraps several models; .*text_config \(gemma3_text\)"),
     ("llama4", {}, r"llama4 wraps several models; .*text_config \(llama4_text\)"),
-    ("gemma3n_text", {}, "num_kv_shared_layers"),
+    ("gemma4_text", SMALL | dict(num_hidden_layers=6, head_dim=16), "all layers must have the same heads"),
     ("bert", SMALL, "layer 0 is not causal"),
     ("diffllama", SMALL, r"layers attend in the order \[0, 0, 1, 1\]"),
-    ("deepseek_v3", dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, hidden_size=64), "value dim"),
     ("vit", {}, "no causal language model of model_type 'vit'"),
 ]
 

@@ -46,15 +46,19 @@ def test_padding_touches_nothing_of_a_prompt() -> None:
         exact, used = ChunkShape.of(parts), sum(lens)
         bucket = bucket_of(exact)
         assert bucket.tokens >= used and bucket.parts >= len(lens) and bucket.most >= max(lens)
-        bare, padded = (
-            PackedPrompts.unpack(flat_chunk(parts, shape, spare), shape, PageTable(table_BW, P)) for shape in (exact, bucket)
-        )
-        for name in ("ids_T", "positions_T", "slots_T", "part_T", "next_T", "rows_B", "last_B", "lens_B", "final_B"):
+        pages = PageTable(table_BW, P), PageTable(table_BW.flip(1) * (table_BW > 0), P)  # of two groups of layers
+        bare, padded = (PackedPrompts.unpack(flat_chunk(parts, shape, spare), shape, *pages) for shape in (exact, bucket))
+        for name in ("ids_T", "positions_T", "part_T", "next_T", "rows_B", "last_B", "lens_B", "final_B"):
             want, got = getattr(bare, name), getattr(padded, name)
             assert torch.equal(got[: len(want)], want), name
-        assert padded.slots_T[used:].eq(0).all() and padded.part_T[used:].eq(-1).all()
+        assert padded.part_T[used:].eq(-1).all()
+        for own, want, got in zip(pages, bare.tables, padded.tables, strict=True):
+            positions = [torch.arange(count) for count in lens]
+            slots = torch.cat([own.table[row, at // P].long() * P + at % P for row, at in enumerate(positions)])
+            assert torch.equal(want.slots_T, slots) and torch.equal(got.slots_T[:used], slots) and not got.slots_T[used:].any()
+            assert want.rows_plan is not None and torch.equal(want.rows_plan.segments[0].pages.table, own.table[bare.rows_B])
         assert padded.rows_B[len(lens) :].eq(spare).all() and padded.final_B[len(lens) :].eq(0).all()
-        cu = padded.plan.segments[0].cu_seqlens_q
+        cu = padded.tables[1].plan.segments[0].cu_seqlens_q
         assert cu.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)] + [used] * (bucket.parts - len(lens))
         first_B = torch.arange(100, 100 + bucket.parts)
         assert padded.next_ids(first_B)[:used].tolist() == [

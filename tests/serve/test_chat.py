@@ -135,7 +135,7 @@ def test_a_model_without_a_template(served: Served) -> None:
 
 def test_a_pool_that_is_smaller_than_the_context(chatty: SpecDecoder) -> None:
     """Keeps out: every chat that names no max_tokens refused, where the GPU holds fewer tokens than the model's context."""
-    with patch("specdec.loading.build._pool_pages", return_value=5):
+    with patch("specdec.loading.memory.share_memory", return_value=(5,)):
         decoder = SpecDecoder(chatty.model, chatty.head, chatty.settings, chatty.tokenizer)
     with decoder, Served(decoder) as served:
         short = [{"role": "user", "content": "x"}]

@@ -21,7 +21,7 @@ class StubModel(torch.nn.Module):
     def __init__(self, logits: list[float]) -> None:
         super().__init__()
         self.row = torch.nn.Parameter(torch.tensor(logits))
-        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,))
+        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,))
 
     def forward(self, ids_T, positions_T, attn):
         assert positions_T.tolist() == list(range(len(ids_T)))

@@ -163,8 +163,24 @@ class Driver(Hooks):
 
     @property
     def ring(self) -> int | None:
-        """The pages of the ring that a sequence reuses; None: a sequence has pages for all its tokens."""
+        """The pages of the ring that a sequence reuses; None: a sequence has pages for all its tokens in some layers."""
         return self._scheduler.admission.pool.ring
+
+    @property
+    def local_ring(self) -> int | None:
+        """The pages of the ring that a sequence reuses in layers with a span, beside layers that have pages for all tokens."""
+        local = self._scheduler.admission.local
+        return None if local is None else local.ring
+
+    @property
+    def copies_kept(self) -> int:
+        """How many ring pages the prefix cache keeps copies of."""
+        return len(self._scheduler.admission.copies)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of both models' caches."""
+        return sum(cache.bytes for cache in self.caches)
 
     @property
     def looked_up_and_found(self) -> tuple[int, int]:
@@ -178,8 +194,9 @@ class Driver(Hooks):
     def assert_books_balance(self) -> None:
         """Asserts what must hold at any time: each page is free or has one owner, and the prefix cache counts its users."""
         pool, admission = self._scheduler.admission.pool, self._scheduler.admission
-        owned = [page for pages in pool._owned.values() for page in pages]
-        assert sorted(owned + pool._free) == list(range(1, pool.num_pages))  # each page once, the dummy never
+        for each in (pool,) if admission.local is None else (pool, admission.local):
+            owned = [page for pages in each._owned.values() for page in pages]
+            assert sorted(owned + each._free) == list(range(1, each.num_pages))  # each page once, the dummy never
         if admission.cache is not None:
             check_books(admission, [seat.request for seat in self._scheduler.seats])
 
@@ -189,8 +206,9 @@ class Driver(Hooks):
         state = self._workers.state
         assert self.is_idle and not self.waiting and not self.running and not self.rounds_in_flight
         assert not self._scheduler.admission.places and self.pages_free == self.pages_total
+        assert self._engine.totals().local_pages_used == 0
         self.assert_books_balance()
-        assert not state.active_B.any() and not state.page_table_BW.any()
+        assert not state.active_B.any() and not state.page_table_BGW.any()
 
     @contextmanager
     def leave_room_for(self, *tokens: int) -> Iterator[None]:
@@ -226,9 +244,10 @@ class Driver(Hooks):
 
     def committed_kv(self, model: Model, row: int) -> Tensor:
         """[layers, L, 2, K, D]: keys and values of a row's committed tokens."""
-        table = self._workers.state.page_table_BW[row : row + 1]
-        slots = PageTable(table, self.page_size).slots_at(torch.arange(self.lens(row))[None])
-        return self.cache(model).planes["kv"][:, slots[0]]
+        cache = self.cache(model)
+        (group,) = cache.group_numbers
+        pages = PageTable(self._workers.state.of_group(group).pages.table[row : row + 1], self.page_size)
+        return cache.planes["kv"][:, pages.slots_at(torch.arange(self.lens(row))[None])[0]]
 
     def fresh_kv(self, model: Model, text: list[int]) -> Tensor:
         """The keys and values of a text that another engine has just prefilled in one chunk, like `committed_kv`."""
@@ -244,10 +263,13 @@ class Driver(Hooks):
         return self.cache(model).planes["kv"][:, page * self.page_size : (page + 1) * self.page_size]
 
     def poison_free_slots(self, value: float, *models: Model) -> None:
-        """Fills the caches (of all models, if none is named) with this value.  To be called only while nothing runs."""
+        """Fills the caches (of all models, if none is named) with this value; of int8 caches the scales.  To be called only
+        while nothing runs.
+        """
         assert self.is_idle
         for cache in [self.cache(model) for model in models] or self.caches:
-            cache.planes["kv"].fill_(value)
+            for planes in cache.planes_of.values():
+                planes.get("scales", planes["kv"]).fill_(value)
 
     def poison_free_rows(self) -> None:
         """Fills every row's bonus token and hidden state with junk.  To be called only while nothing runs."""
@@ -258,9 +280,10 @@ class Driver(Hooks):
 
     def blind_tables(self, rows: int, pages: int) -> None:
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
-        self._workers.state.page_table_BW[:rows, :pages] = 0
+        self._workers.state.page_table_BGW[:rows, :, :pages] = 0
         for cache in self.caches:
-            cache.planes["kv"][:, : self.page_size] = 1e4
+            for planes in cache.planes_of.values():
+                planes["kv"][:, : self.page_size] = 1e4
 
     # ---- settings that only tests change ----
 

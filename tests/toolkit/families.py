@@ -49,8 +49,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1], norm_topk_prob=True),
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=3,
+             sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=38, laurel_rank=4, altup_num_inputs=3,
+             activation_sparsity_pattern=[0.8] * 2 + [0.0] * 4, pad_token_id=0, tie_word_embeddings=True),
+    ),
+    "gemma4": (
+        "gemma4_text",
+        dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=3,
+             sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=40, global_head_dim=16,
+             attention_k_eq_v=True, use_double_wide_mlp=True, pad_token_id=0, tie_word_embeddings=True),
+    ),
     "mixtral": ("mixtral", dict(sliding_window=8, num_local_experts=4, num_experts_per_tok=2)),
 }  # fmt: skip
+NO_FEATURES = ("gemma3n",)  # whose layers hand on several streams, so that only heads of the final hidden state fit
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 MARGIN = 1e-4  # between the best two logits; below, rounding could decide, and transformers is no oracle
 

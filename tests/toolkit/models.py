@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -74,7 +76,18 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "wide heads": (LlamaConfig, LlamaForCausalLM, dict(vocab_size=300, head_dim=64, max_position_embeddings=512)),
     "words": (LlamaConfig, LlamaForCausalLM, dict(vocab_size=512)),
     "bytes": (LlamaConfig, LlamaForCausalLM, dict(vocab_size=384)),
-}
+    # differential attention: one pair of key heads; each query head its own; groups, biases, tied embeddings
+    "diffllama": (DiffLlamaConfig, DiffLlamaForCausalLM, {}),
+    "diffllama-mha": (DiffLlamaConfig, DiffLlamaForCausalLM, dict(num_key_value_heads=4, lambda_std_dev=0.3)),
+    "diffllama-gqa": (
+        DiffLlamaConfig,
+        DiffLlamaForCausalLM,
+        dict(
+            num_attention_heads=12, num_key_value_heads=4, head_dim=10, attention_bias=True, tie_word_embeddings=True,
+            rope_parameters=LLAMA3_ROPE,
+        ),
+    ),
+}  # fmt: skip
 TARGETS = list(FAMILIES)[:7]
 SEEDS = {"qwen3": 100}  # where the position in FAMILIES gives near-ties
 TOKENIZERS = {"words": word_tokenizer, "bytes": byte_tokenizer}

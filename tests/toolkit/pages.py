@@ -3,6 +3,7 @@
 import pytest
 
 from specdec.engine.pages import admission as admission_module
+from specdec.engine.pages import groups as groups_module
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.prefix_cache import Node, PrefixCache
 from specdec.engine.request import Request
@@ -46,10 +47,11 @@ def long_prompts_wait_from(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 def ring_passes_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits a chunk to `tokens` tokens of a prompt, where sequences reuse a ring of pages."""
-    monkeypatch.setattr(admission_module, "RING_PREFILL", tokens)
+    for module in (admission_module, groups_module):
+        monkeypatch.setattr(module, "RING_PREFILL", tokens)
 
 
 def shorten_rings(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes rings `pages` pages shorter than they must be."""
-    whole = admission_module.ring_pages
-    monkeypatch.setattr(admission_module, "ring_pages", lambda *args: whole(*args) - pages)
+    whole = groups_module.ring_pages
+    monkeypatch.setattr(groups_module, "ring_pages", lambda *args: whole(*args) - pages)

@@ -6,51 +6,44 @@ This module knows requests, pages and token ids; it knows no rows and no tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
 from specdec.checks import PromptTooLong
-from specdec.engine.pages.pool import PagePool, ring_pages
+from specdec.engine.pages.copies import RingCopies
+from specdec.engine.pages.groups import RING_PREFILL
+from specdec.engine.pages.pool import PagePool
 from specdec.engine.pages.prefix_cache import Node, PrefixCache, common_pages
 from specdec.engine.request import Request
+from specdec.steps import CopyPages
 
 # A threshold in tokens: a prompt waits for another prompt's prefill if that saves the computation of at least so many tokens.
 LEAST_SHARED_TO_WAIT = 256
-RING_PREFILL = 2048  # the most tokens of one prompt in one chunk, where sequences reuse a ring of pages
-
-
-def ring_of(spans: Iterable[int | None], lookahead: int, page_size: int, table_pages: int) -> int | None:
-    """The number of pages in the ring that a sequence reuses; None: each entry of the sequence's table gets a page of its own.
-
-    spans: for each layer of both models, the most keys that one query reads; None for a layer that reads all keys.
-    lookahead: slots after the committed tokens that rounds in flight may write.
-    page_size: tokens per page.
-    table_pages: entries in the table of the longest sequence.
-    """
-    listed = list(spans)
-    bounded = [span for span in listed if span is not None]
-    if len(bounded) < len(listed):
-        return None
-    ring = ring_pages(max(bounded), max(lookahead, RING_PREFILL), page_size)
-    return ring if ring < table_pages else None
 
 
 @dataclass
 class Place:
     """The pages of one request.
 
-    table: its page numbers, by position.
+    table: its page numbers, by position; where there are two groups of layers, those of the layers that read all keys.
     start: how many leading tokens of the prompt have their keys and values in the pages already.
     node: the last page that it shares through the prefix cache; None without a prefix cache.
+    local: the page numbers for layers with a span, by position, where there are two groups of layers.
     source: the page of the encoder's cache that holds the text which the request's encoder reads; None: it reads none.
     """
 
     table: list[int]
     start: int = 0
     node: Node | None = None
+    local: list[int] | None = None
     source: int | None = None
+
+    @property
+    def tables(self) -> tuple[list[int], ...]:
+        """The page table of each group of layers."""
+        return (self.table,) if self.local is None else (self.table, self.local)
 
 
 class Found(NamedTuple):
@@ -63,31 +56,67 @@ class Found(NamedTuple):
 class Admission:
     """Gives pages to requests.
 
+    pool: the pages of all layers; where there are two groups of layers, those of the layers that read all keys.
     lookahead: slots after the committed tokens that rounds in flight may write.
-    prefix_caching: whether pages are kept for later prompts; not possible with a ring of pages, nor with an encoder, because
+    prefix_caching: whether pages are kept for later prompts; not possible if `pool` has a ring, nor with an encoder, because
         the decoder's keys and values depend on the encoder's text.
+    local: the pages of the layers with a span, which have a ring; None where there is one group of layers.
+    span: the most keys that one query reads in these layers.
     sources: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     """
 
-    def __init__(self, pool: PagePool, lookahead: int, prefix_caching: bool, sources: int = 0) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        lookahead: int,
+        prefix_caching: bool,
+        local: PagePool | None = None,
+        span: int = 1,
+        sources: int = 0,
+    ) -> None:
         assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
         assert not (prefix_caching and sources), "keys and values depend on the encoder's text, so they can't be kept"
         self._free_sources = list(range(sources))
-        self.pool, self.lookahead = pool, lookahead
-        self.cache = PrefixCache(pool) if prefix_caching else None
+        assert local is None or (local.ring is not None and local.ring <= local.capacity), "one ring at least"
+        self.pool, self.local, self.lookahead = pool, local, lookahead
+        self.copies = RingCopies(local, span, group=1) if local is not None and prefix_caching else None
+        on_change = [] if self.copies is None else [self.copies.drop]
+        self.cache = PrefixCache(pool, *on_change) if prefix_caching else None
         self.places: dict[Request, Place] = {}
         self.lookup_tokens = self.hit_tokens = 0
 
     @property
     def max_chunk_tokens(self) -> int | None:
         """The most tokens of one prompt in one chunk; None: no bound."""
-        return None if self.pool.ring is None else RING_PREFILL
+        return None if self.local is None and self.pool.ring is None else RING_PREFILL
 
     @property
     def free_pages(self) -> int:
-        """Pages that belong to no request."""
+        """Pages of `pool` that belong to no request."""
         return self.pool.num_free + (self.cache.num_idle if self.cache else 0)
+
+    @property
+    def free_local_pages(self) -> int:
+        """Pages of `local` that belong to no request; 0 where there is one group of layers."""
+        if self.local is None:
+            return 0
+        return self.local.num_free if self.copies is None else self.copies.num_free
+
+    @property
+    def due_copies(self) -> list[CopyPages]:
+        """The copies of pages that must be made, in this order, before the next launch."""
+        return [] if self.copies is None else self.copies.orders.steps
+
+    def copied(self) -> None:
+        """All due copies have been launched."""
+        self.due_copies.clear()
+
+    def forget_copies(self) -> None:
+        """Drops all copies of pages, those that are due too."""
+        self.due_copies.clear()
+        if self.copies is not None:
+            self.copies.drop_all()
 
     def longest_text(self, most: int) -> int:
         """The most tokens of prompt and output together that the whole pool holds, if these are not more than `most`."""
@@ -116,11 +145,15 @@ class Admission:
         drafted: whether the request needs the drafter's keys and values too.
         """
         needed, size = self.tokens_needed(request), self.pool.page_size
+        if self.local is not None and self.local.pages_for(needed) > self.free_local_pages:
+            return None
         if self.cache is None:
             return Found([], 0) if self.pool.can_admit(needed) else None
         if self.pool.pages_for(needed) - len(request.prompt_ids) // size > self.free_pages:
             return None
         path = self.cache.find(request.prompt_ids, drafted)
+        if self.copies is not None:
+            path = path[: self.copies.usable(path)]
         return Found(path, len(path) * size)
 
     def should_wait(self, request: Request, found: Found, others: Sequence[Request]) -> bool:
@@ -139,9 +172,9 @@ class Admission:
         """Gives the request its pages.  Returns whether there were enough; if not, nothing has changed."""
         needed = self.tokens_needed(request)
         if self.cache is None:
-            pages = self.pool.admit(request, needed)
+            table = _around(self.pool.admit(request, needed), self.pool.table_pages(needed))
             source = None if request.source_ids is None else self._free_sources.pop()
-            self.places[request] = Place([pages[i % len(pages)] for i in range(self.pool.table_pages(needed))], source=source)
+            self.places[request] = Place(table, local=self._local_table(request, found), source=source)
             return True
         node = found.path[-1] if found.path else self.cache.root
         self.cache.use(node)
@@ -149,13 +182,28 @@ class Admission:
         if own > self.free_pages:
             self.cache.leave(node)
             return False
+        local = self._local_table(request, found)  # before a node is evicted, and its copy with it
         self.cache.evict(max(0, own - self.pool.num_free))
         table = [node.page for node in found.path] + self.pool.admit(request, needed, have=len(found.path))
-        self.places[request] = Place(table, found.tokens, node)
+        self.places[request] = Place(table, found.tokens, node, local)
         self.lookup_tokens += len(request.prompt_ids)
         self.hit_tokens += found.tokens
         request.stats.cached_tokens = found.tokens
         return True
+
+    def _local_table(self, request: Request, found: Found) -> list[int] | None:
+        """Gives the request its ring, and orders the copies of what it has found; None where there is one group of layers."""
+        if self.local is None:
+            return None
+        needed = self.tokens_needed(request)
+        if self.copies is not None:
+            # What is dropped here may be what is found: it is read before anybody writes to it.
+            sources = self.copies.of(found.path)
+            self.copies.make_room(self.local.pages_for(needed))
+        table = _around(self.local.admit(request, needed), self.local.table_pages(needed))
+        if self.copies is not None:
+            self.copies.fill(sources, table, len(found.path))
+        return table
 
     def fixed_pages(self, request: Request, drafted: bool) -> list[int]:
         """The request's leading pages, those of its prompt, to which nobody writes any more.
@@ -170,15 +218,21 @@ class Admission:
         kept = (node.drafted and node.page == page for node, page in zip(path, pages, strict=False))
         return pages[: sum(takewhile(bool, kept))]
 
-    def keep(self, request: Request, tokens: Sequence[int], drafted: bool) -> None:
+    def keep(self, request: Request, tokens: Sequence[int], drafted: bool, reach: int) -> None:
         """Keeps the pages of these tokens for other requests.
 
         tokens: the leading tokens of the request; the keys and values of all but the last are written and final.
         drafted: whether the drafter's keys and values are written too.
+        reach: no launch so far has written to this position of the request or to one after it.
         """
         place = self.places[request]
-        if self.cache is not None and place.node is not None:
-            place.node = self.cache.insert(request, place.node, tokens, place.table, drafted)
+        if self.cache is None or place.node is None:
+            return
+        place.node = self.cache.insert(request, place.node, tokens, place.table, drafted)
+        if self.copies is not None:
+            assert place.local is not None
+            first = self.copies.first_needed(place.start // self.pool.page_size)
+            self.copies.keep(self.cache.path(place.node), place.local, first, reach, drafted)
 
     def leave(self, request: Request) -> None:
         """Gives back all pages that the request owns or has borrowed.
@@ -192,3 +246,10 @@ class Admission:
         if self.cache is not None and place.node is not None:
             self.cache.leave(place.node)
         self.pool.release(request)
+        if self.local is not None:
+            self.local.release(request)
+
+
+def _around(pages: list[int], entries: int) -> list[int]:
+    """A page table of so many entries, which repeats the pages if there are fewer: then they are a ring."""
+    return [pages[i % len(pages)] for i in range(entries)]

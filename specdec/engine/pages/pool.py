@@ -79,8 +79,14 @@ class PagePool:
         assert owner not in self._owned, f"{owner} is already admitted"
         count = self.pages_for(tokens) - have
         assert 0 <= count <= self.num_free, f"{tokens} tokens need {count} pages, {self.num_free} left"
+        self._owned[owner] = set()
+        return self.lend(owner, count)
+
+    def lend(self, owner: Hashable, count: int) -> list[int]:
+        """Gives `count` free pages to an owner, who may own others already."""
+        assert count <= self.num_free, (count, self.num_free)
         pages = [self._free.pop() for _ in range(count)]
-        self._owned[owner] = set(pages)
+        self._owned.setdefault(owner, set()).update(pages)
         return pages
 
     def release(self, owner: Hashable) -> None:

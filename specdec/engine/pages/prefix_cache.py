@@ -17,7 +17,7 @@ that speculates finds only those.  No page with them comes after a page without.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.engine.pages.pool import PagePool
@@ -43,10 +43,13 @@ class Node:
 
 
 class PrefixCache:
-    """Owns pages of the pool.  A page that a sequence uses is never evicted; a page that is idle can be evicted at any time."""
+    """Owns pages of the pool.  A page that a sequence uses is never evicted; a page that is idle can be evicted at any time.
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+    on_change: called with a node when it gets another page or is evicted: what somebody else keeps for it is then worthless.
+    """
+
+    def __init__(self, pool: PagePool, on_change: Callable[[Node], None] = lambda node: None) -> None:
+        self.pool, self._on_change = pool, on_change
         self.root = Node((), None, -1, drafted=True)
         # The nodes that nobody uses, in the order in which they became idle.  A node becomes idle before its parent does, so
         # the first node is always a leaf.
@@ -90,6 +93,7 @@ class PrefixCache:
             elif drafted and not child.drafted:
                 if child.users:
                     break
+                self._on_change(child)
                 self.pool.give_back(self, [child.page])
                 self.pool.pass_on(page, owner, self)
                 child.page, child.drafted = page, True
@@ -132,6 +136,7 @@ class PrefixCache:
             node, _nothing = self._idle.popitem(last=False)
             assert not node.children and node.parent is not None, "a page became idle before a page after it"
             del node.parent.children[node.key]
+            self._on_change(node)
             self.pool.give_back(self, [node.page])
 
 

@@ -122,10 +122,15 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
 
 
 def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
-    """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any."""
+    """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any.
+
+    Attention that reads another layer's keys and values has queries only.
+    """
     D = attention.head_dim
-    attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
-    counts = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
+    counts = {"q": attention.num_heads}
+    if not attention.shares_kv:
+        attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
+        counts |= {"k": attention.num_kv_heads, "v": attention.num_kv_heads}
     start = 0
     for letter, count in counts.items():
         rows = slice(start, start + count * D)
@@ -139,6 +144,8 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
     if attention.qk_norm is not None:
         weight, Q = attention.qk_norm.weight, attention.num_heads
         for letter, heads in (("q", weight[:Q]), ("k", weight[Q:])):
+            if not len(heads):
+                continue
             name = f"{prefix}.{letter}_norm.weight"
             with torch.no_grad():
                 heads.copy_(checkpoint.take(name, (D,)).expand_as(heads))

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
 from specdec.models.config import NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.kv_source import check_shared_kinds
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
 from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
@@ -24,6 +25,11 @@ _NO_ENCODER = {  # why encoder-decoder models of these types can't run
     **dict.fromkeys(("m2m_100", "nllb-moe"), "counts positions by which ids are padding, not by a cache"),
 }
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
+# Keys of published configs of a type that its class takes under another name, or leaves unread on purpose.
+_OWN_HARMLESS_KEYS = {
+    "gemma3n_text": frozenset({"altup_lr_multiplier", "query_pre_attn_scalar"}),  # of training; its attention has no scale
+    "gemma4_text": frozenset({"global_head_dim", "num_global_key_value_heads"}),
+}
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's own keys: read under another name, or by nobody
     "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "
@@ -54,14 +60,16 @@ def read_transformers_config(folder: Path) -> ModelConfig:
     traced = trace(config, where)
     most, why = _max_position(own)
     _check_windows(kinds, traced, where)
+    check_shared_kinds(kinds, traced.kv_source, where)
     return ModelConfig(
         family=config.model_type,
         hidden_size=traced.hidden_size,
-        intermediate_size=getattr(own, "intermediate_size", None) or 4 * traced.hidden_size,
+        intermediate_size=_intermediate_size(own, traced),
         num_layers=len(kinds),
         num_heads=traced.num_heads,
         num_kv_heads=traced.num_kv_heads,
         head_dim=traced.head_dim,
+        value_width=traced.value_dim if traced.value_dim != traced.head_dim else 0,
         vocab_size=own.vocab_size,
         rms_norm_eps=float(getattr(own, "rms_norm_eps", None) or 1e-6),
         rope=_rope(own),
@@ -69,6 +77,8 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         max_position_why=why,
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         layer_kinds=kinds,
+        kv_source=traced.kv_source,
+        features_refusal=traced.features_refusal,
         softcap=traced.softcap,
         has_sinks=traced.has_sinks,
         has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
@@ -101,7 +111,8 @@ def unknown_keys(folder: Path) -> list[str]:
     """Keys of config.json that transformers' class of the model does not know, and so ignores; known noise left out."""
     raw = read_json(folder / "config.json")
     made = CONFIG_MAPPING[raw["model_type"]]()
-    known = {*made.to_dict(), *made.attribute_map, *NATIVE_KEYS, *_HARMLESS_KEYS}
+    own = _OWN_HARMLESS_KEYS.get(raw["model_type"], frozenset())
+    known = {*made.to_dict(), *made.attribute_map, *NATIVE_KEYS, *_HARMLESS_KEYS, *own}
     return sorted(key for key in raw if key not in known and not key.startswith("_"))
 
 
@@ -127,8 +138,6 @@ def _refuse(config: Any, where: str) -> None:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: transformers has no causal language model of model_type {name!r}")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{where}: {name} shares keys and values between layers (num_kv_shared_layers), which can't run here")
 
 
 def _encoder(config: Any, folder: Path, head_dim: int | None) -> EncoderConfig:
@@ -192,6 +201,12 @@ def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> N
                 f"{where}: by the config, layer {layer} has window {kind.window}, but its code gives attention {passed}: "
                 "which of them is meant is not known here"
             )
+
+
+def _intermediate_size(config: Any, traced: Trace) -> int:
+    """The width of the layers' MLPs, on average where the config has one for each layer; costs are estimated from it."""
+    sizes = getattr(config, "intermediate_size", None) or 4 * traced.hidden_size
+    return sizes if isinstance(sizes, int) else round(sum(sizes) / len(sizes))
 
 
 def _is_many(count: Any) -> bool:

@@ -20,6 +20,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.target import EncoderDecoder
 from specdec.models.transformers_backend.attention import AttentionCall
 from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
+from specdec.models.transformers_backend.last_rows import Cut
 from specdec.models.transformers_backend.target import TransformersTarget
 
 
@@ -52,9 +53,9 @@ class EncoderDecoderTarget(TransformersTarget, EncoderDecoder):
         finally:
             self._captured.reset(token)
 
-    def _attend(self, call: AttentionCall, attn: AttentionFn) -> Tensor:
+    def _attend(self, call: AttentionCall, attn: AttentionFn, keys: dict[int, Tensor], cut: Cut | None) -> Tensor:
         assert isinstance(self.parts, EncoderDecoderParts)
         if not self.parts.is_cross(call):
-            return super()._attend(call, attn)
+            return super()._attend(call, attn, keys, cut)
         layer: int = call.module.layer_idx  # type: ignore[assignment]
         return attn(layer, CrossInputs(call.query[0].transpose(0, 1)), None, Scoring(call.scaling, call.softcap))[None]

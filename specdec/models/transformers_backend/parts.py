@@ -7,10 +7,14 @@ Shapes: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -46,6 +50,8 @@ class Parts:
             raise Unsupported(f"expected a list of {count} decoder layers in {type(self.decoder).__name__}, found none")
         self.layers = lists[0]
         freeze_rope(self.decoder)
+        _freeze_cutoffs(self.decoder)
+        _guard_per_layer_table(self.decoder)
         setattr(model, name, _PassThroughDecoder())
         self.head = model
 
@@ -85,11 +91,52 @@ def freeze_rope(decoder: nn.Module) -> None:
             module.rope_type = "default"  # type: ignore[assignment]
 
 
+def _freeze_cutoffs(decoder: nn.Module) -> None:
+    """Makes MLPs with sparse activations (Gemma 3n) keep the number of deviations that their sparsity stands for.
+
+    transformers computes that number anew in each pass, from a tensor that it copies from the host and then reads back: a CUDA
+    graph can't record either.
+    """
+    for module in decoder.modules():
+        sparsity = getattr(module, "activation_sparsity", 0.0)
+        if hasattr(module, "_gaussian_topk") and sparsity > 0:
+            share = torch.tensor(sparsity, dtype=torch.float32, device="cpu")
+            deviations = torch.erfinv(2 * share - 1) * math.sqrt(2)
+            module._gaussian_topk = partial(_above_cutoff, deviations=deviations)  # type: ignore[assignment]
+
+
+def _above_cutoff(inputs: Tensor, deviations: Tensor) -> Tensor:
+    """How far each input lies above its row's mean plus so many standard deviations; 0 below.
+
+    deviations: a number on the host, float32; it is rounded to the inputs' dtype first, as transformers does.
+    """
+    number = deviations.to(inputs.dtype).item()
+    cutoff = inputs.mean(dim=-1, keepdim=True) + inputs.std(dim=-1, keepdim=True, unbiased=False) * number
+    return F.relu(inputs - cutoff)
+
+
+def _guard_per_layer_table(decoder: nn.Module) -> None:
+    """Gives tokens that a table of per-layer embeddings (Gemma 3n) has no row for the first row.
+
+    The table may have fewer rows than the vocabulary.  transformers does the same in later releases; earlier ones read past the
+    table's end, which on a GPU ends the process.
+    """
+    table = getattr(decoder, "embed_tokens_per_layer", None)
+    if isinstance(table, nn.Embedding):
+        table.register_forward_pre_hook(_within_table)
+
+
+def _within_table(table: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    ids, *rest = args
+    return torch.where(ids < table.num_embeddings, ids, 0), *rest
+
+
 @dataclass
 class _DecoderOutput(MoeModelOutputWithPast):
     """A decoder's output with all the fields that any causal LM in transformers reads."""
 
     cross_attentions: None = None
+    shared_kv_states: None = None
 
 
 class _PassThroughDecoder(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from specdec.attention.encoder.inputs import CrossInputs
-from specdec.attention.inputs import AttentionFn, HeadInputs, LayerInputs
+from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
@@ -31,6 +31,7 @@ from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
 from specdec.models.transformers_backend.experts import EXPERTS
+from specdec.models.transformers_backend.last_rows import Cut, LastRows
 from specdec.models.transformers_backend.make_parts import auto_class, make_parts
 from specdec.ops.cuda_graph import GraphSet, on_device
 from specdec.ops.rope import HeadPrep
@@ -56,7 +57,9 @@ class TransformersTarget(Target):
         self.embed_tokens.weight, self.lm_head.weight, self.lm_head.bias = table, head.weight, head.bias
         self._captured: ContextVar[dict[int, Tensor]] = ContextVar("captured")
         self.parts.on_layers(self._see)
-        self._prep = HeadPrep(None, config.num_kv_heads)
+        self._prep, self._query_prep = HeadPrep(None, config.num_kv_heads), HeadPrep(None, 0)
+        self._last_rows = LastRows(self.parts.layers, config.first_sharing_layer)
+        self.cuts_rows = True  # whether layers that share keys may run some rows only; the check at loading may say no
         self._sinks: dict[int, Tensor] = {}
         self._counts_from_cache = any(getattr(module, "attn_temperature_tuning", False) for module in self.decoder.modules())
 
@@ -73,14 +76,16 @@ class TransformersTarget(Target):
         positions_T = positions_T.clamp(max=self.config.max_position - 1)
         more = {"past_key_values": _CountedTokens(positions_T)} if self._counts_from_cache else {}
         wanted = dict.fromkeys(aux_layers)
+        cut = None if rows_R is None else self._cut(len(ids_T), aux_layers, rows_R)
         token = self._captured.set(wanted)  # type: ignore[arg-type]  # filled by the layers
+        keys: dict[int, Tensor] = {}
         try:
-            with answering(lambda call: self._attend(call, attn)):
+            with answering(lambda call: self._attend(call, attn, keys, cut)), self._last_rows.cutting(cut):
                 hidden_TH = self.parts.hidden(ids_T, positions_T, **more)
         finally:
             self._captured.reset(token)
         aux = [state[0] for state in wanted.values() if state is not None]
-        if rows_R is not None:
+        if rows_R is not None and cut is None:
             hidden_TH = select_rows(hidden_TH, rows_R)
         return TargetOutput(hidden_TH, torch.cat(aux, dim=-1) if aux else None)
 
@@ -93,14 +98,30 @@ class TransformersTarget(Target):
         if layer in wanted:
             wanted[layer] = state_1TH
 
-    def _attend(self, call: AttentionCall, attn: AttentionFn) -> Tensor:
-        """[1, T, H, D] of one layer's call."""
+    def _cut(self, tokens: int, aux_layers: Sequence[int], rows_R: Tensor) -> Cut | None:
+        """From which layer on a pass has these rows only; None if it has all to its end."""
+        first = self.config.first_of_rows(aux_layers)
+        return (
+            Cut(first, tokens, rows_R) if self.cuts_rows and first < self.config.num_layers and len(rows_R) < tokens else None
+        )
+
+    def _attend(self, call: AttentionCall, attn: AttentionFn, keys: dict[int, Tensor], cut: Cut | None) -> Tensor:
+        """[1, T, H, D] of one layer's call.  keys: those of earlier layers of this pass, by layer."""
         layer: int = call.module.layer_idx  # type: ignore[assignment]
         kind = self.config.layer_kinds[layer]
         assert call.sliding_window == kind.window and call.extra["attention_mask"] is None, (layer, kind, call.extra)
-        heads = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
         scoring = Scoring(call.scaling, call.softcap, self._sinks_of(layer, call.sinks_H))
-        return attn(layer, HeadInputs(torch.cat(heads, dim=1), self._prep), None, scoring)[None]
+        source = self.config.kv_source[layer]
+        if source != layer:
+            assert call.key is keys[source], f"layer {layer} was to read the keys of layer {source}"
+            queries = QueryInputs(call.query[0].transpose(0, 1).contiguous(), self._query_prep)
+            return attn(layer, queries, cut.rows_R if cut and layer >= cut.first else None, scoring)[None]
+        keys[layer] = call.key
+        heads = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
+        inputs: LayerInputs = SplitInputs(DenseHeads(*heads))
+        if not self.config.value_width:
+            inputs = HeadInputs(torch.cat(heads, dim=1), self._prep)
+        return attn(layer, inputs, None, scoring)[None]
 
     def _sinks_of(self, layer: int, sinks_H: Tensor | None) -> Tensor | None:
         """In float32; converted in the first pass, the check at loading."""
@@ -148,6 +169,7 @@ def load_transformers_target(
     checkpoint.refuse_not_finite()
     target = target_class(config)(model, config)
     check_tokens_are_apart(target, str(folder))
+    target.cuts_rows = rows_are_enough(target)
     if cuda_graphs:
         check_capturable(target, str(folder))
     return target
@@ -223,6 +245,21 @@ def check_tokens_are_apart(target: TransformersTarget, where: str) -> None:
 
 
 @torch.inference_mode()
+def rows_are_enough(target: TransformersTarget) -> bool:
+    """Whether layers that share keys give some tokens the states of a whole pass if they run these tokens alone."""
+    if target.config.first_sharing_layer == target.config.num_layers:
+        return False
+    run, order = lone_pass(target)
+    rows_R = order[1::2]
+    whole = run(order).index_select(0, rows_R).float()
+    try:
+        some = run(order, rows_R).float()
+    except (RuntimeError, IndexError, AssertionError):  # a layer that takes its tokens in another way
+        return False
+    return some.shape == whole.shape and bool((some - whole).norm() / whole.norm() < MOST_MIXED)
+
+
+@torch.inference_mode()
 def check_capturable(target: TransformersTarget, where: str) -> None:
     """ValueError if the forward pass can't be recorded in a CUDA graph."""
     run, order = lone_pass(target)
@@ -237,18 +274,25 @@ def check_capturable(target: TransformersTarget, where: str) -> None:
         ) from error
 
 
-def lone_pass(target: TransformersTarget) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """(hidden states [T, H] of a few tokens in an order, an order of them), each token reading itself alone."""
+def lone_pass(target: TransformersTarget) -> tuple[Callable[..., Tensor], Tensor]:
+    """(hidden states [T, H] of a few tokens in an order, or of rows of them; an order), each token reading itself alone."""
     device, config, T = target.embed_tokens.weight.device, target.config, CHECK_TOKENS
     ids_T = torch.arange(1, T + 1, device=device) * 7919 % config.vocab_size
     positions_T = torch.arange(T, device=device) * 613 % config.max_position
 
+    values: dict[int, Tensor] = {}
+
     def own_value(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         if isinstance(inputs, CrossInputs):
             return inputs.q_TQD
-        return inputs.dense().v_TKE.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)
+        source = config.kv_source[layer]
+        if layer == source:
+            values[layer] = inputs.dense().v_TKE
+        own_TKE = values[source] if rows_R is None else values[source].index_select(0, rows_R)
+        return own_TKE.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)
 
-    def run(order_T: Tensor) -> Tensor:
-        return target(ids_T.index_select(0, order_T), positions_T.index_select(0, order_T), own_value).hidden_TH
+    def run(order_T: Tensor, rows_R: Tensor | None = None) -> Tensor:
+        tokens = ids_T.index_select(0, order_T), positions_T.index_select(0, order_T)
+        return target(*tokens, own_value, rows_R=rows_R).hidden_TH
 
     return run, torch.arange(T - 1, -1, -1, device=device)

@@ -30,16 +30,22 @@ _HARMLESS = {
 class Trace(NamedTuple):
     """A model's sizes and attention, as its layers' calls show them.
 
+    head_dim: of queries and keys.  value_dim: of values.
     sliding_windows: for each layer, how many keys a query reads, or None for all.  softcap: the largest of any layer, or None.
+    kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer.
+    features_refusal: why the layers' outputs can't be a draft head's features; empty if they can.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     hidden_size: int
     sliding_windows: tuple[int | None, ...]
     softcap: float | None
     has_sinks: bool
+    kv_source: tuple[int, ...]
+    features_refusal: str
     encoder_head_dim: int | None
 
 
@@ -79,7 +85,9 @@ def trace(config: Any, where: str) -> Trace:
         if isinstance(parts, EncoderDecoderParts):
             calls = _own_calls(calls, of_encoder, parts, kept)
         _check_calls(calls, parts)
-        _check_shapes(hidden, states, logits, config)
+        kv_source = _kv_source(calls)
+        features_refusal = _features_refusal(hidden, states)
+        _check_logits(logits, config)
     except Unsupported as error:
         raise ValueError(f"{where}: {error}") from error
     except Exception as error:  # the model's own code may raise anything
@@ -95,10 +103,13 @@ def trace(config: Any, where: str) -> Trace:
         num_heads=first.query.shape[1],
         num_kv_heads=first.key.shape[1],
         head_dim=first.key.shape[3],
+        value_dim=first.value.shape[3],
         hidden_size=hidden.shape[-1],
         sliding_windows=tuple(call.sliding_window for call in calls),
         softcap=max((call.softcap for call in calls if call.softcap is not None), default=None),
         has_sinks=any(call.sinks_H is not None for call in calls),
+        kv_source=kv_source,
+        features_refusal=features_refusal,
         encoder_head_dim=of_encoder[0].query.shape[3] if of_encoder else None,
     )
 
@@ -132,10 +143,9 @@ def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
         what = f"layers {silent} never attend" if silent else f"layers attend in the order {order}"
         raise Unsupported(f"every decoder layer must attend once, through the attention interface, but {what}")
     shapes = {(call.query.shape[1], *call.key.shape[1::2], call.value.shape[3]) for call in calls}
-    if len(shapes) > 1 or any(key_dim != value_dim for *_, key_dim, value_dim in shapes):
+    if len(shapes) > 1:
         raise Unsupported(
-            "all layers must have the same heads, and keys and values the same head_dim; got (query heads, kv heads, key dim, "
-            f"value dim) = {sorted(shapes)}"
+            f"all layers must have the same heads; got (query heads, kv heads, key dim, value dim) = {sorted(shapes)}"
         )
     for layer, call in enumerate(calls):
         if call.module not in set(parts.layers[layer].modules()):
@@ -152,9 +162,37 @@ def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
             raise Unsupported(f"layer {layer} passes {', '.join(unknown)} to attention, which specdec does not compute")
 
 
-def _check_shapes(hidden: Tensor, states: dict[int, Tensor], logits: Tensor, config: Any) -> None:
-    widths = {tuple(state.shape) for state in states.values()}
-    if widths != {(1, *hidden.shape)}:
-        raise Unsupported(f"every layer's output must be as wide as the final hidden state {tuple(hidden.shape)}, got {widths}")
+def _kv_source(calls: list[AttentionCall]) -> tuple[int, ...]:
+    """For each layer, the layer whose keys and values it reads.
+
+    Whatever the names in a model's code are, a layer that shares keys and values hands attention the very tensors that an
+    earlier layer handed it.
+    """
+    sources: list[int] = []
+    for layer, call in enumerate(calls):
+        keys, values = (
+            next(earlier for earlier, other in enumerate(calls) if getattr(other, name) is getattr(call, name))
+            for name in ("key", "value")
+        )
+        if keys != values:
+            raise Unsupported(
+                f"layer {layer} reads the keys of layer {keys} and the values of layer {values}; expected both of one layer"
+            )
+        sources.append(keys)
+    return tuple(sources)
+
+
+def _features_refusal(hidden: Tensor, states: dict[int, Tensor]) -> str:
+    """Why layer outputs can't be a draft head's features: they must be one vector a token, as wide as the hidden state."""
+    odd = sorted({tuple(state.shape) for state in states.values()} - {(1, *hidden.shape)})
+    if not odd:
+        return ""
+    return (
+        f"its layers hand on tensors of shape {odd[0]} for {TOKENS} tokens, expected {(1, *hidden.shape)}; which parts "
+        "are a token's feature is not known"
+    )
+
+
+def _check_logits(logits: Tensor, config: Any) -> None:
     if logits.shape != (TOKENS, config.vocab_size):
         raise Unsupported(f"logits must be vocab_size = {config.vocab_size} wide, got {tuple(logits.shape)}")

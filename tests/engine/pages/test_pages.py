@@ -14,12 +14,12 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 from toolkit.pages import ring_passes_take, shorten_rings
 
-import specdec.loading.build
+import specdec.loading.memory
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.engine.pages.admission import ring_of
+from specdec.engine.pages.groups import ALL, Group, group_of, page_groups, share_memory
 from specdec.engine.pages.pool import PagePool, ring_pages
 from specdec.limits import DUMMY_PAGE
-from specdec.loading.build import kv_bytes_per_page
+from specdec.loading.memory import kv_page_bytes, pool_plan
 
 
 def test_any_order_of_use_keeps_pages_apart() -> None:
@@ -99,10 +99,38 @@ def test_a_ring_is_just_long_enough(page_size: int) -> None:
 
 
 def test_who_gets_a_ring() -> None:
-    """Keeps out: a model with one full layer on a ring, and a ring longer than the table it replaces."""
-    assert ring_of([8, None], 10, 16, 1000) is None
-    assert ring_of([8, 4096], 10, 16, 1000) == (4096 + 2048 - 1 + 15) // 16
-    assert ring_of([8, 4096], 10, 16, 384) is None
+    """Keeps out: a full layer on a ring, a ring longer than the table it replaces, and one whose kept pages are overwritten."""
+    ring = (4096 + 2048 - 1 + 15) // 16
+    assert page_groups([None, None], 10, 16, 1000, False) == (ALL,)
+    assert page_groups([8, 4096], 10, 16, 1000, False) == (Group(ring, 4096),)
+    assert page_groups([8, 4096], 10, 16, 1000, True) == (ALL,)
+    assert page_groups([8, None, 4096], 10, 16, 1000, False) == (ALL, Group(ring, 4096))
+    assert page_groups([8, None, 4096], 10, 16, 1000, True) == (ALL, Group(ring + 1, 4096))
+    assert page_groups([8, None, 4096], 3000, 16, 1000, False) == (ALL, Group((4096 + 3000 - 1 + 15) // 16, 4096))
+    for spans in ([8, 4096], [8, None, 4096]):
+        assert page_groups(spans, 10, 16, 384, False) == (ALL,)
+    two = page_groups([8, None], 10, 16, 1000, False)
+    assert [group_of(span, two) for span in (None, 8)] == [0, 1]
+    assert [group_of(span, (ALL,)) for span in (None, 8)] == [0, 0]
+
+
+def test_two_groups_share_what_memory_there_is() -> None:
+    """Keeps out: more bytes than there are, a longest sequence that fits nowhere, and memory that nobody gets."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        sizes, rows = [rng.randint(1, 50), rng.randint(1, 50)], rng.randint(1, 8)
+        needed = [rng.randint(2, 60) + 1, rng.randint(1, 20) + 1]
+        wanted = [rows * (count - 1) + 1 for count in needed]
+        memory = rng.randint(1, 2 * sum(p * s for p, s in zip(wanted, sizes, strict=True)))
+        full, local = share_memory(memory, wanted, sizes, needed)
+        least = sum(p * s for p, s in zip(needed, sizes, strict=True))
+        if memory < needed[1] * sizes[1] + 2 * sizes[0]:
+            assert full < 2 or full * sizes[0] + local * sizes[1] > memory, "the caller sees that nothing fits"
+            continue
+        assert full * sizes[0] + local * sizes[1] <= memory and full <= wanted[0] and needed[1] <= local <= wanted[1]
+        assert full >= needed[0] or memory < least
+        left = memory - full * sizes[0] - local * sizes[1]
+        assert (full == wanted[0] or left < sizes[0]) and (local == wanted[1] or left < sizes[1] or full < wanted[0])
 
 
 LENGTH = 130
@@ -195,17 +223,16 @@ def test_the_pool_of_a_prefix_cache_has_bounds(zoo: Zoo, monkeypatch: pytest.Mon
     """Keeps out: a pool that ignores what memory holds, slots beyond int32, a GPU whose memory is left idle."""
     decoder = zoo.decoder("llama", page_size=4, max_batch_size=2, max_seq_len=64, prefix_caching=True)
     model, settings = decoder.model, decoder.settings
-    a_page, batch = kv_bytes_per_page(model, None, settings), 2 * settings.pages_per_sequence
+    (a_page,), batch = kv_page_bytes([model.config], settings, (ALL,)), 2 * settings.pages_per_sequence
 
     def pages(device: str, free: int, page_size: int = 4) -> int:
-        monkeypatch.setattr(specdec.loading.build, "_pool_bytes", lambda device: free)
         changed = replace(settings.with_options(page_size=page_size), device=torch.device(device))
-        return specdec.loading.build._pool_pages(model, None, changed, None)
+        return pool_plan([model.config], changed, free).num_pages[0]
 
     assert pages("cpu", 2**50) == 16 * batch + 1 and pages("cuda", 1000 * a_page) == 1000 and pages("cpu", 99 * a_page) == 99
     assert pages("cuda", 5 * a_page) == pages("cpu", 5 * a_page) == 5
     for size in (1, 4, 4096):
         assert pages("cuda", 2**50, size) * size == 2**24
     with monkeypatch.context() as patch:
-        patch.setattr(specdec.loading.build, "KEPT_TOKENS", 0)
+        patch.setattr(specdec.loading.memory, "KEPT_TOKENS", 0)
         assert pages("cuda", 2**50) == batch + 1, "a full batch always fits"

@@ -14,7 +14,7 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.pages import check_books, long_prompts_wait_from
 from toolkit.prompts import SYSTEM, assert_same, prompts_after
 
-import specdec.loading.build
+import specdec.loading.memory
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.pool import PagePool
@@ -56,7 +56,7 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             assert not others & set(table[start:]), "two requests write to one page"
             for i, page in enumerate(table[start:], start):  # the prefill writes these
                 content[page] = (tuple(prompt[: (i + 1) * page_size + 1]), drafted)
-            admission.keep(request, prompt, drafted)
+            admission.keep(request, prompt, drafted, len(prompt))
             fixed = admission.fixed_pages(request, True)
             assert fixed == table[: len(fixed)] and all(content[page][1] for page in fixed)
             found_tokens += found.tokens
@@ -67,7 +67,7 @@ def test_any_order_of_use_keeps_the_books(page_size: int) -> None:
             text = request.prompt_ids + output
             for i in range((len(request.prompt_ids) - 1) // page_size, (len(text) - 1) // page_size):
                 content[admission.places[request].table[i]] = (tuple(text[: (i + 1) * page_size + 1]), drafted)
-            admission.keep(request, text, drafted)
+            admission.keep(request, text, drafted, len(text))
             admission.leave(request)
         check_books(admission, running)
     assert admission.hit_tokens == found_tokens > 1000 and admission.lookup_tokens > found_tokens
@@ -85,7 +85,7 @@ def test_least_recently_used_goes_first() -> None:
         found = admission.find(request, False)
         assert found is not None and admission.admit(request, found)
         table = admission.places[request].table
-        admission.keep(request, prompt, False)
+        admission.keep(request, prompt, False, len(prompt))
         admission.leave(request)
         return table
 
@@ -115,7 +115,7 @@ def test_keys_hold_the_successor() -> None:
 def decoder(zoo: Zoo, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpecDecoder]:
     """Small enough a pool that pages are evicted; its books must balance when the test is over."""
     long_prompts_wait_from(8, monkeypatch)
-    monkeypatch.setattr(specdec.loading.build, "KEPT_TOKENS", 0)
+    monkeypatch.setattr(specdec.loading.memory, "KEPT_TOKENS", 0)
     decoder = zoo.decoder(
         "llama", "eagle3", TREE, page_size=4, max_batch_size=3, max_seq_len=96, prefix_caching=True
     )  # fmt: skip

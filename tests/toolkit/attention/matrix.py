@@ -17,11 +17,14 @@ from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.split_cache import PairedView, SplitLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
+from specdec.attention.differential.inputs import DifferentialInputs
+from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.encoder.inputs import CrossInputs
 from specdec.attention.encoder.sources import Sources
 from specdec.attention.encoder.texts import attend_texts, encoder_segment
-from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs
+from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
@@ -36,11 +39,13 @@ HAS_GPU = torch.cuda.is_available()
 H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
-CACHES = (*KV_DTYPES, "mla")
+SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
+CACHES = (*KV_DTYPES, "mla", "split", "differential")
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
-N, H, K, C = 4, 4, 2, 16
+N, H, K, C, E = 4, 4, 2, 16, 8
 D = 64 if HAS_GPU else 16  # builds of flash-attn 2 may lack smaller heads
+DIFFERENCE = (0.6, 0.7, 1e-5)  # a factor, a scale and an eps
 PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
 SOFTCAP, SINKS = 3.0, (0.5, -1.0, 0.0, 2.0)
 # What a cell has besides.  cross: a layer that reads an encoder's texts; encoder: texts that are read in both directions.
@@ -51,7 +56,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # 
 
 
 class Cell(NamedTuple):
-    """cache: a kv_cache_dtype, or mla.  capped: with softcap and sinks.  extra: one of EXTRAS."""
+    """cache: a kv_cache_dtype; mla; split: values of another width; or differential.  capped: with softcap and sinks.
+
+    extra: one of EXTRAS.
+    """
 
     backend: str
     kind: str
@@ -68,7 +76,9 @@ class Cell(NamedTuple):
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.cache == "mla" else (D,),
             kinds=(FULL, LAYERS[self.kind]), alibi=self.extra == "alibi", cross=self.extra == "cross",
             encoder=self.extra == "encoder", softcap=self.capped, sinks=self.capped, mla=self.cache == "mla",
-            kv_cache_dtype="auto" if self.cache == "mla" else self.cache, page_size=self.page_size, tree=self.tree,
+            kv_cache_dtype=self.cache if self.cache in KV_DTYPES else "auto",
+            value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
+            differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
         )  # fmt: skip
 
@@ -80,10 +90,17 @@ def dtype_of(backend: str) -> torch.dtype:
     return torch.float32 if torch.float32 in TABLE[backend].dtypes else torch.float16
 
 
+def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
+    """What models with such a cache, and perhaps softcaps and sinks, have besides."""
+    if capped or cache == "differential":
+        return ("",)
+    return EXTRAS if cache in KV_DTYPES else ("", "alibi")
+
+
 CELLS = [
     Cell(*values)
     for values in itertools.product(BACKENDS, KINDS, CACHES, PAGE_SIZES, (False, True), (False, True), GRAPH_MODES, EXTRAS)
-    if not (values[5] and values[7]) and not (values[2] == "mla" and values[7] in ("cross", "encoder"))  # no model has both
+    if values[7] in extras_of(values[2], values[5])
 ]
 
 
@@ -118,8 +135,22 @@ class Absorbed(LayerInputs):
         raise NotImplementedError("the matrix has a definition of its own")
 
 
+def split_row(row: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [tokens, K, D] and values [tokens, K, E] of one row of numbers a token."""
+    k, v = row.split((K * D, K * E), dim=1)
+    return k.unflatten(1, (K, D)), v.unflatten(1, (K, E))
+
+
+def difference() -> Difference:
+    factor, scale, eps = DIFFERENCE
+    return Difference(torch.tensor(factor, device=DEVICE), scale, eps)
+
+
 class World:
-    """Two sequences whose pages lie scattered, with N more tokens each: a chain, or a tree.  Unread slots hold NaN."""
+    """Two sequences whose pages lie scattered, with N more tokens each: a chain, or a tree.  Unread slots hold NaN.
+
+    There is a layer of every kind, and, but for latents, one more that shares the windowed layer's keys and values.
+    """
 
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, P = cell, cell.page_size
@@ -146,9 +177,13 @@ class World:
         kinds, device = tuple(replace(kind, alibi=self.cell.extra == "alibi") for kind in LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
             return KVCache(LatentLayout(C, D, self.dtype), kinds, num_slots, device=device)
-        if self.cell.cache != "auto":
-            return KVCache(QuantLayout(self.cell.cache, K, D, device), kinds, num_slots, device=device)
-        return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
+        if self.cell.cache == "split":
+            return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
+        if self.cell.cache == "differential":
+            return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
+        layout = HeadsLayout(K, D, self.dtype) if self.cell.cache == "auto" else QuantLayout(self.cell.cache, K, D, device)
+        kinds, sources = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
+        return KVCache(layout, kinds, num_slots, device=device, sources=sources)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
@@ -157,6 +192,8 @@ class World:
         view = (cache or self.cache).view(layer)
         if self.cell.cache == "mla":
             view.latent[slots_T] = kv_T2KD.flatten(1)  # type: ignore[attr-defined]
+        elif self.cell.cache == "split":
+            view.write_heads(slots_T, *split_row(kv_T2KD))  # type: ignore[attr-defined]
         else:
             view.write(slots_T, kv_T2KD)
 
@@ -176,7 +213,8 @@ class World:
         return int(self.sources.page_B[b]) * LONGEST + torch.arange(TEXTS[b], device=DEVICE)
 
     def fresh(self, tokens: int) -> Tensor:
-        return self.rand(tokens, 1, C + D) if self.cell.cache == "mla" else self.rand(tokens, 2, K, D)
+        shapes = {"mla": (1, C + D), "split": (K * (D + E),)}
+        return self.rand(tokens, *shapes.get(self.cell.cache, (2, K, D)))
 
     def slots(self, b: int, count: int) -> Tensor:
         return PageTable(self.table[b : b + 1], self.cell.page_size).slots_at(torch.arange(count, device=DEVICE)[None])[0]
@@ -187,23 +225,30 @@ class World:
         slots_BN = PageTable(self.table, P).slots_at(self.lens_B.long()[:, None] + at_N)
         if not self.cell.tree:
             plan = AttentionPlan((causal_segment(PageTable(self.table, P), self.lens_B + N, N),), cross=self.sources.read_by(N))
-            return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), self.texts)
+            return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), sources=self.texts)
         suffix = replace(Segment.empty(len(LENS) * N, self.deepest, 1, device=DEVICE), base_B=self.lens_B)
         fill_tree_suffix(suffix, slots_BN, self.mask_NN.expand(len(LENS), N, N))
         positions_T = (self.lens_B.long()[:, None] + self.depth_N).flatten()
         prefix = prefix_segment(PageTable(self.table, P), self.lens_B, N)
         plan = AttentionPlan((prefix,), positions_T, suffix, self.sources.read_by(N))
-        return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), self.texts)
+        return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), sources=self.texts)
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:
-        """One pass: every layer stores its tokens, and attends."""
+        """One pass: every layer stores its tokens, and attends; the layer that shares attends with other queries."""
         outs = []
         for layer, fresh in enumerate(kv):
             if self.cell.cache == "mla":
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
+            elif self.cell.cache == "split":
+                outs.append(attn(layer, SplitInputs(DenseHeads(q_THD, *split_row(fresh))), scoring=self.scoring))
             else:
-                qkv_TXD = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1)
-                outs.append(attn(layer, HeadInputs(qkv_TXD, HeadPrep(None, K)), scoring=self.scoring))
+                qkv_TXD, prep = torch.cat((q_THD, fresh.flatten(1, 2)), dim=1), HeadPrep(None, K)
+                inputs: LayerInputs = HeadInputs(qkv_TXD, prep)
+                if self.cell.cache == "differential":
+                    inputs = DifferentialInputs(qkv_TXD, prep, difference())
+                outs.append(attn(layer, inputs, scoring=self.scoring))
+        if self.cell.cache in KV_DTYPES:
+            outs.append(attn(len(kv), QueryInputs(-q_THD, HeadPrep(None, 0)), scoring=self.scoring))
         if self.cell.extra == "cross":
             outs.append(attn(0, CrossInputs(q_THD), scoring=self.scoring))
         if self.cell.extra == "encoder":
@@ -235,21 +280,28 @@ class World:
         kind, outs = self.cache.kinds[layer], []
         for b, q_NHD in enumerate(q_THD.unflatten(0, (len(LENS), N))):
             L = int(self.lens_B[b])
-            k, v = self.cache.view(layer).read(self.slots(b, L + N), torch.float64)
+            view = self.cache.view(layer)
+            view = PairedView(view.kv) if self.cell.cache == "differential" else view  # type: ignore[attr-defined]
+            k, v = view.read(self.slots(b, L + N), torch.float64)
             at_X = torch.cat((torch.arange(L, device=DEVICE), L + self.depth_N))
             seen_NX = torch.cat((torch.ones(N, L, dtype=torch.bool, device=DEVICE), self.mask_NN), dim=1)
             seen_NX &= of_kind(kind, L + self.depth_N, at_X)
             distance_NX = at_X - (L + self.depth_N)[:, None]
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])
-        return torch.cat(outs)
+        out = torch.cat(outs)
+        return subtract_halves(out, K, difference()) if self.cell.cache == "differential" else out
 
     def inputs(self) -> tuple[Tensor, list[Tensor]]:
         return self.rand(len(LENS) * N, H, self.head_dim), [self.fresh(len(LENS) * N) for _ in LAYERS]
 
     def check(self, outs: list[Tensor], q_THD: Tensor, kv: list[Tensor]) -> None:
         tolerance = TOLERANCE[self.dtype]
-        wants = [self.dense(layer, q_THD) for layer in range(len(LAYERS))] + self.dense_extras(q_THD, kv)
-        for name, out, want in zip((*LAYERS, *[self.cell.extra] * 2), outs, wants):
+        layers = range(len(self.cache.kinds))
+        wants = [self.dense(layer, q_THD if layer < len(LAYERS) else -q_THD) for layer in layers]
+        names = [f"layer {layer}, {self.cache.kinds[layer]}" for layer in layers] + [self.cell.extra] * 2
+        wants += self.dense_extras(q_THD, kv)
+        assert len(outs) == len(wants)
+        for name, out, want in zip(names, outs, wants):
             torch.testing.assert_close(
                 out.double(), want, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
             )

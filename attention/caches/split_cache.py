@@ -1,0 +1,93 @@
+"""Keys and values of ordinary heads that differ in width, and pairs of ordinary heads as one head of twice the width.
+
+This module knows slots, not the sequences that own them, and no kernel.
+
+Shapes: T tokens, N slots, K kv heads, D key dim (head dim of an ordinary cache), E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.planes import CacheLayout, Plane
+
+
+@dataclass(frozen=True)
+class SplitView:
+    """One layer's keys [slots, K, D] and values [slots, K, E], views of one row of numbers a token in the model's own dtype."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self.k, self.v
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        raise TypeError("keys and values of different width are no single tensor; layers use write_heads")
+
+    def write_heads(self, slots_T: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> None:
+        """Stores keys, already normed and rotated, and values at the slots (int64 [T])."""
+        self.k.index_copy_(0, slots_T, k_TKD)
+        self.v.index_copy_(0, slots_T, v_TKE)
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k_NKD, v_NKE = (x.index_select(0, slots_N).to(dtype) for x in (self.k, self.v))
+        return k_NKD, v_NKE
+
+
+@dataclass(frozen=True)
+class SplitLayout(CacheLayout):
+    """A token's K keys and then its K values in one row, so that a token is moved in one piece.
+
+    num_kv_heads, key_dim, value_dim: K, D and E.  dtype: the model's own.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (Plane("kv", (self.num_kv_heads * (self.key_dim + self.value_dim),), self.dtype),)
+
+    def view(self, layer: int, planes: Mapping[str, Tensor]) -> SplitView:
+        K = self.num_kv_heads
+        k, v = planes["kv"].split((K * self.key_dim, K * self.value_dim), dim=1)
+        return SplitView(k.unflatten(1, (K, self.key_dim)), v.unflatten(1, (K, self.value_dim)))
+
+
+@dataclass(frozen=True)
+class PairedView:
+    """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.
+
+    Heads 2i and 2i + 1 are a pair.  The softmax of each of its two keys weighs the pair's two values side by side.
+    """
+
+    kv: Tensor
+
+    @cached_property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pairs, [num_slots, K / 2, 2 D] each: views.  A query reads one half of a pair's key."""
+        k, v = self.kv.unflatten(2, (-1, 2)).flatten(3).unbind(1)
+        return k, v
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        self.kv.index_copy_(0, slots_T, kv_T2KD)
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [N, K, D] and values [N, K, 2 D] of the slots (int64 [N])."""
+        k_NKD, v_NKD = self.kv.index_select(0, slots_N).to(dtype).unbind(1)
+        return k_NKD, paired_values(v_NKD)
+
+
+def paired_values(v_NKD: Tensor) -> Tensor:
+    """[N, K, 2 D]: for each key head, the two values of its pair side by side."""
+    return v_NKD.unflatten(1, (-1, 2)).flatten(2).repeat_interleave(2, dim=1)

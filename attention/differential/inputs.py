@@ -1,0 +1,48 @@
+"""What a layer of differential attention hands to a forward pass's attention.
+
+Both softmaxes of a pair of heads weigh the same values: the pair's two value heads side by side.  The layer keeps its keys and
+values in an ordinary cache, where the heads of a pair are neighbours, so a view of that cache gives pairs without a copy.  One
+call of attention then answers all heads over a whole plan (prefix and suffix are merged in it), and only its output is
+subtracted.
+
+Shapes: T tokens, R asked-for tokens, H query heads, K kv heads, X = H + 2K, D head dim, E = 2D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.split_cache import PairedView, paired_values
+from specdec.attention.differential.subtract import Difference, subtract_halves
+from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
+from specdec.ops.rope import HeadPrep
+
+
+@dataclass
+class DifferentialInputs(LayerInputs):
+    """qkv_TXD: the raw projections, query heads, then key heads, then value heads, each pair's heads side by side.
+
+    prep: the rotation that queries and keys still need.
+    difference: the numbers of the layer's difference.
+    """
+
+    qkv_TXD: Tensor
+    prep: HeadPrep
+    difference: Difference
+
+    def paged(self, call: LayerCall) -> Tensor:
+        """[T, H / 2, E], or [R, H / 2, E]."""
+        view = call.view
+        assert isinstance(view, MHAView), f"differential attention needs a cache in the model's own dtype, got {view}"
+        q_THD = call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)
+        return self.finish(call.attend(call.asked(q_THD), PairedView(view.kv)))
+
+    def dense(self) -> DenseHeads:
+        q_THD, kv_T2KD = self.prep.apply_(self.qkv_TXD)
+        return DenseHeads(q_THD, kv_T2KD[:, 0], paired_values(kv_T2KD[:, 1]))
+
+    def finish(self, out_TQE: Tensor) -> Tensor:
+        return subtract_halves(out_TQE, self.prep.num_kv_heads, self.difference)

@@ -1,0 +1,176 @@
+"""Launches the kernels of sparse attention's indexer, a part of the queries at a time: scores, then the selection.
+
+Nothing is read from the device: how many parts, programs and bytes there are follows from shapes and tables' widths; programs
+beyond a row's true length end at once.
+
+Shapes: T queries, H heads, D indexer dim, N candidates, B bins, S slices, E ranges of keys, I selected keys.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec.attention.kernels.tiles_triton import padded, programs_at_once
+from specdec.attention.segment import Segment
+from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.scores_triton import row_scores_kernel, rows_scores_kernel
+from specdec.attention.sparse.select_triton import border_kernel, compact_kernel, histogram_kernel
+from specdec.ops.launch import chained
+
+START = 4  # the time before a program of scores reads its first key, in blocks
+SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
+
+
+class Sizes(NamedTuple):
+    """What one program works on.
+
+    row, row_warps, row_stages: keys of a block, warps and stages of its program, in rows of one query.
+    an_sm: programs of such rows that an SM is given.
+    rows, rows_warps, rows_stages: the same in rows of several queries.
+    group: queries that such a program scores.
+    block: scores of a block of the selection.
+    slices: programs of the selection that an SM is given.
+    bins: of the selection's histogram.
+    few: a list of at most so many scores is searched by comparing all pairs.
+    """
+
+    row: int = 128
+    row_warps: int = 4
+    row_stages: int = 3
+    an_sm: int = 2
+    rows: int = 256
+    rows_warps: int = 8
+    rows_stages: int = 3
+    group: int = 64
+    block: int = 2048
+    slices: int = 4
+    bins: int = 1024
+    few: int = 256
+
+
+class Scratch(NamedTuple):
+    """What the launches for a part of the queries hand on to each other."""
+
+    scores: Tensor  # [queries, N] float32
+    extremes: Tensor  # [queries, E, 2] float32
+    histogram: Tensor  # [queries, B] int32
+    cursor: Tensor  # [queries] int32
+    listed: Tensor  # [queries, N] int64
+    counts: Tensor  # [queries, S] int32
+
+
+def launch_sparse_segment(
+    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int, sizes: Sizes | None = None,
+    programs: int | None = None, scratch_bytes: int = SCRATCH,
+) -> Segment:  # fmt: skip
+    """`segment.sparse_segment` by kernels.  programs: how many programs the GPU is taken to run at once."""
+    (T, _, D), N, device = q_THD.shape, candidates.width, q_THD.device
+    small = q_THD.element_size() == 4  # float32 uses no tensor cores, and twice the shared memory
+    sizes = (Sizes(row=32, rows=32, rows_warps=4, group=8) if small else Sizes()) if sizes is None else sizes
+    programs = programs_at_once(device) if programs is None else programs
+    assert q_THD.dtype == keys_XD.dtype and keys_XD.shape[1] == D and w_TH.shape == q_THD.shape[:2]
+    assert q_THD.stride()[1:] == (D, 1) and w_TH.stride(1) == keys_XD.stride(1) == 1
+    assert candidates.segment.pages.table.stride(1) == 1
+    slots_TI = torch.empty(T, min(topk, N), dtype=torch.int32, device=device)
+    counts_T = candidates.counts_T(topk)
+    part = max(1, min(T, scratch_bytes // (12 * max(1, N))))
+    for first in range(0, T, part):
+        queries = min(part, T - first)
+        scratch, splits = launch_scores(q_THD, w_TH, keys_XD, candidates, topk, first, queries, sizes, programs)
+        launch_selection(candidates, topk, first, queries, splits, scratch, slots_TI, sizes)
+    return Segment.of_slots(slots_TI, counts_T)
+
+
+def _scratch(queries: int, candidates: Candidates, ranges: int, sizes: Sizes, programs: int) -> Scratch:
+    N, device = candidates.width, candidates.paged_T.device
+    slices = max(1, min(triton.cdiv(N, sizes.block), triton.cdiv(sizes.slices * programs, queries)))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return Scratch(
+        empty(queries, N, dtype=torch.float32), empty(queries, ranges, 2, dtype=torch.float32), empty(queries, sizes.bins),
+        empty(queries), empty(queries, N, dtype=torch.int64), empty(queries, slices),
+    )  # fmt: skip
+
+
+@lru_cache
+def score_splits(rows: int, blocks: int, at_once: int) -> int:
+    """Into how many parts each row's keys are divided, by a simple model: a program takes the time of its blocks and of START
+    more.
+
+    rows: of one query.  blocks: of a row's keys, by the table's capacity.  at_once: programs that the GPU runs at once.
+    """
+
+    def time(splits: int) -> int:
+        return -(-rows * splits // at_once) * (-(-blocks // splits) + START)
+
+    return min(range(1, max(1, min(blocks, 4 * at_once // rows)) + 1), key=time)
+
+
+def launch_scores(
+    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int, first: int, queries: int, sizes: Sizes,
+    programs: int,
+) -> tuple[Scratch, int]:  # fmt: skip
+    """Scores a part of the queries.  Returns what it leaves, and into how many splits a row's keys were divided (0: blocks)."""
+    (_, H, D), device = q_THD.shape, q_THD.device
+    segment, suffix = candidates.segment, candidates.suffix
+    pages = segment.pages.table
+    paths = pages if suffix is None else suffix.pages.table
+    strides = (q_THD.stride(0), w_TH.stride(0), keys_XD.stride(0), pages.stride(0), paths.stride(0))
+    shared = {
+        "HEADS": H, "BLOCK_H": padded(H), "DIM": D, "BLOCK_D": padded(D), "PAGE_SIZE": segment.pages.page_size,
+        "BINS": sizes.bins, "HAS_SUFFIX": suffix is not None, **chained(device),
+    }  # fmt: skip
+    if segment.max_seqlen_q == 1:
+        splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.row), sizes.an_sm * programs)
+        scratch = _scratch(queries, candidates, 1 + splits, sizes, programs)
+        row_scores_kernel[(queries * (1 + splits),)](
+            q_THD, w_TH, keys_XD, pages, paths, candidates.rows_T, candidates.paged_T, candidates.path_T,
+            *scratch[:4], D**-0.5, first, queries, splits, topk, *strides, scratch.scores.stride(0),
+            BLOCK_N=sizes.row, STAGES=sizes.row_stages, num_warps=sizes.row_warps, num_stages=sizes.row_stages, **shared,
+        )  # fmt: skip
+        return scratch, splits
+    groups = triton.cdiv(min(segment.max_seqlen_q, queries), sizes.group)
+    blocks = triton.cdiv(segment.pages.capacity, sizes.rows)
+    scratch = _scratch(queries, candidates, 1 + blocks, sizes, programs)
+    width = 0 if suffix is None else paths.shape[1]
+    rows_scores_kernel[(queries + segment.rows * groups * blocks,)](
+        q_THD, w_TH, keys_XD, pages, paths, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,
+        candidates.path_T, *scratch[:4], D**-0.5, first, queries, groups, blocks, width, topk, *strides,
+        scratch.scores.stride(0),
+        BLOCK_N=sizes.rows, GROUP=sizes.group, CAUSAL=segment.causal, STAGES=sizes.rows_stages, num_warps=sizes.rows_warps,
+        num_stages=sizes.rows_stages, **shared,
+    )  # fmt: skip
+    return scratch, 0
+
+
+def launch_selection(
+    candidates: Candidates, topk: int, first: int, queries: int, splits: int, scratch: Scratch, slots_TI: Tensor,
+    sizes: Sizes,
+) -> None:  # fmt: skip
+    """Selects a part of the queries' best keys, into their rows of slots_TI."""
+    segment, suffix = candidates.segment, candidates.suffix
+    pages = segment.pages.table
+    paths = pages if suffix is None else suffix.pages.table
+    slices, ranges = scratch.counts.shape[1], scratch.extremes.shape[1]
+    numbers = (first, splits, ranges, topk, scratch.scores.stride(0))
+    shared = {
+        "SCORE_BLOCK": sizes.row if splits else sizes.rows, "BLOCK_E": min(512, triton.next_power_of_2(ranges)),
+        "BLOCK_N": sizes.block, "BINS": sizes.bins, "num_warps": 4, **chained(slots_TI.device),
+    }  # fmt: skip
+    visible = (candidates.paged_T, candidates.path_T)
+    grid = (queries, slices)
+    histogram_kernel[grid](scratch.scores, scratch.extremes, *visible, scratch.histogram, *numbers, **shared)
+    border_kernel[grid](scratch.scores, scratch.extremes, *visible, *scratch[2:], *numbers, **shared)
+    compact_kernel[grid](
+        scratch.scores, scratch.extremes, candidates.rows_T, *visible, *scratch[2:], pages, paths, slots_TI,
+        *numbers, pages.stride(0), paths.stride(0), slots_TI.stride(0),
+        PAGE_SIZE=segment.pages.page_size, HAS_SUFFIX=suffix is not None, BLOCK_S=triton.next_power_of_2(slices),
+        BLOCK_C=sizes.few, **shared,
+    )  # fmt: skip

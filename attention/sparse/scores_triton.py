@@ -1,0 +1,252 @@
+"""The kernels that score an indexer's cached keys: products on tensor cores, then the weighted sum over heads, in float32.
+
+`row_scores_kernel` is for rows of one query: a program reads a range of the row's keys once.  `rows_scores_kernel` is for rows
+of several queries (chains, trees, prompts): a program keeps a block of keys and scores it for one query after the other.  Both
+multiply a block of keys with all heads of one query in the same order, so a query's score of a key does not depend on which
+of them ran, nor on whether the key lies in a page or on the query's path in a draft tree.
+
+The first programs of either kernel, one for each query, score the query's path and clear what the selection counts with.
+Every program also leaves the smallest and largest score of each query and range of keys, for the bins of the selection.
+
+Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernels read page tables, lengths and what a pass's
+layers share about its candidates, as attention's kernels read tables and lengths.  They trigger late.
+
+Shapes: T queries, H heads, D indexer dim, N keys of a block, X slots, E ranges of keys.
+"""
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(1e38)  # the bound of scores: twice of it is a finite float32
+
+
+@triton.jit
+def query_of(q, w, stride_qt, stride_wt, token, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr,
+             BLOCK_D: tl.constexpr, scale):  # fmt: skip
+    """One query's heads [H, D], and their weights times `scale`."""
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    ok_HD = (h < HEADS)[:, None] & (d < DIM)[None, :]
+    q_HD = tl.load(q + token * stride_qt + h[:, None] * DIM + d[None, :], mask=ok_HD, other=0.0)
+    w_H = tl.load(w + token * stride_wt + h, mask=h < HEADS, other=0.0).to(tl.float32)
+    return q_HD, w_H * scale
+
+
+@triton.jit
+def block_scores(q_HD, w_H, k_ND):
+    """[N]: the weighted sum of the heads' products, of which negative ones count as 0."""
+    s_NH = tl.dot(k_ND, tl.trans(q_HD), input_precision="ieee")
+    s_N = tl.sum(tl.maximum(s_NH, 0.0) * w_H[None, :], 1)
+    return tl.minimum(tl.maximum(tl.where(s_N == s_N, s_N, -LARGEST), -LARGEST), LARGEST)  # NaN counts as the lowest
+
+
+@triton.jit
+def keys_at(keys, slot_N, ok_N, stride_slot, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[N, D]: the keys of these slots.  Slots that are not ok are not read: they may hold NaN."""
+    d = tl.arange(0, BLOCK_D)
+    return tl.load(
+        keys + slot_N.to(tl.int64)[:, None] * stride_slot + d[None, :], mask=ok_N[:, None] & (d < DIM)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def score_path(
+    q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, token, place,
+    stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, ranges,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BINS: tl.constexpr, HAS_SUFFIX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Scores one query's own path, and clears the query's histogram and its cursor."""
+    paged = tl.load(paged_T + token)
+    length = tl.load(path_T + token)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(histogram + place * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+    tl.store(cursor + place, 0)
+    low = float("inf")
+    high = -float("inf")
+    if HAS_SUFFIX:
+        n = tl.arange(0, BLOCK_N)
+        q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
+        for start in tl.range(0, length, BLOCK_N, num_stages=1):
+            ok_N = start + n < length
+            slot_N = tl.load(suffix + token * stride_suffix + start + n, mask=ok_N, other=0)
+            s_N = block_scores(q_HD, w_H, keys_at(keys, slot_N, ok_N, stride_slot, DIM, BLOCK_D))
+            tl.store(scores + place * stride_scores + paged + start + n, s_N, mask=ok_N)
+            low = tl.minimum(low, tl.min(tl.where(ok_N, s_N, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where(ok_N, s_N, -float("inf")), 0))
+    tl.store(extremes + place * ranges * 2, low)
+    tl.store(extremes + place * ranges * 2 + 1, high)
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "queries", "splits", "stride_row", "stride_suffix", "topk"],
+    do_not_specialize_on_alignment=["page_table", "rows_T", "paged_T", "path_T", "suffix"],
+)
+def row_scores_kernel(
+    q,  # [T, H, D]
+    w,  # [T, H], any float type
+    keys,  # [X, D]
+    page_table,  # [R, W] int32
+    suffix,  # [T, P] int32 slots
+    rows_T,  # [T] int32
+    paged_T,  # [T] int32
+    path_T,  # [T] int32
+    scores,  # [queries, stride_scores] float32
+    extremes,  # [queries, 1 + splits, 2] float32
+    histogram,  # [queries, BINS] int32
+    cursor,  # [queries] int32
+    scale,
+    first_token,  # of this launch, which scores `queries` tokens
+    queries,
+    splits,
+    topk,
+    stride_qt,
+    stride_wt,
+    stride_slot,
+    stride_row,
+    stride_suffix,
+    stride_scores,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BINS: tl.constexpr,
+    HAS_SUFFIX: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < queries:
+        place = program.to(tl.int64)
+        score_path(
+            q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, first_token + place, place,
+            stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, 1 + splits,
+            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX, PDL,
+        )  # fmt: skip
+        return
+    program -= queries
+    place = (program // splits).to(tl.int64)
+    split = program % splits
+    token = first_token + place
+    paged = tl.load(paged_T + token)
+    visible = paged + tl.load(path_T + token)
+    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
+    per_split = tl.cdiv(tl.cdiv(paged, splits), BLOCK_N) * BLOCK_N
+    low = split * per_split
+    high = tl.minimum(low + per_split, paged)
+    n = tl.arange(0, BLOCK_N)
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (low >= high) | (visible <= topk):  # a query that sees so few keys selects all of them
+        return
+    q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
+    low_N = tl.full([BLOCK_N], float("inf"), tl.float32)
+    high_N = tl.full([BLOCK_N], -float("inf"), tl.float32)
+    # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        ok_N = start + n < high
+        slot_N = page_N * PAGE_SIZE + (start + n) % PAGE_SIZE
+        k_ND = keys_at(keys, slot_N, ok_N, stride_slot, DIM, BLOCK_D)
+        ahead_N = start + BLOCK_N + n
+        page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < high, other=0)
+        s_N = block_scores(q_HD, w_H, k_ND)
+        tl.store(scores + place * stride_scores + start + n, s_N, mask=ok_N)
+        low_N = tl.minimum(low_N, tl.where(ok_N, s_N, float("inf")))
+        high_N = tl.maximum(high_N, tl.where(ok_N, s_N, -float("inf")))
+    at = extremes + (place * (1 + splits) + 1 + split) * 2
+    tl.store(at, tl.min(low_N, 0))
+    tl.store(at + 1, tl.max(high_N, 0))
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "queries", "groups", "blocks", "path_width", "stride_row", "stride_suffix", "topk"],
+    do_not_specialize_on_alignment=["page_table", "cu_seqlens_q", "cache_seqlens", "paged_T", "path_T", "suffix"],
+)
+def rows_scores_kernel(
+    q,  # [T, H, D]
+    w,  # [T, H], any float type
+    keys,  # [X, D]
+    page_table,  # [R, W] int32
+    suffix,  # [T, P] int32 slots
+    cu_seqlens_q,  # [R + 1] int32
+    cache_seqlens,  # [R] int32
+    paged_T,  # [T] int32
+    path_T,  # [T] int32
+    scores,  # [queries, stride_scores] float32
+    extremes,  # [queries, 1 + blocks, 2] float32
+    histogram,  # [queries, BINS] int32
+    cursor,  # [queries] int32
+    scale,
+    first_token,  # of this launch, which scores `queries` tokens
+    queries,
+    groups,  # of a row's queries
+    blocks,  # of a row's keys
+    path_width,  # the most keys of a path
+    topk,
+    stride_qt,
+    stride_wt,
+    stride_slot,
+    stride_row,
+    stride_suffix,
+    stride_scores,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BINS: tl.constexpr,
+    HAS_SUFFIX: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < queries:
+        place = program.to(tl.int64)
+        score_path(
+            q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, first_token + place, place,
+            stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, 1 + blocks,
+            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX, PDL,
+        )  # fmt: skip
+        return
+    program -= queries
+    group = program % groups  # neighbouring programs read the same keys
+    block = program // groups % blocks
+    row = program // groups // blocks
+    row_end = tl.load(cu_seqlens_q + row + 1)
+    begin = tl.maximum(tl.load(cu_seqlens_q + row), first_token) + group * GROUP
+    end = tl.minimum(tl.minimum(row_end, first_token + queries), begin + GROUP)
+    length = tl.load(cache_seqlens + row)
+    start = block * BLOCK_N
+    if CAUSAL:  # from the first query that sees the block
+        begin = tl.maximum(begin, start + row_end - length)
+    most = tl.where(begin < end, tl.load(paged_T + tl.maximum(end - 1, 0)), 0)  # the last query sees the most keys
+    key_N = start + tl.arange(0, BLOCK_N)
+    ok_N = key_N < most
+    page_N = tl.load(page_table + row.to(tl.int64) * stride_row + key_N // PAGE_SIZE, mask=ok_N, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (start >= most) | (most + path_width <= topk):  # queries that see so few keys select all of them
+        return
+    k_ND = keys_at(keys, page_N * PAGE_SIZE + key_N % PAGE_SIZE, ok_N, stride_slot, DIM, BLOCK_D)
+    for t in tl.range(begin, end, num_stages=STAGES):
+        token = begin.to(tl.int64) + (t - begin)
+        q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
+        s_N = block_scores(q_HD, w_H, k_ND)
+        ok_N = key_N < length
+        if CAUSAL:
+            ok_N = key_N < length - (row_end - 1 - t)
+        place = token - first_token
+        tl.store(scores + place * stride_scores + key_N, s_N, mask=ok_N)
+        at = extremes + (place * (1 + blocks) + 1 + block) * 2
+        tl.store(at, tl.min(tl.where(ok_N, s_N, float("inf")), 0))
+        tl.store(at + 1, tl.max(tl.where(ok_N, s_N, -float("inf")), 0))

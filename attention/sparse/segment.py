@@ -1,0 +1,69 @@
+"""From an indexer's queries and cached keys to the segment that latent attention then reads: one row of slots for each query.
+
+Shapes: T queries, H indexer heads, D indexer dim, X slots, N candidates, I selected keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.sparse.candidates import Candidates
+from specdec.attention.sparse.indexer import IndexRows, indexer_scores, select_rows, to_slots
+from specdec.ops.launch import use_kernels
+
+GATHERED = 1 << 24  # numbers of keys that the pure version gathers at once
+
+
+def sparse_segment(
+    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, plan: AttentionPlan, topk: int, candidates: Candidates | None = None
+) -> Segment:
+    """The keys that each query selects, as one row of slots a query.
+
+    q_THD, w_TH: the indexer's queries and head weights; the caller has scaled the weights by H ** -0.5.
+    keys_XD: the layer's plane of indexer keys, one key a slot.
+    plan: one paged segment, causal or a prefix, and perhaps a suffix: each query's own path in a draft tree, in the order of
+        positions.  The fresh tokens' keys have been stored.
+    candidates: `Candidates.of(plan, T)`, which the layers of a pass share; None: made here.
+    """
+    candidates = Candidates.of(plan, q_THD.shape[0]) if candidates is None else candidates
+    assert topk > 0 and candidates.paged_T.shape[0] == q_THD.shape[0] == w_TH.shape[0]
+    assert q_THD.shape[2] == keys_XD.shape[1]
+    if use_kernels(q_THD):
+        from specdec.attention.sparse.launch import launch_sparse_segment
+
+        return launch_sparse_segment(q_THD, w_TH, keys_XD, candidates, topk)
+    return pure_segment(q_THD, w_TH, keys_XD, candidates, topk)
+
+
+def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int) -> Segment:
+    """`sparse_segment` by its definition, a few queries at a time.  The kernels compute the same."""
+    T, N = q_THD.shape[0], candidates.width
+    I = min(topk, N)
+    slots_TI = torch.zeros(T, I, dtype=torch.int32, device=q_THD.device)
+    counts_T = torch.zeros(T, dtype=torch.int32, device=q_THD.device)
+    step = max(1, GATHERED // max(1, N * keys_XD.shape[1]))
+    for t in range(0, T, step):
+        part = slice(t, min(t + step, T))
+        every = _every_candidate(candidates, part)
+        slots_tN = _slots(every, candidates, part)[0].long()
+        scores_tN = torch.stack(
+            [indexer_scores(q[None], w[None], keys_XD[slots_N])[0] for q, w, slots_N in zip(q_THD[part], w_TH[part], slots_tN)]
+        )
+        chosen = select_rows(scores_tN, candidates.visible_T[part], topk)
+        slots_TI[part], counts_T[part] = _slots(chosen, candidates, part)
+    return Segment.of_slots(slots_TI, counts_T)
+
+
+def _every_candidate(candidates: Candidates, part: slice) -> IndexRows:
+    """All candidates of some queries, as rows of positions."""
+    visible_t = candidates.visible_T[part]
+    place_N = torch.arange(candidates.width, dtype=torch.int32, device=visible_t.device)
+    return IndexRows(torch.where(place_N < visible_t[:, None], place_N, -1), visible_t)
+
+
+def _slots(rows: IndexRows, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
+    segment, suffix = candidates.segment, candidates.suffix
+    path_tP = None if suffix is None else suffix.pages.table[part]
+    return to_slots(rows, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)

@@ -1,0 +1,113 @@
+"""Decides how large the KV pool is: which layers share page tables, the bytes of a page, and how many pages memory holds.
+
+This module knows models' configs, settings and bytes; it allocates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from specdec.engine.pages.admission import Admission
+from specdec.engine.pages.groups import Group, group_of, page_groups, share_memory
+from specdec.engine.pages.pool import PagePool
+from specdec.loading.resolve import EngineSettings
+from specdec.models.config import ModelConfig
+from specdec.models.kv import cache_layout
+
+POOL_SHARE = 0.85  # share of the GPU memory that is free after the weights; the rest is for activations and graphs
+HOST_POOL_SHARE = 0.4  # share of the host's memory, where weights and everything else must fit too
+# Limits of a pool with prefix caching.  KEPT_TOKENS bounds its tokens, so that lists of pages stay quick and slot numbers stay
+# far below 2**31.  HOST_KEPT_BATCHES bounds it on a CPU, in full batches of longest sequences; the operating system provides
+# that memory only as it is written.
+KEPT_TOKENS, HOST_KEPT_BATCHES = 2**24, 16
+
+
+class PoolPlan(NamedTuple):
+    """The KV pool, by group of layers.
+
+    groups: see Group.  num_pages: the pages of each group, its dummy page included.  page_bytes: the bytes of one page of each
+    group, over both models.
+    """
+
+    groups: tuple[Group, ...]
+    num_pages: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all pages."""
+        return sum(pages * size for pages, size in zip(self.num_pages, self.page_bytes, strict=True))
+
+    def groups_of_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        """The group of each layer of a model."""
+        return tuple(group_of(kind.span, self.groups) for kind in config.layer_kinds)
+
+    def admission(self, settings: EngineSettings, sources: int = 0) -> Admission:
+        """An admission over these pages, all of them free.  sources: see Admission."""
+        pools = [
+            PagePool(pages, settings.options.page_size, group.ring)
+            for group, pages in zip(self.groups, self.num_pages, strict=True)
+        ]
+        caching = settings.options.prefix_caching
+        if len(pools) == 1:
+            return Admission(pools[0], settings.lookahead, caching, sources=sources)
+        span = self.groups[1].span
+        assert span is not None
+        return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
+
+
+def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: float | None = None) -> PoolPlan:
+    """The KV pool for a full batch of longest sequences, or as much as the memory holds; then requests wait for pages.
+
+    With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
+    KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.
+
+    configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; None: what the device has to give.
+    ValueError if the memory holds no page.
+    """
+    options, longest = settings.options, settings.pages_per_sequence
+    spans = [kind.span for config in configs for kind in config.layer_kinds]
+    groups = page_groups(spans, settings.lookahead, options.page_size, longest, options.prefix_caching)
+    page_bytes = kv_page_bytes(configs, settings, groups)
+    needed = [(group.ring or longest) + 1 for group in groups]
+    wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]
+    if options.prefix_caching:
+        most = KEPT_TOKENS // options.page_size
+        batches = options.max_batch_size * longest  # copies of rings are kept for as many tokens as other pages
+        kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * batches + 1)
+        wanted = [max(pages, kept) for pages in wanted]
+    memory = _pool_bytes(settings.device) if memory is None else memory
+    memory -= source_bytes(configs[0], settings)
+    num_pages = share_memory(memory, wanted, page_bytes, needed)
+    plan = PoolPlan(groups, num_pages, page_bytes)
+    if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
+        raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
+    return plan
+
+
+def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:
+    """The bytes of one page of each group: keys and values that group's layers store in both models."""
+    options, sizes = settings.options, [0] * len(groups)
+    for config in configs:
+        a_layer = cache_layout(config, options.kv_cache_dtype, settings.dtype).bytes
+        for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
+            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * a_layer
+    return tuple(sizes)
+
+
+def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
+    """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
+    slots = settings.options.max_batch_size * settings.longest_source(target)
+    return slots * target.num_layers * cache_layout(target, settings.options.kv_cache_dtype, settings.dtype).bytes
+
+
+def _pool_bytes(device: torch.device) -> float:
+    """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that torch keeps of an engine that is gone would count as taken
+        return torch.cuda.mem_get_info(device)[0] * POOL_SHARE
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_POOL_SHARE

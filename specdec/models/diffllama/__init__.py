@@ -1,0 +1,1 @@
+"""Targets of the DiffLlama family: a Llama with differential attention."""

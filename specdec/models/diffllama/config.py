@@ -1,0 +1,44 @@
+"""The config.json of DiffLlama models (differential attention), read strictly.  This module knows no weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from specdec.models.checkpoints.config_values import number
+from specdec.models.config import ModelConfig, parse_config
+
+DIFFLLAMA = ("diffllama",)
+# Keys of a Llama that transformers' DiffLlama ignores: a value that would change a Llama must not pass.
+_IGNORED = ("kv_source", "sliding_window", "layer_types", "use_sliding_window", "mlp_bias")
+
+
+@dataclass(frozen=True)
+class DiffLlamaConfig(ModelConfig):
+    """A Llama's config.  Its counts of heads are those of the checkpoint: two heads make one pair of softmaxes."""
+
+
+def lambda_init(layer: int) -> float:
+    """The constant part of a layer's lambda (arXiv 2410.05258, section 2.1).  layer: counted from 0."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer)
+
+
+def parse_diffllama(raw: dict[str, Any], where: str) -> DiffLlamaConfig:
+    """ValueError names `where` (the file), the key, what was expected and what was found."""
+    for key in _IGNORED:
+        if raw.get(key) not in (None, False):
+            raise ValueError(f"{where}: {key} must be absent, null or false in a diffllama model, got {raw[key]!r}")
+    if raw.get("attention_dropout") not in (None, 0, 0.0):
+        raise ValueError(f"{where}: attention_dropout must be 0 in a diffllama model, got {raw['attention_dropout']!r}")
+    if raw.get("lambda_std_dev") is not None:  # how a fresh model's weights are drawn
+        number(raw, "lambda_std_dev", where, or_zero=True)
+    own = (*_IGNORED, "lambda_std_dev")
+    llama = {key: value for key, value in raw.items() if key not in own}
+    base = parse_config({"rms_norm_eps": 1e-5, **llama, "model_type": "llama"}, where)
+    if base.num_kv_heads % 2:
+        raise ValueError(
+            f"{where}: num_key_value_heads must be even, because differential attention pairs heads; got {base.num_kv_heads}"
+        )
+    values = {field.name: getattr(base, field.name) for field in fields(base)}
+    return DiffLlamaConfig(**{**values, "family": raw["model_type"]})

@@ -1,0 +1,60 @@
+"""Targets of the DiffLlama family: a Llama whose layers subtract one softmax from another (arXiv 2410.05258).
+
+The forward pass is CausalLM's; only a layer's attention differs.  Checkpoints hold all first heads of the pairs before all
+second ones; here the two key heads of a pair are neighbours, and so are their value heads and their groups of query heads.
+With that order a pair's keys, and its values, are one head of twice the width as they lie in an ordinary cache.
+
+Shapes: T tokens, K key heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specdec.attention.differential.inputs import DifferentialInputs
+from specdec.attention.differential.subtract import Difference
+from specdec.attention.inputs import AttentionFn
+from specdec.models.causal_lm import CausalLM, PreNormLayer
+from specdec.models.config import ModelConfig
+from specdec.models.diffllama.config import lambda_init
+from specdec.models.layers import MLP, Linear
+from specdec.ops.rope import HeadPrep, Rotation
+
+
+class DifferentialAttention(nn.Module):
+    """Differential attention of one layer: one projection to queries, keys and values, attention, output projection.
+
+    factor: float32 without dims, the layer's lambda.  The loader computes it from the checkpoint's four vectors.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv_proj = Linear(
+            config.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias
+        )
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32))
+        self.scale, self.eps = 1 - lambda_init(layer), config.rms_norm_eps
+
+    def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
+        """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
+        qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        difference = Difference(self.factor, self.scale, self.eps)
+        inputs = DifferentialInputs(qkv_TXD, HeadPrep(rotation, self.num_kv_heads), difference)
+        return self.o_proj(attn(layer, inputs, rows_R).flatten(1))
+
+
+class DiffLlamaLayer(PreNormLayer):
+    """A decoder layer with differential attention."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__(config, DifferentialAttention(config, index), MLP(config))
+
+
+class DiffLlamaLM(CausalLM):
+    """A DiffLlama model.  max_positions: as of CausalLM."""
+
+    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
+        return DiffLlamaLayer(config, index)

@@ -1,0 +1,102 @@
+"""The kernels of sparse attention against the definition, on small random inputs.
+
+Keeps out: a tile, slice or list that loses a key at its border; ties by anything but position; NaN from slots nobody may read.
+"""
+
+import pytest
+import torch
+from toolkit.attention.sparse import IndexWorld, same_rows
+from toolkit.kernels import DEVICE
+from torch import Tensor
+
+from specdec.attention.segment import Segment
+from specdec.attention.sparse.launch import Sizes, launch_scores, launch_sparse_segment
+
+pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
+TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, block=16, bins=8, few=4, slices=2)
+KINDS = [("causal", 1), ("causal", 5), ("ragged", 4), ("tree", 7)]
+
+
+def lens_of(kind: str) -> list[int]:
+    """Lengths around the tiles' borders; a tree may stand at the beginning of its sequence."""
+    return [70, 0, 16, 33] if kind == "tree" else [70, 5, 16, 33]
+
+
+def launched(world: IndexWorld, topk: int, sizes: Sizes, scratch: int = 1 << 20) -> Segment:
+    with torch.no_grad():
+        args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk)
+        return launch_sparse_segment(*args, sizes, programs=4, scratch_bytes=scratch)
+
+
+def kernel_scores(world: IndexWorld, topk: int, sizes: Sizes) -> Tensor:
+    with torch.no_grad():
+        T = world.q_THD.shape[0]
+        args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk, 0, T)
+        return launch_scores(*args, sizes, 4)[0].scores
+
+
+@pytest.mark.slow_cases(keep=4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("kind", "n"), KINDS)
+@pytest.mark.parametrize("page_size", [1, 16, 64, 80])
+def test_scores_meet_the_definition(kind: str, n: int, page_size: int, dtype: torch.dtype) -> None:
+    """Every visible score, at any page size.  Keeps out: paths scored at another place, heads or dims of padding that count."""
+    world = IndexWorld.make(kind, lens_of(kind), n, page_size, heads=3, dim=12, dtype=dtype, seed=n, device=DEVICE)
+    scores, want = kernel_scores(world, 1, TINY), world.scores()
+    visible_T = world.candidates.visible_T
+    seen_TN = torch.arange(scores.shape[1], device=DEVICE) < torch.where(visible_T > 1, visible_T, 0)[:, None]
+    torch.testing.assert_close(scores[seen_TN].double(), want[seen_TN], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.slow_cases(keep=8)
+@pytest.mark.parametrize("topk", [10, 32, 200])
+@pytest.mark.parametrize("distinct", [0, 3])
+@pytest.mark.parametrize(("kind", "n"), KINDS)
+def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int) -> None:
+    """The kernels' own scores, selected by the definition.  Keeps out: ties, short and long lists, slices that overlap."""
+    world = IndexWorld.make(kind, lens_of(kind), n, 5, distinct=distinct, seed=topk, device=DEVICE)
+    scores = torch.where(world.candidates.visible_T[:, None] > topk, kernel_scores(world, topk, TINY), 0.0)
+    want = world.segment_of(scores, topk)
+    for sizes in (TINY, TINY._replace(bins=64, few=64, slices=1)):
+        same_rows(launched(world, topk, sizes), *want)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-30, 1e30, float("inf"), float("nan")])
+def test_scores_of_any_size(weight: float) -> None:
+    """All equal, tiny, huge and undefined scores.  Keeps out: bins of an infinite range, a search that never ends."""
+    world = IndexWorld.make("causal", [70, 33], 1, 5, seed=4, device=DEVICE)
+    world.w_TH.mul_(weight)
+    scores = kernel_scores(world, 10, TINY)
+    same_rows(launched(world, 10, TINY), *world.segment_of(scores, 10))
+    if weight == 0.0:
+        slots, _ = world.all_slots()
+        same_rows(launched(world, 10, TINY), slots[:, :10].int(), torch.full((2,), 10, device=DEVICE))
+
+
+@pytest.mark.parametrize(("kind", "n"), [("ragged", 4), ("tree", 7)])
+def test_queries_in_parts(kind: str, n: int) -> None:
+    """Few bytes of scratch.  Keeps out: a part of the queries scored at another's place, groups that begin in the wrong row."""
+    world = IndexWorld.make(kind, lens_of(kind), n, 5, seed=6, device=DEVICE)
+    whole = launched(world, 10, TINY)
+    bytes_a_query = 12 * world.candidates.width
+    for queries in (1, 3, 5):
+        parts = launched(world, 10, TINY, scratch=queries * bytes_a_query)
+        same_rows(parts, whole.pages.table, whole.cache_seqlens)
+
+
+def test_padding_tokens_select_nothing() -> None:
+    """Tokens after the last row.  Keeps out: padding that reads a row, a count that nobody wrote."""
+    world = IndexWorld.make("ragged", [40, 30], 3, 5, seed=7, device=DEVICE)
+    more = IndexWorld(world.q_THD.repeat(2, 1, 1), world.w_TH.repeat(2, 1), world.keys_XD, world.plan)
+    T, got, want = world.q_THD.shape[0], launched(more, 10, TINY), launched(world, 10, TINY)
+    assert got.cache_seqlens[T:].eq(0).all() and got.rows == 2 * T
+    same_rows(want, got.pages.table[:T], got.cache_seqlens[:T])
+
+
+def test_the_choice_of_sizes_for_float32() -> None:
+    """The sizes that small models get.  Keeps out: sizes that only the tests above use."""
+    world = IndexWorld.make("tree", [40, 3], 7, 16, seed=8, device=DEVICE)
+    scores = world.scores().nan_to_num(-1).float()
+    with torch.no_grad():
+        got = launch_sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, 9)
+    same_rows(got, *world.segment_of(scores, 9))

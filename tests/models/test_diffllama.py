@@ -1,0 +1,189 @@
+"""DiffLlama targets (differential attention) against transformers, in float32: logits, and text through the whole runtime.
+
+Keeps out: heads paired across groups, a lambda of another layer or rounded to 16 bits, prefix and suffix subtracted before they
+are merged, a value half that goes with the wrong keys.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toolkit.driver import Driver
+from toolkit.models import Zoo, ragged_prompts
+from toolkit.prompts import packed_prompts
+from torch import Tensor
+
+from specdec import SamplingParams, SpecConfig
+from specdec.attention.attend import PagedAttention
+from specdec.attention.eager.dense import DenseAttention
+from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.models.config import read_json
+from specdec.models.diffllama.config import parse_diffllama
+from specdec.models.diffllama.loader import load_diffllama
+from specdec.models.diffllama.modules import DiffLlamaLM
+from specdec.models.kv import make_cache
+
+CPU = torch.device("cpu")
+NAMES = ["diffllama", "diffllama-mha", "diffllama-gqa"]
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffLlamaLM:
+    return load_diffllama(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
+
+
+def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:
+    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
+    config, P, width = model.config, 5, 12
+    cache = make_cache(model, config, 400, "auto", model.norm.weight.dtype, CPU)
+    cache.planes["kv"].fill_(torch.nan)
+    table = torch.randperm(len(prompts) * width, generator=torch.Generator().manual_seed(0)).view(-1, width).int() + 1
+    parts: list[list[Tensor]] = [[] for _ in prompts]
+    for start in range(0, max(map(len, prompts)), chunk):
+        live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
+        packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
+        attn = PagedAttention(TorchBackend(), cache, packed.tables)
+        logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
+        for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
+            parts[index].append(part)
+    return torch.cat([part for row in parts for part in row])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(zoo: Zoo, name: str) -> None:
+    """In one pass, in chunks of a prompt, and without a cache."""
+    prompts = ragged_prompts(40, 5, seed=3)
+    hf = zoo.hf(name)
+    with torch.inference_mode():
+        want = torch.cat([hf(torch.tensor([prompt])).logits[0] for prompt in prompts])
+        model = load(zoo.target(name))
+        close = dict(atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+        torch.testing.assert_close(run(model, prompts), want, **close)
+        torch.testing.assert_close(run(model, prompts, chunk=9), want, **close)
+        attn, ids = DenseAttention(model.config.layer_kinds), torch.tensor(prompts[-1])
+        alone = model.logits(model(ids, torch.arange(len(ids)), attn).hidden_TH)
+        torch.testing.assert_close(alone, want[-len(ids) :], **close)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_asked_rows_are_those_of_the_whole_pass(zoo: Zoo, name: str) -> None:
+    """Keeps out: a last layer that answers other rows than those asked for, or stores the keys of those alone."""
+    model, ids, rows_R = load(zoo.target(name)), torch.tensor(ragged_prompts(40, 4, seed=5)[-1]), torch.tensor([3, 0])
+    with torch.inference_mode():
+        whole, some = (
+            model(ids, torch.arange(len(ids)), DenseAttention(model.config.layer_kinds), rows_R=rows).hidden_TH
+            for rows in (None, rows_R)
+        )
+    torch.testing.assert_close(some, whole[rows_R], atol=1e-5, rtol=1e-5)
+
+
+# ---- text ----
+
+CASES = [
+    ("diffllama", "eagle3", (4, 4, 16), 1),
+    ("diffllama", "eagle1", (3, 8, 24), 64),
+    ("diffllama-mha", "eagle3-window", (4, 2, 9), 16),
+    ("diffllama-gqa", "eagle3-full", (3, 8, 20), 16),
+    ("diffllama-gqa", "eagle1", (4, 1, 5), 64),
+    ("diffllama-mha", "eagle1-two-layers", (3, 4, 12), 1),
+]
+
+
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize(("name", "head", "shape", "page_size"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_text_is_that_of_transformers(zoo: Zoo, name: str, head: str, shape: tuple[int, int, int], page_size: int) -> None:
+    """Chains and trees at any page size, prompts longer than a chunk, rows that change owners."""
+    decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
+    Driver(decoder).set_chunk(10)
+    prompts, lengths = ragged_prompts(40, 6, seed=7), [20, 7, 24, 1, 13, 18]
+    for speculate in (True, False):
+        outputs = decoder.generate(prompts, [SamplingParams(max_tokens=n) for n in lengths], speculate=speculate)
+        for prompt, n, out in zip(prompts, lengths, outputs, strict=True):
+            assert out.token_ids == zoo.greedy(name, prompt, 24)[:n], (speculate, prompt)
+    Driver(decoder).assert_nothing_leaked()
+
+
+def test_sampled_text_does_not_depend_on_drafts(zoo: Zoo) -> None:
+    """Keeps out: a tree whose nodes see other logits than plain decoding does."""
+    decoder = zoo.decoder("diffllama-gqa", "eagle3", SpecConfig(4, 4, 16), page_size=16, max_batch_size=3)
+    sampling = [SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=seed) for seed in range(5)]
+    prompts = ragged_prompts(40, 5, seed=9)
+    drafted, plain = (decoder.generate(prompts, sampling, speculate=speculate) for speculate in (True, False))
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+
+
+def test_prefixes_are_shared(zoo: Zoo) -> None:
+    """Keeps out: a shared prefix whose halves are subtracted before each row's own keys are merged."""
+    decoder = zoo.decoder("diffllama-gqa", "eagle3", SpecConfig(3, 4, 12), page_size=5, max_batch_size=4, prefix_caching=True)
+    tails = ragged_prompts(40, 5, seed=8)
+    prompts = [tails[-1] + tails[-2] + tail for tail in tails]
+    for _ in range(2):  # the second time, every prompt is known
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=12))
+        assert [out.token_ids for out in outputs] == [zoo.greedy("diffllama-gqa", prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "shape", "page_size"), [("diffllama-mha", (4, 4, 16), 16), ("diffllama-gqa", (3, 1, 4), 5)])
+def test_captured_rounds_write_the_same(zoo: Zoo, name: str, shape: tuple[int, int, int], page_size: int) -> None:
+    """In float32 on a GPU, whole rounds in graphs.  Keeps out: a lambda or a view of the cache that a graph freezes."""
+    prompts = ragged_prompts(40, 6, seed=7)
+    for graphs in ("round", False):
+        decoder = zoo.decoder(
+            name, "eagle3", SpecConfig(*shape), page_size=page_size, max_batch_size=3, device="cuda", cuda_graphs=graphs
+        )
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
+        assert [out.token_ids for out in outputs] == [zoo.greedy(name, prompt, 24) for prompt in prompts], graphs
+
+
+# ---- strictness ----
+
+
+@pytest.mark.parametrize("kept", ["fp8", "int8"])
+def test_there_is_no_quantised_cache(zoo: Zoo, kept: str) -> None:
+    """Keeps out: a setting that is ignored."""
+    with pytest.raises(ValueError, match=f"reads differential attention in .*{kept}.*kv_cache_dtype='auto'"):
+        zoo.decoder("diffllama", kv_cache_dtype=kept)
+
+
+def rewritten(folder: Path, to: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
+    to.mkdir()
+    raw = {**json.loads((folder / "config.json").read_text()), **config}
+    (to / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value != "drop"}))
+    save_file({**load_file(folder / "model.safetensors"), **(tensors or {})}, to / "model.safetensors")
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_key_value_heads=1), "num_key_value_heads must be even"),
+        (dict(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads"),
+        (dict(attention_dropout=0.1), "attention_dropout must be 0"),
+        (dict(sliding_window=8), "sliding_window must be absent, null or false"),
+        (dict(mlp_bias=True), "mlp_bias must be absent, null or false"),
+        (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
+        (dict(lambda_std_dev="wide"), "lambda_std_dev must be a finite number"),
+        (dict(lambda_init=0.3), "unknown config keys lambda_init"),
+        (dict(head_dim=16), "must have shape"),
+        (dict(num_hidden_layers=5), "num_hidden_layers is 5, but the checkpoint holds 4 layers"),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_model_is_an_error(zoo: Zoo, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    """Keeps out: a config of a newer relative that loads and writes nonsense."""
+    with pytest.raises(ValueError, match=message):
+        load(rewritten(zoo.target("diffllama"), tmp_path / "changed", **change))
+
+
+def test_broken_lambdas_are_refused(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a factor of NaN or infinity, which would only show as text."""
+    name, folder = "model.layers.1.self_attn.lambda_q1", zoo.target("diffllama")
+    with pytest.raises(ValueError, match=f"{name}.*holds NaN or infinity"):
+        load(rewritten(folder, tmp_path / "nan", {name: torch.full((8,), torch.nan)}))
+    with pytest.raises(ValueError, match="lambda of inf"):
+        large = {name.replace("q1", letter): torch.full((8,), 9.0) for letter in ("q1", "k1")}
+        load(rewritten(folder, tmp_path / "large", large))
+    with pytest.raises(ValueError, match="must have shape"):
+        load(rewritten(folder, tmp_path / "wide", {name: torch.zeros(16)}))
