@@ -6,7 +6,7 @@ layer: a plan says which query reads which keys, and a layer's inputs say what i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,6 +41,7 @@ class PagedAttention:
 
     def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables, sources: KVCache | None = None) -> None:
         self.backend, self.cache, self.sources = backend, cache, sources
+        self._handed_on: dict[str, Any] = {}
         self._groups = {
             group: _Group(
                 each.slots_T, PreparedPlan(each.plan), None if each.rows_plan is None else PreparedPlan(each.rows_plan)
@@ -54,7 +55,8 @@ class PagedAttention:
         assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
         sources = None if self.sources is None else self.sources.view(layer)
-        return inputs.paged(LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring, sources))
+        call = LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring, self._handed_on, sources)
+        return inputs.paged(call)
 
 
 class _Group(NamedTuple):

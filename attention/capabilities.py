@@ -59,9 +59,9 @@ class Capability:
     fp8_from: the lowest compute capability for fp8 KV.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").  No
         backend reads latents in 8 bits.
-    alibi: whether it adds ALiBi's slopes times distances.
-    cross, encoder: whether it reads an encoder's texts for a decoder, and whether it computes an encoder's attention, which
-        looks in both directions.
+    sparse: whether it reads latents that an indexer chose for each query.
+    alibi, cross, encoder: whether it adds ALiBi's slopes times distances, reads an encoder's texts for a decoder, and computes
+        an encoder's attention, which looks in both directions.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
@@ -89,6 +89,7 @@ class Capability:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
+    sparse: bool = False
     split_heads: bool = False
     tree: bool = True
     graphs: tuple[GraphMode, ...] = GRAPH_MODES
@@ -101,11 +102,11 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring", split_heads=True,
+            mla="any scoring", sparse=True, split_heads=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", split_heads=True,
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -141,12 +142,12 @@ class AttentionNeeds:
     architecture: the GPU's compute capability; None on a CPU.
     gpu: the kind of GPU, as gpu_kind names it.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
-    alibi: whether layers have ALiBi's slopes.
-    cross, encoder: whether the target has an encoder, whose attention looks in both directions and whose output each layer of
-        the decoder reads.
+    alibi: whether layers have ALiBi's slopes.  encoder, cross: whether the target has an encoder, whose attention looks in both
+        directions, and whose output each layer of the decoder reads.
     value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
     differential: whether these values are those of differential attention.
     kv_cache_dtype: as in EngineOptions.
+    mla, sparse: whether the target's layers keep latents, and whether an indexer chooses those that a query reads.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
     rows: the most sequences in a batch.
@@ -170,6 +171,7 @@ class AttentionNeeds:
     encoder: bool = False
     kv_cache_dtype: str = "auto"
     mla: bool = False
+    sparse: bool = False
     page_size: int = 16
     tree: bool = True
     graphs: GraphMode = False
@@ -269,6 +271,8 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault(problem, "kv_cache_dtype='int8'", replace(n, kv_cache_dtype="int8"))
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
+    if n.sparse and not c.sparse:
+        yield Fault("does not read latents that an indexer chose")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks or n.alibi):
         yield Fault("reads MLA's latent cache without softcap, sinks or ALiBi, which these models use")
     if n.mla and n.kv_cache_dtype != "auto":
@@ -306,16 +310,12 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
 
 def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     """Limits that no backend in the table has today; a new backend may have them."""
-    if n.softcap and not c.softcap:
-        yield Fault("has no softcap, which these models use")
-    if n.sinks and not c.sinks:
-        yield Fault("has no attention sinks, which these models use")
-    if n.alibi and not c.alibi:
-        yield Fault("has no ALiBi, which these models use")
-    if n.cross and not c.cross:
-        yield Fault("has no cross attention, which the target uses")
-    if n.encoder and not c.encoder:
-        yield Fault("has no attention in both directions, which the target's encoder uses")
+    for what, wanted, has in (
+        ("softcap", n.softcap, c.softcap), ("attention sinks", n.sinks, c.sinks), ("ALiBi", n.alibi, c.alibi),
+        ("cross attention", n.cross, c.cross), ("attention in both directions", n.encoder, c.encoder),
+    ):  # fmt: skip
+        if wanted and not has:
+            yield Fault(f"has no {what}, which these models use")
     if n.tree and not c.tree:
         yield Fault("answers chains only", "topk=1", replace(n, tree=False))
     if n.graphs not in c.graphs:

@@ -23,6 +23,7 @@ def table_rows() -> list[list[str]]:
         "encoder attention": [_yes(c.encoder) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
         "MLA": [_mla(c) for c in cs],
+        "sparse MLA": [_yes(c.sparse) for c in cs],
         "different key and value widths": [_split(c) for c in cs],
         "differential attention": [_split(c) for c in cs],
         "draft trees": [_yes(c.tree) for c in cs],

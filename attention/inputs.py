@@ -4,7 +4,8 @@ Each kind of attention layer has inputs of its own (ordinary heads here, latents
 layer's queries are made, what the layer keeps of each token, and what remains to be done with attention's output; they know
 neither pages nor which query reads which key.  A LayerCall tells them that.
 
-Shapes: T tokens, R asked-for tokens, Q (also H) query heads, K kv heads, X = Q + 2K, D head dim, E value dim.
+Shapes: T tokens, B rows of S tokens each, R asked-for tokens, Q (also H) query heads, K kv heads, X = Q + 2K, D head dim, E
+value dim.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class LayerCall(NamedTuple):
     slots_T: int64, the cache slot of each of this pass's tokens.
     prepared: the plan of the queries that the layer asks for: all T tokens', or those of rows_R.
     rows_R: int64, the tokens whose attention the layer wants; None stands for all.
+    handed_on: what layers of this pass left for later ones, by name.
     sources: the layer's part of the cache of an encoder's texts; None for a model without an encoder.
     """
 
@@ -64,6 +66,7 @@ class LayerCall(NamedTuple):
     prepared: PreparedPlan
     rows_R: Tensor | None
     scoring: Scoring
+    handed_on: dict[str, Any]
     sources: KVView | None = None
 
     @property
@@ -115,6 +118,13 @@ class LayerInputs(ABC):
     @abstractmethod
     def dense(self) -> DenseHeads:
         """The same tokens' queries, keys and values, where no cache is used: in training, and in checks."""
+
+    def choose(self, rows: int, last: Tensor | None) -> Tensor | None:
+        """[B, S, S] bool: which of its row's S tokens each token reads over `dense`, where the layer itself chooses.
+
+        rows: B.  last: what the last layer of the pass returned that chose.  None: the layer reads all that its kind lets it.
+        """
+        return None
 
     def finish(self, out_TQE: Tensor) -> Tensor:
         """What `paged` returns, from the attention over `dense`."""

@@ -85,7 +85,9 @@ class Segment:
     @classmethod
     def of_slots(cls, slots_RW: Tensor, lens_R: Tensor, base_B: Tensor | None = None) -> Segment:
         """One query a row, which reads the first lens_R[r] slots of row r.  All tensors are int32."""
-        return cls(PageTable(slots_RW), lens_R, uniform_cu_seqlens(lens_R.shape[0], 1, lens_R.device), 1, base_B=base_B)
+        rows = lens_R.shape[0]  # a prompt may have any number: the tensors that are kept double in length
+        cu_seqlens_q = uniform_cu_seqlens(1 << rows.bit_length(), 1, lens_R.device)[: rows + 1]
+        return cls(PageTable(slots_RW), lens_R, cu_seqlens_q, 1, base_B=base_B)
 
     def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:
         """This segment for layers of that kind: the part that a windowed or chunked layer reads, and where queries stand if
@@ -118,7 +120,7 @@ class AttentionPlan:
     cross: Segment | None = None
 
     def __post_init__(self) -> None:
-        assert self.segments, "a plan needs a paged segment"
+        assert len(self.segments) > 0, "a plan needs a paged segment"
         assert self.suffix is None or self.suffix.pages.page_size == self.suffix.max_seqlen_q == 1, (
             "a suffix lists one query's slots"
         )

@@ -14,8 +14,11 @@ from torch import Tensor
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.tree import DraftTree
 from specdec.decoder import SpecDecoder
+from specdec.engine.pages import admission, groups
 from specdec.steps import RunChunk
 from specdec.verify.tables import tree_tables
+
+CHUNK = groups.RING_PREFILL
 
 # ---- caches ----
 
@@ -33,6 +36,12 @@ def caches(decoder: SpecDecoder) -> list[KVCache]:
 def num_pages(decoder: SpecDecoder) -> int:
     """Pages of the KV pool."""
     return decoder.engine.scheduler.admission.pool.num_pages
+
+
+def set_rings(rings: bool) -> None:
+    """Whether layers with a window get rings of pages in decoders that are built from now on."""
+    for module in (admission, groups):
+        module.RING_PREFILL = CHUNK if rings else 10**9
 
 
 def without_prefill(decoder: SpecDecoder) -> None:

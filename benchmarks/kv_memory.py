@@ -21,8 +21,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from specdec import SpecConfig
-from specdec.engine.pages.groups import ALL
-from specdec.loading.memory import kv_page_bytes, pool_plan
+from specdec.loading.memory import pool_plan
 from specdec.loading.resolve import resolve_settings
 from specdec.models.transformers_backend.config import read_transformers_config
 from specdec.options import EngineOptions
@@ -60,7 +59,7 @@ def row(name: str, length: int) -> dict[str, Any]:
     options = EngineOptions(device="cpu", dtype="bfloat16", max_batch_size=1, max_seq_len=length)
     settings = resolve_settings(options, SpecConfig(5, 4, 16), config, "transformers")
     plan = pool_plan([config], settings, math.inf)
-    (before,) = (settings.pages_per_sequence * size for size in kv_page_bytes([config], settings, (ALL,)))
+    before = settings.pages_per_sequence * sum(plan.page_bytes)
     by_group = [(pages - 1) * size for pages, size in zip(plan.num_pages, plan.page_bytes, strict=True)]
     kinds = [str(kind) for kind in config.layer_kinds]
     return {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import time
 from dataclasses import replace
@@ -38,8 +39,7 @@ from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.session import Session
-from specdec.engine.pages.groups import ALL
-from specdec.loading.memory import kv_page_bytes
+from specdec.loading.memory import pool_plan
 from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
@@ -140,7 +140,7 @@ def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
 def counted_bytes(decoder: SpecDecoder, settings: EngineSettings) -> int:
     """Bytes of the pool as its size is computed."""
     configs = [decoder.model.config] + ([decoder.head.config.model] if decoder.head else [])
-    return num_pages(decoder) * kv_page_bytes(configs, settings, (ALL,))[0]
+    return num_pages(decoder) * sum(pool_plan(configs, settings, math.inf).page_bytes)
 
 
 # ---- rounds ----

@@ -18,25 +18,19 @@ from typing import Any
 
 import round_8b
 import torch
+from engine_internals import caches, set_rings
 from round_8b import Case
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.engine.pages import admission, groups
 
 WINDOW, CONTEXT = 1024, 8192
 CASES = (Case("plain", 1, CONTEXT), Case("5,8,32", 1, CONTEXT), Case("plain", 8, CONTEXT), Case("5,1,6", 8, CONTEXT))
-CHUNK = groups.RING_PREFILL
-
-
-def set_groups(two: bool) -> None:
-    """Whether windowed layers get a ring in decoders that are built from now on."""
-    for module in (admission, groups):
-        module.RING_PREFILL = CHUNK if two else 10**9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the numbers are written as JSON")
+    parser.add_argument("--only-prompts", action="store_true", help="measure no rounds")
     parser.add_argument("--rounds", type=int, default=120)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -47,20 +41,20 @@ def main() -> None:
 
     def noted(*given: Any) -> Any:
         decoder = make(*given)
-        bytes_of["kv"] = sum(cache.bytes for cache in decoder.engine.runner.workers.caches)
+        bytes_of["kv"] = sum(cache.bytes for cache in caches(decoder))
         return decoder
 
     round_8b.make_decoder = noted
-    for case in CASES:
+    for case in () if args.only_prompts else CASES:
         for two in (False, True):
-            set_groups(two)
+            set_rings(two)
             row = round_8b.measure(model, head, case, args.rounds, "round", traced=False)
             rows.append({**case._asdict(), "groups": "two" if two else "one", "ms": row["ms"], "kv_bytes": bytes_of["kv"]})
             kv = f"{bytes_of['kv'] / 2**30:.2f} GiB"
             print(f"{case.name:>16} {rows[-1]['groups']}: {row['ms']:.3f} ms, KV pool {kv}", flush=True)
             torch.cuda.empty_cache()
     for name in ("one", "two"):
-        set_groups(name == "two")
+        set_rings(name == "two")
         ms = round_8b.prefill_ms(model, head, 1, CONTEXT, 5)
         rows.append({"prefill": CONTEXT, "groups": name, "ms": ms})
         print(f"prompt of {CONTEXT} {name}: {ms:.1f} ms", flush=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.attention.caches.planes import CacheLayout, KVView
 from specdec.attention.kinds import LayerKind
 from specdec.ops.index import use_index_kernels
+from specdec.ops.operator import define, use_operator
 
 
 class KVCache:
@@ -28,7 +29,7 @@ class KVCache:
     sources: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer, which stores
         its own.  The cache holds nothing for a layer that reads another one's.  None: every layer stores its own.
     group_numbers: the groups to which any layer belongs, in ascending order.
-    planes_of: by group and name, a plane's tensor [layers of the group that store, num_slots, *shape].
+    planes_of: by group and name, a plane's tensor [layers of the group that hold it, num_slots, *shape].
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class KVCache:
             own = [layer for layer in stored if self.groups[layer] == group]
             # The memory stays uninitialised, so the system never commits pages that no request touches.  Unwritten slots may
             # hold NaN: a backend must keep slots that no query reads out of its products, since 0 * NaN is NaN.
+            held = {plane.name: [layer for layer in own if plane.held_by(layer)] for plane in layout.planes}
             planes = self.planes_of[group] = {
-                plane.name: torch.empty(len(own), slots[group], *plane.shape, dtype=plane.dtype, device=device)
+                plane.name: torch.empty(len(held[plane.name]), slots[group], *plane.shape, dtype=plane.dtype, device=device)
                 for plane in layout.planes
             }
-            for place, layer in enumerate(own):
-                views[layer] = layout.view(layer, {name: tensor[place] for name, tensor in planes.items()})
+            for layer in own:
+                parts = {name: x[held[name].index(layer)] for name, x in planes.items() if layer in held[name]}
+                views[layer] = layout.view(layer, parts)
         self._views = [views[source] for source in sources]
 
     @property
@@ -109,6 +112,9 @@ class KVCache:
 
 def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
     """`KVCache.move` for one tensor [layers, num_slots, ...]."""
+    if use_operator(x):
+        MOVE(x, slots_BN, path_BE)
+        return
     x = bytes_of(x)
     if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
@@ -122,3 +128,10 @@ def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
 def bytes_of(x: Tensor) -> Tensor:
     """The tensor itself, or numbers of 8 bits as bytes: neither Triton nor index_copy_ takes float8 on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _move_fake(*_: object) -> None:
+    return None
+
+
+MOVE = define("move(Tensor(a!) cache, Tensor slots, Tensor path) -> ()", move_slots, _move_fake)

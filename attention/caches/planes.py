@@ -1,7 +1,7 @@
 """What one slot of a cache holds: named planes, from which a cache's bytes, moves and views follow.
 
-A plane is one tensor [layers, num_slots, *shape].  A layout lists a cache format's planes and makes a layer's view of them; it
-holds no memory itself.  This module knows no format: each format's layout stands beside its view.
+A plane is one tensor [layers that hold it, num_slots, *shape].  A layout lists a cache format's planes and makes a layer's view
+of them; it holds no memory itself.  This module knows no format: each format's layout stands beside its view.
 
 Shapes: T tokens, K kv heads, D head dim, E value dim, N slots.
 """
@@ -18,11 +18,19 @@ from torch import Tensor
 
 
 class Plane(NamedTuple):
-    """One number, vector or matrix that every slot holds.  name: unique within a layout.  shape: of one slot."""
+    """One number, vector or matrix that every slot holds.  name: unique within a layout.  shape: of one slot.
+
+    layers: the layers that hold the plane, ascending; None: all of them.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layers: tuple[int, ...] | None = None
+
+    def held_by(self, layer: int) -> bool:
+        """Whether that layer holds the plane."""
+        return self.layers is None or layer in self.layers
 
     @property
     def bytes(self) -> int:
@@ -52,7 +60,6 @@ class CacheLayout(ABC):
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> KVView:
         """The view of one layer, for which a cache asks once.  planes: by name, the layer's tensors [num_slots, *shape]."""
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of one token in one layer."""
-        return sum(plane.bytes for plane in self.planes)
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of one token in that layer."""
+        return sum(plane.bytes for plane in self.planes if plane.held_by(layer))

@@ -32,13 +32,16 @@ class DenseAttention:
         self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None, sources: Sequence[int] = ()
     ) -> None:
         self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
+        self._chosen: Tensor | None = None  # by the last layer that chose its keys
         self.sources = sources or range(len(kinds))
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         heads = self._with_keys(layer, inputs.dense(), rows_R)
         q, k, v = (per_row(x, self.batch) for x in heads)
-        out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring).transpose(1, 2).flatten(0, 1))
+        chosen = inputs.choose(self.batch, self._chosen)
+        self._chosen = self._chosen if chosen is None else chosen
+        out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring, chosen).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)
 
     def _with_keys(self, layer: int, heads: DenseHeads, rows_R: Tensor | None) -> DenseHeads:
@@ -62,12 +65,19 @@ def per_row(x_NHD: Tensor, batch: int) -> Tensor:
     return x_NHD.view(batch, -1, *x_NHD.shape[1:]).transpose(1, 2)
 
 
-def attend_rows(q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring) -> Tensor:
-    """[B, Q, T, E]: every token attends to its row's tokens up to itself, as far back as the kind allows."""
+def attend_rows(
+    q_BQTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, kind: LayerKind, scoring: Scoring, chosen_BTT: Tensor | None = None
+) -> Tensor:
+    """[B, Q, T, E]: every token attends to its row's tokens up to itself, as far back as the kind allows.
+
+    chosen_BTT: bool; if given, to those of them alone for which it is True.
+    """
     plain = scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None
-    if plain and kind.span is None:
+    if plain and kind.span is None and chosen_BTT is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
     mask_TT = visible(q_BQTD.shape[2], kind, q_BQTD.device)
+    if chosen_BTT is not None:
+        mask_TT = mask_TT & chosen_BTT[:, None]
     if plain:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, mask_TT, enable_gqa=True, scale=scoring.scale)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)

@@ -96,6 +96,17 @@ def in_range(scales_N, to: tl.constexpr):
 
 
 @triton.jit
+def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr):
+    """The logits, and -inf for keys that are not there, before a query's first key, or from its end on."""
+    visible_MN = ok_N[None, :]
+    if HAS_ENDS:
+        visible_MN = visible_MN & (key_N[None, :] < end_M[:, None])
+    if HAS_STARTS:
+        visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
+    return tl.where(visible_MN, s_MN, -float("inf"))
+
+
+@triton.jit
 def capped(logits, softcap):
     """softcap * tanh(logits / softcap)."""
     return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
@@ -155,10 +166,8 @@ def paged_attention_kernel(
     tile = tl.program_id(0) % tiles  # neighbouring programs read the same keys, mostly from L2
     if CAUSAL:
         tile = tiles - 1 - tile  # the tiles with the most keys start first
-    kv_head = (tl.program_id(0) // tiles) % KV_HEADS
-    row = tl.program_id(0) // tiles // KV_HEADS
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
+    kv_head, row = (tl.program_id(0) // tiles) % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
+    split, splits = tl.program_id(1), tl.num_programs(1)
 
     first = tl.load(cu_seqlens_q + row)
     queries = tl.load(cu_seqlens_q + row + 1) - first
@@ -171,7 +180,7 @@ def paged_attention_kernel(
     if CAUSAL:  # keys up to the tile's last query
         end = length - tl.maximum(queries - 1 - AHEAD - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
-    begin = 0
+    begin, start_M = 0, query_M
     if HAS_STARTS:
         start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647)
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end)
@@ -197,9 +206,7 @@ def paged_attention_kernel(
     at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
     ok_MD &= ok_M[:, None]
     q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
-    scale2 = scale * LOG2E
-    if SOFTCAP:
-        scale2 = scale
+    scale2 = scale if SOFTCAP else scale * LOG2E
     if QUANT == "head":
         scale2 *= tl.load(scales + kv_head)
     if QUANT != "" and q_MD.dtype == tl.bfloat16:
@@ -228,12 +235,7 @@ def paged_attention_kernel(
         if HAS_SLOPES:
             s_MN += (slope_M * (start - at_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
         if CAUSAL or HAS_STARTS:
-            visible_MN = ok_N[None, :]
-            if CAUSAL:
-                visible_MN = visible_MN & (key_N[None, :] < (length - (queries - 1 - AHEAD - query_M))[:, None])
-            if HAS_STARTS:
-                visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
-            s_MN = tl.where(visible_MN, s_MN, -float("inf"))
+            s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - AHEAD - query_M), HAS_STARTS, CAUSAL)
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         else:

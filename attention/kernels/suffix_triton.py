@@ -73,14 +73,9 @@ def suffix_merge_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    g = tl.arange(0, PADDED_GROUP)
-    d = tl.arange(0, PADDED_DIM)
-    ok_G = g < GROUP
-    ok_D = d < HEAD_DIM
-    e = tl.arange(0, PADDED_VALUE)
-    ok_E = e < VALUE_DIM
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, d, e = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE)
+    ok_G, ok_D, ok_E = g < GROUP, d < HEAD_DIM, e < VALUE_DIM
     ok_GE = ok_G[:, None] & ok_E[None, :]
     head_G = kv_head * GROUP + g
     top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
@@ -99,8 +94,7 @@ def suffix_merge_kernel(
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token), 0)
         if HAS_SLOPES:
-            query_at = tl.load(at + token)
-            slope_G = tl.load(slopes + head_G, mask=ok_G, other=0.0)
+            query_at, slope_G = tl.load(at + token), tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "head":
             scale *= tl.load(scales + kv_head)
             value_scale = tl.load(scales + KV_HEADS + kv_head)

@@ -34,6 +34,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import use_kernels
+from specdec.ops.operator import is_traced, use_operator
 
 # Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".  Prompts in captured
 # graphs (at most 256 tokens) must stay below it: the host decides into how many chunks the cached part of a row is cut, and a
@@ -69,15 +70,20 @@ class LatentInputs(LayerInputs):
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
             assert call.kind.span is None
             return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
+        return absorbed_values(call.attend(self.absorbed(call, view)), up_HXC[:, N:])
+
+    def absorbed(self, call: LayerCall, view: MLAView) -> Tensor:
+        """Stores the latents, and returns the asked-for queries [R, H, L], which can be multiplied with latents."""
+        q_THQ, up_HXC, N, L = self.q_THQ, self.up_HXC, self.nope_dim, self.latent_TL.shape[1]
         if call.rows_R is None:
-            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, self.latent_TL.shape[1])
+            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L)
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep, out_THR=q_THL[..., view.rank :])
-        else:
-            store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
-            q_RHQ = call.asked(q_THQ)
-            q_THL = absorbed_queries(q_RHQ[..., :N], up_HXC, self.latent_TL.shape[1])
-            q_THL[..., view.rank :] = q_RHQ[..., N:]
-        return absorbed_values(call.attend(q_THL), up_HXC[:, N:])
+            return q_THL
+        store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
+        q_RHQ = call.asked(q_THQ)
+        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L)
+        q_RHL[..., view.rank :] = q_RHQ[..., N:]
+        return q_RHL
 
     def dense(self) -> DenseHeads:
         N = self.nope_dim
@@ -97,6 +103,12 @@ def store_latent(
 
     If a slot occurs twice (padding tokens share one), it ends up with either latent.  The inputs may be changed.
     """
+    if use_operator(latent_TL):
+        from specdec.attention.operators.latent import LATENT_STORE
+
+        turn, out_THR = prep.rotation, q_THR if out_THR is None else out_THR
+        LATENT_STORE(q_THR, latent_TL, view.latent, out_THR, slots_T, turn.positions_T, turn.table_P2D, prep.norm_C, prep.eps)
+        return
     if use_kernels(latent_TL):
         from specdec.attention.latent.mla_store_triton import launch_store_latent
 
@@ -113,7 +125,7 @@ def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int) -> Tensor:
     """
     T, H, N = q_THN.shape
     q_THL = q_THN.new_empty(T, H, width)
-    torch.bmm(q_THN.transpose(0, 1), up_HXC[:, :N], out=q_THL[..., : up_HXC.shape[2]].transpose(0, 1))
+    _multiply(q_THN.transpose(0, 1), up_HXC[:, :N], q_THL[..., : up_HXC.shape[2]].transpose(0, 1))
     return q_THL
 
 
@@ -121,8 +133,16 @@ def absorbed_values(out_THC: Tensor, up_HVC: Tensor) -> Tensor:
     """[T, H, V]: each head's values, projected from the average of latents that the head attended to."""
     T, H, _ = out_THC.shape
     out_THV = out_THC.new_empty(T, H, up_HVC.shape[1])
-    torch.bmm(out_THC.transpose(0, 1), up_HVC.transpose(1, 2), out=out_THV.transpose(0, 1))
+    _multiply(out_THC.transpose(0, 1), up_HVC.transpose(1, 2), out_THV.transpose(0, 1))
     return out_THV
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """The batched product, written to `out`, which need not be contiguous: torch.compile can't trace that as bmm's `out`."""
+    if is_traced(a):
+        out.copy_(torch.bmm(a, b))
+    else:
+        torch.bmm(a, b, out=out)
 
 
 def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:

@@ -34,7 +34,7 @@ def byte_limit(
     """Bytes of a round of `spec`, or of a plain step if it is None.  context: committed tokens of each of `batch` sequences."""
     nodes = batch * (spec.num_draft_tokens if spec else 1)
     target = _weights(model) + nodes * _row_bytes(model)
-    target_kv = int(batch * context * _kv_bytes(model, model.config, kv_cache_dtype))
+    target_kv = int(batch * _kv_bytes(model, model.config, kv_cache_dtype, context))
     if spec is None:
         return RoundBytes(target, target_kv)
     assert head is not None
@@ -42,7 +42,7 @@ def byte_limit(
     rows = batch * (spec.topk * (passes - 1) + passes + 1)  # of all passes: the tree's branches, then the extend's
     once = _bytes(head.fc.weight) if isinstance(head, Eagle3Head) else 0  # features are fused in the extend only
     draft = passes * (_weights(head) - once) + once + rows * _row_bytes(head)
-    draft_kv = int(passes * batch * context * _kv_bytes(head, head.config.model, kv_cache_dtype))
+    draft_kv = int(passes * batch * _kv_bytes(head, head.config.model, kv_cache_dtype, context))
     return RoundBytes(target, target_kv, draft, draft_kv, passes)
 
 
@@ -104,9 +104,9 @@ def _row_bytes(module: Target | DraftHead) -> int:
     return sum(_bytes(table[0]) for table in _tables(module))
 
 
-def _kv_bytes(module: nn.Module, config: ModelConfig, kv_cache_dtype: str) -> int:
-    """Bytes of one token's keys and values that all layers read."""
-    return kv_read_bytes(config, kv_cache_dtype, next(module.parameters()).dtype)
+def _kv_bytes(module: nn.Module, config: ModelConfig, kv_cache_dtype: str, context: float) -> float:
+    """Bytes of the keys and values of one sequence that all layers read."""
+    return kv_read_bytes(config, kv_cache_dtype, next(module.parameters()).dtype, context)
 
 
 def _bytes(tensor: Tensor) -> int:

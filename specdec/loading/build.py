@@ -27,7 +27,7 @@ from specdec.limits import MAX_PAUSE
 from specdec.loading.memory import PoolPlan, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
-from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, make_cache
+from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.runner.runner import DeviceRunner, shared_room
@@ -61,7 +61,8 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     STARTUP.lap("KV pool")
     spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
     heads = heads_a_key(model.config)
-    shared = shared_room(workers.state, MOST_PACKED, heads) if settings.options.prefix_caching else None
+    reads_together = settings.options.prefix_caching and most_read(model.config) is None  # else each query reads its own choice
+    shared = shared_room(workers.state, MOST_PACKED, heads) if reads_together else None
     runner = DeviceRunner(workers, graphs, most_captured_cost(model, head), shared)
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
@@ -121,14 +122,13 @@ def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None
 def doubling_context(config: ModelConfig) -> float:
     """The context length at which attention doubles a token's cost, because it then takes as long as the matrix products.
 
-    A token's matrix products take two operations for each weight.  Attention takes four operations for each key, head and
-    dimension in layers that read all keys.  Layers with a window cost the same at every position, so they don't count.
+    A token's matrix products take two operations for each weight.  Layers that cost the same at every position don't count.
     """
     H, heads_D = config.hidden_size, config.num_heads * config.head_dim
     kv_D = config.num_kv_heads * config.head_dim
     products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
-    full = sum(kind.span is None for kind in config.layer_kinds)
-    return math.inf if not full else ATTENTION_EFFICIENCY * products / (4.0 * heads_D * full)
+    growing = key_operations(config)
+    return math.inf if not growing else ATTENTION_EFFICIENCY * products / growing
 
 
 def free_memory(device: torch.device) -> None:

@@ -93,16 +93,17 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
     """The bytes of one page of each group: keys and values that group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
     for config in configs:
-        a_layer = cache_layout(config, options.kv_cache_dtype, settings.dtype).bytes
+        layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
         for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
-            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * a_layer
+            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * layout.layer_bytes(layer)
     return tuple(sizes)
 
 
 def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
+    layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
     slots = settings.options.max_batch_size * settings.longest_source(target)
-    return slots * target.num_layers * cache_layout(target, settings.options.kv_cache_dtype, settings.dtype).bytes
+    return slots * sum(map(layout.layer_bytes, range(target.num_layers)))
 
 
 def _pool_bytes(device: torch.device) -> float:

@@ -16,7 +16,7 @@ from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
-from specdec.models.kv import head_dims, heads_a_key, keeps_latents, split_widths
+from specdec.models.kv import head_dims, heads_a_key, keeps_latents, most_read, split_widths
 from specdec.options import EngineOptions
 
 
@@ -176,6 +176,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         encoder=target.encoder is not None,
         kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),
+        sparse=most_read(target) is not None,
         page_size=settings.options.page_size,
         tree=spec is not None and spec.topk > 1,
         graphs=settings.cuda_graphs,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
+from specdec.ops.operator import is_traced
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.linear import silu_mul
 
@@ -116,7 +117,13 @@ def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH
     reads each chosen expert once.  Otherwise, with few pairs, it copies each pair's weights: three times the bytes (read,
     written, read again), but of chosen experts only.  Otherwise every expert computes every token and the weights, most of them
     0, decide what counts: E / K times the arithmetic.
+
+    A traced pass (torch.export, torch.compile) takes the first way in bf16, the only type for which torch can trace it, and the
+    last way otherwise: the number of its tokens may vary.
     """
+    if is_traced(x_TH):
+        traced = grouped_experts if x_TH.dtype == torch.bfloat16 else masked_experts
+        return traced(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
     if has_grouped_product((gate_up_EGH, down_EHF)):
         return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
     E, pairs = gate_up_EGH.shape[0], chosen_TK.numel()

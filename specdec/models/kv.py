@@ -19,6 +19,7 @@ from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.sparse_cache import SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
@@ -29,6 +30,22 @@ from specdec.models.diffllama.config import DiffLlamaConfig
 def keeps_latents(config: ModelConfig) -> bool:
     """Whether the model stores one latent vector a token that all heads share (multi-head latent attention, MLA)."""
     return isinstance(config, DeepseekConfig)
+
+
+def most_read(config: ModelConfig) -> int | None:
+    """The most keys that a query reads where an indexer chooses them (sparse attention); None: nothing is chosen."""
+    return config.indexer.topk if isinstance(config, DeepseekConfig) and config.indexer is not None else None
+
+
+def key_operations(config: ModelConfig) -> float:
+    """How many more operations a query takes in attention for each key that comes before it, over all layers.
+
+    Layers that read all keys take four for each head and dimension.  Where an indexer chooses the keys, only its scores grow:
+    two for each of its heads and dimensions.  Layers with a window cost the same at every position.
+    """
+    if isinstance(config, DeepseekConfig) and (index := config.indexer) is not None:
+        return 2.0 * index.heads * index.head_dim * len(set(index.sources))
+    return 4.0 * config.num_heads * config.head_dim * sum(kind.span is None for kind in config.layer_kinds)
 
 
 def split_widths(*configs: ModelConfig) -> tuple[int, ...]:
@@ -49,7 +66,10 @@ def cache_layout(
     dtype: the model's; latents are always stored in it.  scales: of an fp8 cache, the checkpoint's scales by layer.
     """
     if isinstance(config, DeepseekConfig):
-        return LatentLayout(config.rank, config.head_dim, dtype)
+        latents = LatentLayout(config.rank, config.head_dim, dtype)
+        if (index := config.indexer) is None:
+            return latents
+        return SparseLatentLayout(latents, index.head_dim, dtype, tuple(sorted(set(index.sources))))
     if kv_cache_dtype == "auto" and config.value_width:
         return SplitLayout(config.num_kv_heads, config.head_dim, config.value_width, dtype)
     if kv_cache_dtype == "auto":
@@ -60,12 +80,21 @@ def cache_layout(
 
 def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
-    return len(set(config.kv_source)) * cache_layout(config, kv_cache_dtype, dtype).bytes
+    layout = cache_layout(config, kv_cache_dtype, dtype)
+    return sum(layout.layer_bytes(layer) for layer in set(config.kv_source))
 
 
-def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
-    """Bytes that all layers read of one token; layers that share keys and values each read them."""
-    return config.num_layers * cache_layout(config, kv_cache_dtype, dtype).bytes
+def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
+    """Bytes that all layers read at least of a sequence of `context` tokens.  Layers that share keys and values each read them.
+
+    Where an indexer chooses, its layers read all of its keys, and each layer the latents of the most tokens that a query reads.
+    """
+    layout = cache_layout(config, kv_cache_dtype, dtype)
+    token = sum(map(layout.layer_bytes, config.kv_source))
+    if not isinstance(config, DeepseekConfig) or (index := config.indexer) is None:
+        return context * token
+    keys = len(set(index.sources)) * index.head_dim * dtype.itemsize
+    return context * keys + min(context, index.topk) * (token - keys)
 
 
 def head_dims(config: ModelConfig) -> tuple[int, ...]:

@@ -12,23 +12,27 @@ import torch
 from torch import Tensor
 
 from specdec.ops.launch import has_triton
+from specdec.ops.operator import is_traced
 
 
 def use_index_kernels(x: Tensor) -> bool:
     """The counterpart of `use_kernels` for functions of integers, which have no gradient and fixed dtypes."""
-    return x.is_cuda and has_triton()
+    return x.is_cuda and not is_traced(x) and has_triton()
 
 
 def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorator that caches the result of a function that depends on its (hashable) arguments alone.
 
     Nobody may write to the result.  It is kept as long as the process runs, since captured graphs read it.  A result made
-    during a capture is not kept: it belongs to that graph, and its memory holds no values before the first replay.
+    during a capture is not kept: it belongs to that graph, and its memory holds no values before the first replay.  Nor is
+    one that a trace of torch.compile or torch.export makes: it has no memory at all.
     """
     made: dict[tuple[Hashable, ...], Tensor] = {}
 
     @wraps(make)
     def get(*args: Hashable) -> Tensor:
+        if torch.compiler.is_compiling():
+            return make(*args)
         if args not in made:
             result = make(*args)
             if result.is_cuda and torch.cuda.is_current_stream_capturing():

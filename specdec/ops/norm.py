@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.operator import define, use_operator
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dim; rms(x) = sqrt(mean(x ** 2) + eps)."""
+    if use_operator(x):
+        return RMS_NORM(x, weight_H, eps)
     if use_kernels(x):
         from specdec.ops.norm_triton import launch_add_rms_norm
 
@@ -26,6 +29,8 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm): the new residual stream, and the input of the next block."""
+    if use_operator(x_TH):
+        return ADD_RMS_NORM(x_TH, delta_TH, weight_H, eps)
     if use_kernels(x_TH):
         from specdec.ops.norm_triton import launch_add_rms_norm
 
@@ -44,3 +49,17 @@ def pair_rms_norm(
         return launch_pair_rms_norm(ids_T, table_VH, table_weight_H, x_TH, weight_H, eps)
     embedded_TH = F.rms_norm(F.embedding(ids_T, table_VH), table_weight_H.shape, table_weight_H, eps)
     return torch.cat((embedded_TH, F.rms_norm(x_TH, weight_H.shape, weight_H, eps)), dim=-1)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _add_rms_norm_fake(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+RMS_NORM = define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm, _rms_norm_fake)
+ADD_RMS_NORM = define(
+    "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", add_rms_norm, _add_rms_norm_fake
+)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.operator import define, use_operator
 
 _SORT_UP_TO = 256  # threshold in values: up to this many, one stable sort is faster than making keys
 
@@ -41,6 +42,8 @@ def top_tokens(
     offsets_V: int64, added to each id (from a draft vocabulary to the target's).
     out: memory for the two results.
     """
+    if use_operator(logits) and out is None:
+        return TOP_TOKENS(logits, k, offsets_V)
     if use_kernels(logits):
         from specdec.ops.topk_triton import launch_top_tokens
 
@@ -61,6 +64,8 @@ def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None, *, finite: bo
     Ties go to the lowest id and NaN counts as the largest value, as in torch's argmax.  offsets_V: as in `top_tokens`.
     finite: a row gives -1 instead where its largest logit is not a finite number: where it holds a NaN or +inf, or -inf alone.
     """
+    if use_operator(logits):
+        return GREEDY_TOKENS(logits, offsets_V, finite)
     if use_kernels(logits):
         from specdec.ops.topk_triton import launch_greedy_tokens
 
@@ -74,3 +79,22 @@ def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None, *, finite: bo
 def with_offsets(ids: Tensor, offsets_V: Tensor | None) -> Tensor:
     """Draft ids plus their offsets; the ids themselves without offsets."""
     return ids if offsets_V is None else ids + offsets_V[ids]
+
+
+def _top_tokens_fake(logits: Tensor, k: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    shape = (*logits.shape[:-1], k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _greedy_tokens_fake(logits: Tensor, offsets: Tensor | None = None, finite: bool = False) -> Tensor:
+    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+
+
+def _greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None, finite: bool = False) -> Tensor:
+    return greedy_tokens(logits, offsets_V, finite=finite)
+
+
+TOP_TOKENS = define("top_tokens(Tensor logits, int k, Tensor? offsets=None) -> (Tensor, Tensor)", top_tokens, _top_tokens_fake)
+GREEDY_TOKENS = define(
+    "greedy_tokens(Tensor logits, Tensor? offsets=None, bool finite=False) -> Tensor", _greedy_tokens, _greedy_tokens_fake
+)

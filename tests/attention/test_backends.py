@@ -24,6 +24,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.eager.torch_backend import TorchBackend
+from specdec.attention.operators.backend import OperatorBackend
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import (
     causal_segment,
@@ -52,6 +53,8 @@ class Setup(NamedTuple):
     def backend(self) -> Backend:
         if self.name == "torch":
             return TorchBackend()
+        if self.name == "operators":
+            return OperatorBackend()
         from specdec.attention.kernels.triton_backend import TritonBackend
 
         return TritonBackend(programs=128)  # enough for the longest rows to be split
@@ -64,6 +67,8 @@ SETUPS = [
     pytest.param(
         Setup("triton", torch.bfloat16, "cuda"), id="triton-bfloat16", marks=[needs_triton, needs_gpu, pytest.mark.gpu]
     ),
+    pytest.param(Setup("operators", torch.float32, DEVICE), id="operators-float32"),
+    pytest.param(Setup("operators", torch.bfloat16, "cuda"), id="operators-bfloat16", marks=[needs_gpu, pytest.mark.gpu]),
 ]
 
 

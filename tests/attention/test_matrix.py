@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.attention import fake_flash
-from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LAYERS, PASSES, Cell, World, label
+from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LATENT, LAYERS, PASSES, Cell, World, label
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.paths import ROOT
 from torch import Tensor
@@ -84,7 +84,7 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
     refused = set(CELLS) - set(ANSWERED)
     for cell in refused:
         hold_refusal(cell.backend, cell.needs)
-    assert {cell.backend for cell in refused if cell.cache != "mla"} == {"fa2", "fa3", "fa4"}
+    assert {cell.backend for cell in refused if cell.cache not in LATENT} == {"fa2", "fa3", "fa4"}
     for cell in ANSWERED:
         assert choose_backend(cell.backend, cell.needs).name == cell.backend
     tested = {cell._replace(kind=kind) for cell in PASSES + CAPTURED for kind in KINDS}
@@ -146,9 +146,9 @@ LESSER = {  # what every backend does today: a row without it, what it says then
     "softcap": (dict(softcap=False), dict(softcap=True), "has no softcap, which these models use", None),
     "sinks": (dict(sinks=False), dict(sinks=True), "has no attention sinks, which these models use", None),
     "alibi": (dict(alibi=False), dict(alibi=True), "has no ALiBi, which these models use", None),
-    "cross": (dict(cross=False), dict(cross=True), "has no cross attention, which the target uses", None),
+    "cross": (dict(cross=False), dict(cross=True), "has no cross attention, which these models use", None),
     "encoder": (
-        dict(encoder=False), dict(encoder=True), "has no attention in both directions, which the target's encoder uses", None,
+        dict(encoder=False), dict(encoder=True), "has no attention in both directions, which these models use", None,
     ),
     "tree": (dict(tree=False), dict(tree=True), "answers chains only", "topk=1"),
     "graphs": (dict(graphs=(False,)), dict(graphs="step"), "be captured with cuda_graphs='step'", "cuda_graphs=False"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from toolkit.driver import Driver
 from toolkit.families import FAMILIES, NO_FEATURES, Families
 from toolkit.models import HEADS, ragged_prompts
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextModel
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
@@ -23,6 +25,10 @@ SAMPLING = [SamplingParams(max_tokens=n) for n in (24, 9, 16, 1, 20)]
 MODES: list[GraphMode] = [
     mode for mode in ("round", "step", False) if str(mode) in os.environ.get("GRAPHS", "round,step,False")
 ]  # type: ignore[misc]
+
+
+# Families that this release of transformers can't run in a graph: in some, Gemma 3n copies a number from the host in each pass.
+REFUSED = {"gemma3n"} if "epsilon_tensor.to(" in inspect.getsource(Gemma3nTextModel.forward) else set()
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,10 @@ def test_float32_ids_equal_the_cpu_s(families: Families, name: str) -> None:
     plain = load(families, name, head, SpecConfig(5, 1, 6), device="cpu")
     expected = ids(plain.generate(PROMPTS, SAMPLING, speculate=False))
     for mode in MODES:
+        if mode and name in REFUSED:
+            with pytest.raises(ValueError, match="can't be captured in a CUDA graph .*cuda_graphs=False"):
+                load(families, name, head, SpecConfig(5, 1, 6), device="cuda", cuda_graphs=mode)
+            continue
         for spec, page_size in ((SpecConfig(5, 4, 16), 5), (SpecConfig(5, 1, 6), 16)):
             decoder = load(families, name, head, spec, device="cuda", attention="triton", cuda_graphs=mode, page_size=page_size)
             for _ in range(2):  # the second run replays graphs dirtied by the first
@@ -56,7 +66,7 @@ def test_float32_ids_equal_the_cpu_s(families: Families, name: str) -> None:
             assert (Driver(decoder).num_graphs("round") > 0) == (mode == "round")
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe", "mixtral", "gemma2", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe", "mixtral", "gemma2", "gemma4"])
 @torch.inference_mode()
 def test_bfloat16_passes_are_captured(families: Families, name: str) -> None:
     """Keeps out: grouped products that read their groups' sizes on the host, or replay those of another pass."""

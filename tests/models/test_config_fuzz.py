@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.deepseek import save_deepseek
+from toolkit.deepseek import save_deepseek, save_sparse
 from toolkit.families import FAMILIES, save_family
 from toolkit.models import save_eagle1, save_target
 from toolkit.oracles.sharing import save_sharing
@@ -95,6 +95,8 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
         "llama3 rope": (save_target(root / "llama3", "llama3-tied-dim8"), Native()),
         "deepseek v2": (save_deepseek(root / "v2", "v2"), Native()),
         "deepseek v3": (save_deepseek(root / "v3", "v3"), Native()),
+        "deepseek v32": (save_sparse(root / "v32", "v32"), Native()),
+        "glm": (save_sparse(root / "glm", "glm-shared"), Native()),
         "shared kv": (save_sharing(root / "shared kv", "windows"), Native()),
         "gemma3n": (save_family(root / "gemma3n", "gemma3n_text", 0, **FAMILIES["gemma3n"][1]), by_transformers),
         "diffllama": (save_target(root / "diffllama", "diffllama"), Native()),
@@ -103,8 +105,8 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Loa
 
 
 NAMES = (
-    "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "gemma2",
-    "gemma3n", "shared kv", "diffllama",
+    "shipped target", "shipped head", "eagle1", "mistral", "qwen2", "llama3 rope", "deepseek v2", "deepseek v3", "deepseek v32",
+    "glm", "gemma2", "gemma3n", "shared kv", "diffllama",
 )  # fmt: skip
 
 

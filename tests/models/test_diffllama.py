@@ -44,7 +44,7 @@ def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256) -> Tenso
     for start in range(0, max(map(len, prompts)), chunk):
         live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
         packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
-        attn = PagedAttention(TorchBackend(), cache, packed.tables)
+        attn = PagedAttention(TorchBackend(), cache, *packed.tables)
         logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
         for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
             parts[index].append(part)

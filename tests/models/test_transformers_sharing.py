@@ -5,11 +5,13 @@ left out of layers that take their tokens in another way.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toolkit.driver import Driver
 from toolkit.families import Families, assert_greedy, save_family
 from toolkit.models import ragged_prompts, save_eagle1, save_eagle3
@@ -18,7 +20,8 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.eager.dense import DenseAttention
-from specdec.loading.build import kv_bytes_per_page
+from specdec.engine.pages.groups import ALL
+from specdec.loading.memory import kv_page_bytes
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.transformers_backend.attention import AttentionCall
 from specdec.models.transformers_backend.last_rows import Cut, rows_in
@@ -58,8 +61,8 @@ def decoder_of(families: Families, name: str, spec: SpecConfig | None, head: Pat
 def test_sources_are_found_and_stored_once(families: Families, name: str) -> None:
     decoder = decoder_of(families, name, None, None, page_size=4)
     assert decoder.model.config.kv_source == SOURCES and decoder.model.config.first_sharing_layer == 3
-    assert kv_bytes_per_page(decoder.model, None, decoder.settings) == 4 * 3 * 2 * 2 * 16 * 4
-    assert Driver(decoder).cache("target").planes["kv"].shape[0] == 3
+    assert kv_page_bytes([decoder.model.config], decoder.settings, (ALL,)) == (4 * 3 * 2 * 2 * 16 * 4,)
+    assert sum(planes["kv"].shape[0] for planes in Driver(decoder).cache("target").planes_of.values()) == 3
 
 
 def call(layer: int, key: Tensor, value: Tensor) -> AttentionCall:
@@ -88,7 +91,7 @@ def test_keys_of_published_configs_are_known(families: Families, tmp_path: Path,
 def test_heads_of_two_widths_are_refused(families: Families, tmp_path: Path) -> None:
     """As published Gemma 4 models have them."""
     folder = save_family(tmp_path, "gemma4_text", 0, global_head_dim=32)
-    with pytest.raises(ValueError, match=r"all layers must have the same heads, .* \[\(4, 2, 16, 16\), \(4, 2, 32, 32\)\]"):
+    with pytest.raises(ValueError, match=r"all layers must have the same heads.* \[\(4, 2, 16, 16\), \(4, 2, 32, 32\)\]"):
         choose_target(folder)
 
 
@@ -114,6 +117,27 @@ def test_cutoffs_are_transformers_own(families: Families, dtype: torch.dtype) ->
     x = torch.randn(6, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     want = Gemma3nTextMLP._gaussian_topk(mlp, x)
     assert torch.equal(mlp._gaussian_topk(x), want) and 0.05 < (want > 0).float().mean() < 0.4
+
+
+@torch.inference_mode()
+def test_tokens_beyond_the_per_layer_table_take_its_first_row(families: Families, tmp_path: Path) -> None:
+    """Keeps out: a read after the table's end, which on a GPU ends the process.  Two rows with the first row's values, at the
+    end of a longer table, say the same."""
+    whole, short = families.target("gemma3n"), tmp_path / "short"
+    shutil.copytree(whole, short)
+    name = "model.embed_tokens_per_layer.weight"
+    tensors = load_file(whole / "model.safetensors")
+    raw = json.loads((whole / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(raw | {"vocab_size_per_layer_input": 38}))
+    save_file(tensors | {name: tensors[name][:38].clone()}, short / "model.safetensors", metadata={"format": "pt"})
+    target = load(whole)
+    target.decoder.embed_tokens_per_layer.weight[38:] = tensors[name][0]  # type: ignore[union-attr,index]
+    ids, positions = torch.tensor([5, 38, 7, 39]), torch.arange(4)
+    states = [
+        model(ids, positions, DenseAttention(model.config.layer_kinds, sources=SOURCES)).hidden_TH
+        for model in (target, load(short))
+    ]
+    torch.testing.assert_close(*states)
 
 
 # ---- what is written ----

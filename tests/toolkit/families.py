@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": (
         "gemma3n_text",
         dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=3,
-             sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=38, laurel_rank=4, altup_num_inputs=3,
+             sliding_window=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=40, laurel_rank=4, altup_num_inputs=3,
              activation_sparsity_pattern=[0.8] * 2 + [0.0] * 4, pad_token_id=0, tie_word_embeddings=True),
     ),
     "gemma4": (

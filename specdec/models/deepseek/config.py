@@ -1,4 +1,4 @@
-"""The config.json of DeepSeek V2 and V3 models (multi-head latent attention), read strictly.  Knows no weights."""
+"""The config.json of DeepSeek V2, V3, V3.2 and GLM-5 models (multi-head latent attention), read strictly.  Knows no weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.config import ModelConfig, refuse_unknown
+from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
 from specdec.models.experts import ExpertsConfig
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
 
-DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+DEEPSEEK = ("deepseek_v2", "deepseek_v3", *SPARSE)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class DeepseekConfig(ModelConfig):
 
     nope_dim: of a head's queries and keys that is not rotated.  interleaved: rotated pairs lie side by side in the
     checkpoint.  first_dense: layers before the first with experts.  extra_layers: of multi-token prediction, not loaded.
+    indexer: of sparse attention; None: a query reads all keys.
     """
 
     rank: int = 0
@@ -38,6 +40,7 @@ class DeepseekConfig(ModelConfig):
     first_dense: int = 0
     experts: ExpertsConfig | None = None
     extra_layers: int = 0
+    indexer: IndexerConfig | None = None
 
     @property
     def scale(self) -> float:
@@ -51,18 +54,19 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     family = raw["model_type"]
     if mapping(raw, "quantization_config", where):
         raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
-    refuse_unknown(raw, _KNOWN, where)
+    refuse_unknown(raw, _KNOWN | _KNOWN_BY.get(family, frozenset()), where)
     for key, allowed in _ONLY[family].items():
         if raw.get(key) not in (None, *allowed):
             raise ValueError(f"{where}: {key} must be {' or '.join(map(repr, allowed))}, got {raw[key]!r}")
-    missing = [key for key in _REQUIRED if raw.get(key) is None]
-    if missing or "q_lora_rank" not in raw:  # which may be null
+    missing = [key for key in _required(raw) if raw.get(key) is None]
+    if missing or "q_lora_rank" not in raw:  # which may be null where attention is dense
         raise ValueError(f"{where} lacks {', '.join(missing or ['q_lora_rank'])}")
     hidden, intermediate, heads, vocab_size, rank, nope, rope_dim, value = (whole(raw, key, where) for key in _SIZES)
     layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
     for key in _UNREAD_SIZES:
         whole(raw, key, where, 1)
-    first_dense = whole(raw, "first_k_dense_replace", where, least=0)
+    is_sparse = family in SPARSE
+    first_dense = first_dense_layers(raw, layers, where) if is_sparse else whole(raw, "first_k_dense_replace", where, least=0)
     if rope_dim % 2:
         raise ValueError(f"{where}: qk_rope_head_dim must be even for rotary embeddings, got {rope_dim}")
     if value > nope + rope_dim:
@@ -77,11 +81,9 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         num_kv_heads=heads,
         head_dim=rope_dim,
         vocab_size=vocab_size,
-        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-6),
+        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-5 if family == "glm_moe_dsa" else 1e-6),
         rope=parse_rope_with_yarn(raw, where),
-        max_position=whole(
-            raw, "max_position_embeddings", where, 2048 if family == "deepseek_v2" else 4096, most=MOST_POSITIONS
-        ),
+        max_position=whole(raw, "max_position_embeddings", where, _POSITIONS[family], most=MOST_POSITIONS),
         tie_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=bias,
         o_bias=bias,
@@ -92,16 +94,23 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank", where),
         nope_dim=nope,
         value_dim=value,
-        interleaved=family == "deepseek_v2" or flag(raw, "rope_interleave", where, True),
+        interleaved=family == "deepseek_v2" or is_sparse or flag(raw, "rope_interleave", where, True),
         first_dense=first_dense,
         experts=_experts(raw, where) if first_dense < layers else None,
         has_experts=first_dense < layers,
         extra_layers=whole(raw, "num_nextn_predict_layers", where, 0, least=0, most=MOST_LAYERS),
+        indexer=parse_indexer(raw, layers, rope_dim, where) if is_sparse else None,
     )
 
 
+def _required(raw: dict[str, Any]) -> tuple[str, ...]:
+    """The keys without which a config of that model_type is refused."""
+    first = () if raw.get("mlp_layer_types") is not None and raw["model_type"] in SPARSE else ("first_k_dense_replace",)
+    return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if raw["model_type"] in SPARSE else ()))
+
+
 def _experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
-    is_v3 = raw["model_type"] == "deepseek_v3"
+    is_v3 = raw["model_type"] != "deepseek_v2"  # V3, or a model with the same experts
     grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]
     if missing := [key for key in needed if raw.get(key) is None]:
@@ -135,7 +144,15 @@ _SIZES = (
     "hidden_size intermediate_size num_attention_heads vocab_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 ).split()
 _UNREAD_SIZES = ("ep_size", "head_dim", "moe_layer_freq", "num_key_value_heads", "pretraining_tp", "qk_head_dim")
-_REQUIRED = (*_SIZES, "num_hidden_layers", "first_k_dense_replace")
+_POSITIONS = {"deepseek_v2": 2048, "deepseek_v3": 4096, "deepseek_v32": 163840, "glm_moe_dsa": 202752}  # transformers' defaults
+_V3_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "mlp_bias": (False,),
+}
+_SPARSE_ONLY = {**_V3_ONLY, "rope_interleave": (True,), "moe_router_dtype": ("float32",)}
 _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the values that mean what we compute, besides null
     "deepseek_v2": {
         "hidden_act": ("silu",),
@@ -145,13 +162,8 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the values that mean what we
         "norm_topk_prob": (False,),  # transformers ignores this key, DeepSeek's own code obeys it
         "num_nextn_predict_layers": (0,),
     },
-    "deepseek_v3": {
-        "hidden_act": ("silu",),
-        "moe_layer_freq": (1,),
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "mlp_bias": (False,),
-    },
+    "deepseek_v3": _V3_ONLY,
+    **{family: _SPARSE_ONLY for family in SPARSE},
 }
 # Read above, or known not to change what a forward pass computes.
 _KNOWN = frozenset(
@@ -164,3 +176,5 @@ _KNOWN = frozenset(
     "routed_scaling_factor scoring_func seq_aux temperature tie_word_embeddings tokenizer_class top_k top_p topk_group "
     "topk_method torch_dtype transformers_version use_cache v_head_dim vocab_size".split()
 )
+_SPARSE_KEYS = frozenset("indexer_rope_interleave layer_types mlp_layer_types moe_router_dtype".split()) | frozenset(REQUIRED)
+_KNOWN_BY = {"deepseek_v32": _SPARSE_KEYS, "glm_moe_dsa": _SPARSE_KEYS | {*SHARING, "index_share_for_mtp_iteration"}}

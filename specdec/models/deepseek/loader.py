@@ -55,6 +55,11 @@ def _expect_sizes(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
     expect(f"{attention}.kv_a_proj_with_mqa.weight", (C + config.head_dim, hidden), "kv_lora_rank and qk_rope_head_dim")
     keys_values = "num_attention_heads, qk_nope_head_dim, v_head_dim and kv_lora_rank"
     expect(f"{attention}.kv_b_proj.weight", (H * (config.nope_dim + config.value_dim), C), keys_values)
+    if (index := config.indexer) is not None:
+        sizes = "index_n_heads, index_head_dim and q_lora_rank"
+        expect(f"{attention}.indexer.wq_b.weight", (index.heads * index.head_dim, config.q_rank or 0), sizes)
+        expect(f"{attention}.indexer.wk.weight", (index.head_dim, hidden), "index_head_dim and hidden_size")
+        expect(f"{attention}.indexer.weights_proj.weight", (index.heads, hidden), "index_n_heads and hidden_size")
     if config.first_dense > 0:
         expect("model.layers.0.mlp.gate_proj.weight", (config.intermediate_size, hidden), "intermediate_size")
     if (experts := config.experts) is not None:
@@ -78,26 +83,28 @@ def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, confi
 
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
-    """Queries (or what they come from) above the latent in one weight; rotated pairs as halves of a head."""
-    queries, latent = attention.in_proj.weight.split(attention.splits)
+    """Queries (or what they come from), the latent and the indexer's part in one weight; rotated pairs as halves of a head."""
+    queries, latent, index_key, index_weights = attention.in_proj.weight.split(attention.splits)
     bias = attention.in_proj.bias
     by_head = (config.num_heads, attention.query_dim)
-    halved = partial(_copy_halved, checkpoint, config)
+    halved = partial(_copy_halved, checkpoint, config.head_dim if config.interleaved else 0)
+    if bias is not None:
+        bias.zero_()  # transformers gives q_proj and the indexer none
     if attention.q_b_proj is None:
         halved(queries, f"{prefix}.q_proj.weight", by_head)
-        if bias is not None:
-            bias[: attention.splits[0]] = 0  # transformers gives q_proj none
     else:
         copy_(queries, checkpoint, f"{prefix}.q_a_proj.weight")
         if bias is not None:
             copy_(bias[: attention.splits[0]], checkpoint, f"{prefix}.q_a_proj.bias")
         assert attention.q_a_layernorm is not None
         fill_norm(attention.q_a_layernorm, checkpoint, f"{prefix}.q_a_layernorm")
-        halved(attention.q_b_proj.weight, f"{prefix}.q_b_proj.weight", by_head)
+        halved(attention.q_b_proj.weight[: attention.queries], f"{prefix}.q_b_proj.weight", by_head)
     halved(latent, f"{prefix}.kv_a_proj_with_mqa.weight", (1, latent.shape[0]))
     if bias is not None:
-        own = bias[attention.splits[0] :]
+        own = bias.split(attention.splits)[1]
         halved(own, f"{prefix}.kv_a_proj_with_mqa.bias", (1, own.shape[0]))
+    if attention.k_norm is not None:
+        _fill_indexer(attention, index_key, index_weights, checkpoint, f"{prefix}.indexer", config)
     fill_norm(attention.kv_a_layernorm, checkpoint, f"{prefix}.kv_a_layernorm")
     copy_(attention.kv_b_HXC.flatten(0, 1), checkpoint, f"{prefix}.kv_b_proj.weight")
     copy_(attention.o_proj.weight, checkpoint, f"{prefix}.o_proj.weight")
@@ -105,15 +112,31 @@ def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: 
         copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
 
 
-def _copy_halved(checkpoint: Checkpoint, config: DeepseekConfig, target: Tensor, name: str, heads: tuple[int, int]) -> None:
-    """Copies rows of heads.  Where rotated pairs lie side by side, their first members move before their second ones:
-    queries and keys alike, so that their products stay as they are.
+def _fill_indexer(
+    attention: LatentAttention, key: Tensor, weights: Tensor, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig
+) -> None:
+    """An indexer's rows of the layer's projections, and its norm.  key, weights: its rows of in_proj."""
+    index, norm, q_b_proj = config.indexer, attention.k_norm, attention.q_b_proj
+    assert index is not None and norm is not None and q_b_proj is not None
+    halved = partial(_copy_halved, checkpoint, config.head_dim if index.interleaved else 0, first=True)
+    halved(key, f"{prefix}.wk.weight", (1, index.head_dim))
+    halved(q_b_proj.weight[attention.queries :], f"{prefix}.wq_b.weight", (index.heads, index.head_dim))
+    copy_(weights, checkpoint, f"{prefix}.weights_proj.weight")
+    for name, vector in norm.named_parameters():
+        halved(vector, f"{prefix}.k_norm.{name}", (1, index.head_dim))
+
+
+def _copy_halved(
+    checkpoint: Checkpoint, R: int, target: Tensor, name: str, heads: tuple[int, int], first: bool = False
+) -> None:
+    """Copies rows of heads, whose last R rows (first: the first R) are rotated in pairs that lie side by side: there the pairs'
+    first members move before their second ones.  Queries and keys alike, so that their products stay as they are.
     """
-    R = config.head_dim
     rows = checkpoint.take(name, tuple(target.shape)).unflatten(0, heads)
-    if config.interleaved:
-        turned = rows[:, -R:].unflatten(1, (R // 2, 2)).transpose(1, 2).flatten(1, 2)
-        rows = torch.cat((rows[:, :-R], turned), dim=1)
+    if R:
+        rotated, rest = (rows[:, :R], rows[:, R:]) if first else (rows[:, -R:], rows[:, :-R])
+        turned = rotated.unflatten(1, (R // 2, 2)).transpose(1, 2).flatten(1, 2)
+        rows = torch.cat((turned, rest) if first else (rest, turned), dim=1)
     target.copy_(rows.flatten(0, 1))
     checkpoint.landed(name, target)
 

@@ -1,12 +1,15 @@
-"""Targets of the DeepSeek V2 and V3 families: multi-head latent attention (MLA), dense layers and mixtures of experts.
+"""Targets of the DeepSeek families: multi-head latent attention (MLA), dense layers and mixtures of experts.
 
 Section 2.1 of DeepSeek-V2's paper (arXiv 2405.04434) describes MLA.  The forward pass is CausalLM's; only the layers differ.
 A layer hands its pass's attention latents (attention/latent/mla.py, where it is decided whether the latents of a token are
-expanded to keys and values, or queries are brought down to the latents).  This file knows no phase of a
-round, no page and no tree.
+expanded to keys and values, or queries are brought down to the latents).  This file knows no phase of a round, no page and no
+tree.
+
+Layers of DeepSeek V3.2 and GLM-5 have an indexer as well, which chooses the keys that a query reads (attention/sparse/).  In
+GLM-5.2 most layers have none, and read what an earlier layer's indexer chose.
 
 Shapes: T tokens, H heads, C latent rank, R rotated part of a head (the config calls it head_dim), N part of a head that is not
-rotated, V value dimension, L = C + R, Q = N + R, X = N + V.
+rotated, V value dimension, L = C + R, Q = N + R, X = N + V, J heads of the indexer, I dimensions of its heads.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from specdec.attention.inputs import AttentionFn
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.mla import LatentInputs
 from specdec.attention.latent.prep import LatentPrep
+from specdec.attention.sparse.index_store import IndexPrep
+from specdec.attention.sparse.inputs import IndexInputs, SparseLatentInputs
 from specdec.models.causal_lm import CausalLM, PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -25,40 +30,61 @@ from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, Linear, RMSNorm
 from specdec.ops.rope import Rotation
 
-LATENT_EPS = 1e-6  # eps of the two norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
+LATENT_EPS = 1e-6  # eps of the norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
+
+
+class IndexNorm(nn.Module):
+    """Weight and bias of the LayerNorm of an indexer's keys.  The norm itself runs inside of attention."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention of one layer: input projection, attention over latents, output projection.
 
     in_proj yields each token's latent (C values, then R values of a rotary key that all heads share) and, before it, either the
-    queries of all heads or, where the config has q_rank, a short vector that q_b_proj turns into them.
+    queries of all heads or, where the config has q_rank, a short vector that q_b_proj turns into them.  If the layer has an
+    indexer, in_proj also yields, after the latent, the indexer's key and the weights of its heads, and q_b_proj, after the
+    heads' queries, the indexer's queries.
     kv_b_HXC: the weights that expand a latent to each head's keys (first N rows) and values (last V rows).
     """
 
-    def __init__(self, config: DeepseekConfig) -> None:
+    def __init__(self, config: DeepseekConfig, layer: int) -> None:
         super().__init__()
         H, C, R, N, V = config.num_heads, config.rank, config.head_dim, config.nope_dim, config.value_dim
         self.scoring = Scoring(scale=config.scale)
-        self.query_dim = N + R
-        self.splits = (H * (N + R) if config.q_rank is None else config.q_rank, C + R)
+        self.query_dim, self.queries, self.sparse = N + R, H * (N + R), config.indexer
+        own = config.indexer if config.indexer is not None and config.indexer.has_own(layer) else None
+        J, I = (own.heads, own.head_dim) if own else (0, 0)
+        self.splits = (config.q_rank or self.queries, C + R, I, J)
         self.in_proj = Linear(config.hidden_size, sum(self.splits), bias=config.qkv_bias)
         self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_EPS) if config.q_rank else None
-        self.q_b_proj = Linear(config.q_rank, H * (N + R), bias=False) if config.q_rank else None
+        self.q_b_proj = Linear(config.q_rank, self.queries + J * I, bias=False) if config.q_rank else None
+        self.k_norm = IndexNorm(I) if own else None
         self.kv_a_layernorm = RMSNorm(C, LATENT_EPS)
         self.kv_b_HXC = nn.Parameter(torch.empty(H, N + V, C))
         self.o_proj = Linear(H * V, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
-        q, latent_TL = self.in_proj(x_TH).split(self.splits, dim=-1)
+        q, latent_TL, key_TI, weights_TJ = self.in_proj(x_TH).split(self.splits, dim=-1)
         if self.q_b_proj is not None:
             assert self.q_a_layernorm is not None
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
-        q_THQ = q.unflatten(-1, (-1, self.query_dim))
-        out_THV = attn(layer, LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep), rows_R, self.scoring)
-        return self.o_proj(out_THV.flatten(1))
+        q_THQ = q[:, : self.queries].unflatten(-1, (-1, self.query_dim))
+        latents = LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep)
+        if self.sparse is None:
+            return self.o_proj(attn(layer, latents, rows_R, self.scoring).flatten(1))
+        index = None
+        if self.k_norm is not None:
+            q_TJI = q[:, self.queries :].unflatten(-1, (-1, self.sparse.head_dim))
+            norm, bias, scale = self.k_norm.weight, self.k_norm.bias, self.sparse.heads**-0.5
+            index = IndexInputs(q_TJI, key_TI, weights_TJ, IndexPrep(rotation, norm, bias, LATENT_EPS, scale))
+        inputs = SparseLatentInputs(latents, self.sparse.topk, index)
+        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
 
 
 class DeepseekLayer(PreNormLayer):
@@ -67,11 +93,11 @@ class DeepseekLayer(PreNormLayer):
     def __init__(self, config: DeepseekConfig, index: int) -> None:
         dense = config.experts is None or index < config.first_dense
         mlp = MLP(config) if dense else MixtureOfExperts(config, config.experts)
-        super().__init__(config, LatentAttention(config), mlp)
+        super().__init__(config, LatentAttention(config, index), mlp)
 
 
 class DeepseekLM(CausalLM):
-    """A DeepSeek V2 or V3 model.  max_positions: as of CausalLM."""
+    """A DeepSeek V2, V3, V3.2 or GLM-5 model.  max_positions: as of CausalLM."""
 
     config: DeepseekConfig
 

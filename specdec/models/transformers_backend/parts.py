@@ -118,7 +118,7 @@ def _above_cutoff(inputs: Tensor, deviations: Tensor) -> Tensor:
 def _guard_per_layer_table(decoder: nn.Module) -> None:
     """Gives tokens that a table of per-layer embeddings (Gemma 3n) has no row for the first row.
 
-    The table may have fewer rows than the vocabulary.  transformers does the same in later releases; earlier ones read past the
+    The table may have fewer rows than the vocabulary.  transformers 5.23 does the same, and 5.17 reads after the
     table's end, which on a GPU ends the process.
     """
     table = getattr(decoder, "embed_tokens_per_layer", None)

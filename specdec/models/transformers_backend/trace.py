@@ -19,6 +19,7 @@ from specdec.models.transformers_backend.experts import EXPERTS
 from specdec.models.transformers_backend.make_parts import auto_class, make_parts
 from specdec.models.transformers_backend.parts import Parts, Unsupported
 
+_OUR_FUNCTIONS = {"attn_implementation": NAME, "experts_implementation": EXPERTS}
 TOKENS = 3  # length of the traced text
 # Keyword arguments of attention that never change its result here: settings of the pass, and steps that the model did already.
 _HARMLESS = {
@@ -71,12 +72,7 @@ def trace(config: Any, where: str) -> Trace:
 
     try:
         with torch.device("meta"), torch.no_grad(), answering(record):
-            model = (
-                auto_class(config)
-                .from_config(config, attn_implementation=NAME, experts_implementation=EXPERTS, dtype=torch.bfloat16)
-                .eval()
-            )
-            parts = make_parts(model)
+            parts = make_parts(auto_class(config).from_config(config, **_OUR_FUNCTIONS, dtype=torch.bfloat16).eval())
             parts.on_layers(states.__setitem__)
             if isinstance(parts, EncoderDecoderParts):
                 kept = parts.read_text(torch.zeros(TOKENS, dtype=torch.long), record_encoder)
@@ -145,7 +141,8 @@ def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:
     shapes = {(call.query.shape[1], *call.key.shape[1::2], call.value.shape[3]) for call in calls}
     if len(shapes) > 1:
         raise Unsupported(
-            f"all layers must have the same heads; got (query heads, kv heads, key dim, value dim) = {sorted(shapes)}"
+            "all layers must have the same heads, because a cache has one shape for all layers; got (query heads, kv heads, "
+            f"key dim, value dim) = {sorted(shapes)}"
         )
     for layer, call in enumerate(calls):
         if call.module not in set(parts.layers[layer].modules()):

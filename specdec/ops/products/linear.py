@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
+from specdec.ops.operator import define, use_operator
 
 FEW = 64  # threshold in rows of x: up to this many, linear_triton.py's kernel is used, and linear_wide_triton.py's for more
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
@@ -47,6 +48,8 @@ class ProductTiles(NamedTuple):
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + bias: [T, O], summed in float32 and rounded once."""
+    if use_operator(x_TI):
+        return LINEAR(x_TI, weight_OI, bias_O)
     tiles = _tiles(x_TI, weight_OI, gated=False)
     return F.linear(x_TI, weight_OI, bias_O) if tiles is None else _launch(x_TI, weight_OI, bias_O, False, tiles)
 
@@ -57,6 +60,8 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
     The fused kernel keeps gate and up in float32 until they are multiplied, whereas the definition rounds them to x's dtype
     first.  In bf16 the two differ by norm(a - b) / norm(a) < 6e-3, and the fused result is closer to the exact product.
     """
+    if use_operator(x_TI):
+        return GATED_LINEAR(x_TI, weight_2FI, bias_2F)
     tiles = _tiles(x_TI, weight_2FI, gated=True)
     if tiles is None:
         return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
@@ -159,3 +164,15 @@ def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:
     if not 1 < T <= 16 or O > 1536 or I > 1024:
         return None
     return ProductTiles(8 if T <= 8 else 16, 16, 32, min(8, -(-I // 32)), 2, 3)
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _gated_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
+
+
+LINEAR = define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", linear, _linear_fake)
+GATED_LINEAR = define("gated_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", gated_linear, _gated_linear_fake)

@@ -239,8 +239,8 @@ def test_bytes_of_a_token_are_what_the_cache_takes(kind: str) -> None:
     """Keeps out: a pool that forgets the scales, and so takes more memory than there is."""
     layout = QuantLayout(kind, 8, 128)
     taken = KVCache(layout, [FULL] * 4, 10).bytes
-    assert taken == 10 * 4 * layout.bytes
-    half = 4 * HeadsLayout(8, 128, torch.bfloat16).bytes / 2
+    assert taken == 10 * 4 * layout.layer_bytes(0)
+    half = 4 * HeadsLayout(8, 128, torch.bfloat16).layer_bytes(0) / 2
     assert half <= taken / 10 <= half * (1 + 4 / 128)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from toolkit.drafters import Substitute
 from toolkit.driver import Driver
-from toolkit.families import Families, assert_greedy
+from toolkit.families import NO_FEATURES, Families, assert_greedy
 from toolkit.models import HEADS, Zoo
 from toolkit.pages import long_prompts_wait_from, ring_passes_take
 
@@ -76,15 +76,18 @@ def test_long_texts_are_what_transformers_writes(
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(
-    ("name", "page_size"), [("gpt-oss", 16), ("gemma3", 1), ("llama4", 4), ("gemma3", 16), ("gpt-oss", 64)]
+    ("name", "page_size"),
+    [("gpt-oss", 16), ("gemma3", 1), ("llama4", 4), ("gemma3", 16), ("gpt-oss", 64), ("gemma3n", 4), ("gemma4", 16)],
 )
 @pytest.mark.parametrize("spec", [TREE, CHAIN], ids=str)
 def test_families_through_transformers(
     tmp_path_factory: pytest.TempPathFactory, name: str, page_size: int, spec: SpecConfig
 ) -> None:
-    """gpt-oss: a window and sinks in every other layer.  gemma3: windows and two kinds of rotation.  llama4: chunks."""
+    """gpt-oss: a window and sinks in every other layer.  gemma3: windows and two kinds of rotation.  llama4: chunks.
+    gemma3n, gemma4: layers of both groups read the keys and values of earlier layers.
+    """
     families = Families(tmp_path_factory.mktemp("families"))
-    head = HEADS["eagle3"](families.root / "head", families.target(name))
+    head = HEADS["eagle1" if name in NO_FEATURES else "eagle3"](families.root / "head", families.target(name))
     decoder = SpecDecoder.from_pretrained(
         families.target(name), head, spec, device="cpu", dtype="float32", backend="transformers", max_seq_len=250,
         max_batch_size=3, page_size=page_size,

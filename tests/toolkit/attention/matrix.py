@@ -17,6 +17,7 @@ from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.caches.quant_cache import QuantLayout
+from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
 from specdec.attention.differential.inputs import DifferentialInputs
@@ -30,7 +31,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep
-from toolkit.attention import fake_flash
+from toolkit.attention import fake_flash, sparse_cells
 from toolkit.attention.caches import Scattered
 from toolkit.oracles.attention import dense_attention, of_kind
 from toolkit.trees import chain_shape, mask_of
@@ -39,8 +40,9 @@ HAS_GPU = torch.cuda.is_available()
 H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
+LATENT = ("mla", "sparse")  # caches of latents, read in full or as an indexer chose
 SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
-CACHES = (*KV_DTYPES, "mla", "split", "differential")
+CACHES = (*KV_DTYPES, *LATENT, "split", "differential")
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
 N, H, K, C, E = 4, 4, 2, 16, 8
@@ -56,9 +58,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # 
 
 
 class Cell(NamedTuple):
-    """cache: a kv_cache_dtype; mla; split: values of another width; or differential.  capped: with softcap and sinks.
+    """cache: a kv_cache_dtype; one of LATENT; split: values of another width; or differential.
 
-    extra: one of EXTRAS.
+    capped: with softcap and sinks.  extra: one of EXTRAS.
     """
 
     backend: str
@@ -73,10 +75,10 @@ class Cell(NamedTuple):
     @property
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
-            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.cache == "mla" else (D,),
+            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.cache in LATENT else (D,),
             kinds=(FULL, LAYERS[self.kind]), alibi=self.extra == "alibi", cross=self.extra == "cross",
-            encoder=self.extra == "encoder", softcap=self.capped, sinks=self.capped, mla=self.cache == "mla",
-            kv_cache_dtype=self.cache if self.cache in KV_DTYPES else "auto",
+            encoder=self.extra == "encoder", softcap=self.capped, sinks=self.capped, mla=self.cache in LATENT,
+            sparse=self.cache == "sparse", kv_cache_dtype=self.cache if self.cache in KV_DTYPES else "auto",
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
             differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
@@ -92,7 +94,7 @@ def dtype_of(backend: str) -> torch.dtype:
 
 def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
     """What models with such a cache, and perhaps softcaps and sinks, have besides."""
-    if capped or cache == "differential":
+    if capped or cache in ("differential", "sparse"):
         return ("",)
     return EXTRAS if cache in KV_DTYPES else ("", "alibi")
 
@@ -165,18 +167,21 @@ class World:
         self.mask_NN = mask_of(list(PARENTS) if cell.tree else chain_shape(N)[0]).to(DEVICE)
         self.depth_N = self.mask_NN.sum(-1) - 1
         self.deepest = int(self.depth_N.max()) + 1
-        self.scoring = Scoring(0.25) if cell.cache == "mla" else PLAIN  # absorbed queries do not tell the scale
+        self.scoring = Scoring(0.25) if cell.cache in LATENT else PLAIN  # absorbed queries do not tell the scale
         if cell.capped:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
         if cell.extra == "alibi":
             self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
-        self.heads_kv, self.head_dim = (1, C + D) if cell.cache == "mla" else (K, D)
+        self.heads_kv, self.head_dim = (1, C + D) if cell.cache in LATENT else (K, D)
         self.fill()
 
     def new_cache(self, num_slots: int) -> KVCache:
         kinds, device = tuple(replace(kind, alibi=self.cell.extra == "alibi") for kind in LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
             return KVCache(LatentLayout(C, D, self.dtype), kinds, num_slots, device=device)
+        if self.cell.cache == "sparse":  # such layers have no windows
+            layout = SparseLatentLayout(LatentLayout(C, D, self.dtype), sparse_cells.DIM, self.dtype)
+            return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)
         if self.cell.cache == "split":
             return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == "differential":
@@ -192,6 +197,8 @@ class World:
         view = (cache or self.cache).view(layer)
         if self.cell.cache == "mla":
             view.latent[slots_T] = kv_T2KD.flatten(1)  # type: ignore[attr-defined]
+        elif isinstance(view, SparseLatentView) and view.index_keys is not None:
+            view.latents.latent[slots_T], view.index_keys[slots_T] = sparse_cells.split(kv_T2KD.flatten(1), C + D)[:2]
         elif self.cell.cache == "split":
             view.write_heads(slots_T, *split_row(kv_T2KD))  # type: ignore[attr-defined]
         else:
@@ -213,7 +220,7 @@ class World:
         return int(self.sources.page_B[b]) * LONGEST + torch.arange(TEXTS[b], device=DEVICE)
 
     def fresh(self, tokens: int) -> Tensor:
-        shapes = {"mla": (1, C + D), "split": (K * (D + E),)}
+        shapes = {"mla": (1, C + D), "sparse": (1, C + D + sparse_cells.WIDTH), "split": (K * (D + E),)}
         return self.rand(tokens, *shapes.get(self.cell.cache, (2, K, D)))
 
     def slots(self, b: int, count: int) -> Tensor:
@@ -239,6 +246,8 @@ class World:
         for layer, fresh in enumerate(kv):
             if self.cell.cache == "mla":
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
+            elif self.cell.cache == "sparse":
+                outs.append(attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), C), scoring=self.scoring))
             elif self.cell.cache == "split":
                 outs.append(attn(layer, SplitInputs(DenseHeads(q_THD, *split_row(fresh))), scoring=self.scoring))
             else:
@@ -286,13 +295,17 @@ class World:
             at_X = torch.cat((torch.arange(L, device=DEVICE), L + self.depth_N))
             seen_NX = torch.cat((torch.ones(N, L, dtype=torch.bool, device=DEVICE), self.mask_NN), dim=1)
             seen_NX &= of_kind(kind, L + self.depth_N, at_X)
+            if isinstance(view, SparseLatentView):
+                tokens_NX = self.last[layer].flatten(1)[b * N : (b + 1) * N]
+                seen_NX = sparse_cells.chosen(view, self.slots(b, L + N), tokens_NX, seen_NX)
             distance_NX = at_X - (L + self.depth_N)[:, None]
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])
         out = torch.cat(outs)
         return subtract_halves(out, K, difference()) if self.cell.cache == "differential" else out
 
     def inputs(self) -> tuple[Tensor, list[Tensor]]:
-        return self.rand(len(LENS) * N, H, self.head_dim), [self.fresh(len(LENS) * N) for _ in LAYERS]
+        self.last = [self.fresh(len(LENS) * N) for _ in LAYERS]
+        return self.rand(len(LENS) * N, H, self.head_dim), [fresh.clone() for fresh in self.last]
 
     def check(self, outs: list[Tensor], q_THD: Tensor, kv: list[Tensor]) -> None:
         tolerance = TOLERANCE[self.dtype]

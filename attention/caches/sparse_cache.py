@@ -1,0 +1,56 @@
+"""The cache of sparse latent attention (DeepSeek V3.2): a cache of latents, and beside each latent the key of the layer's
+indexer.
+
+The indexer scores all of its keys and chooses those tokens whose latents a query reads.  This module knows slots, not the
+sequences that own them, and not how latents are stored.
+
+Shapes: T tokens, N slots, I dims of the indexer's heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.mla_cache import LatentLayout, MLAView
+from specdec.attention.caches.planes import CacheLayout, Plane
+
+
+@dataclass(frozen=True)
+class SparseLatentView:
+    """One layer's latents and indexer keys.
+
+    index_keys: [num_slots, I], in the model's own dtype; None: the layer reads what an earlier layer's indexer chose.
+    """
+
+    latents: MLAView
+    index_keys: Tensor | None
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        self.latents.write(slots_T, kv_T2KD)
+
+    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.latents.read(slots_N, dtype)
+
+
+@dataclass(frozen=True)
+class SparseLatentLayout(CacheLayout):
+    """latents: how latents are stored.  index_dim, dtype: I, and the dtype of the indexer's keys.
+
+    index_layers: the layers that have an indexer; None: all of them.
+    """
+
+    latents: LatentLayout
+    index_dim: int
+    dtype: torch.dtype
+    index_layers: tuple[int, ...] | None = None
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (*self.latents.planes, Plane("index_keys", (self.index_dim,), self.dtype, self.index_layers))
+
+    def view(self, layer: int, planes: Mapping[str, Tensor]) -> SparseLatentView:
+        return SparseLatentView(self.latents.view(layer, planes), planes.get("index_keys"))

@@ -1,0 +1,117 @@
+"""The attention backend `operators`, for passes that torch.export or torch.compile traces: every call is one operator.
+
+It computes the same as the `triton` backend on a GPU and the `torch` backend on a CPU.  Called eagerly it works as well, but
+an operator's dispatch takes longer than a direct call.
+
+Shapes: T queries or tokens, X = Q + 2K heads of a token, Q (also H) query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.quant_cache import QuantView
+from specdec.attention.caches.split_cache import PairedView
+from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.operators.heads import PAGED_ATTENTION, ROPE, ROPE_STORE, SUFFIX_MERGE
+from specdec.attention.operators.latent import LATENT_ATTENTION
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState, merge_states
+from specdec.ops.rope import HeadPrep
+
+# Fields of Scoring and of Segment that the operators take; every other must have its default.
+_SCORING = {"scale", "softcap", "sinks_H"}
+_SEGMENT = {
+    "pages", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "causal", "ragged", "base_B", "starts_T", "span", "max_cached"
+}  # fmt: skip
+_OTHER_SCORING = tuple((field.name, field.default) for field in fields(Scoring) if field.name not in _SCORING)
+_OTHER_SEGMENT = tuple((field.name, field.default) for field in fields(Segment) if field.name not in _SEGMENT)
+
+
+class OperatorBackend(Backend):
+    """Calls operators in place of kernels.
+
+    An fp8 cache must have its scales before: to set them, the host reads the first keys and values.
+    """
+
+    name = "operators"
+    reads_no_lengths = True
+
+    def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+        if not isinstance(view, MHAView | QuantView):
+            raise _unknown(view)
+        scale_2K = scales_N2K = None
+        if isinstance(view, QuantView):
+            assert not view.needs_scale, "an fp8 cache needs its scales before a pass is traced"
+            scale_2K, scales_N2K = view.scale_2K, view.scales_N2K
+        ROPE_STORE(qkv_TXD, view.kv, slots_T, *_turn(prep), scale_2K, scales_N2K)
+        return qkv_TXD[:, : qkv_TXD.shape[1] - 2 * prep.num_kv_heads]
+
+    def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
+        ROPE(q_TQD, *_turn(prep))
+        return q_TQD
+
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        _check(segment, scoring)
+        pages, lens_R = segment.pages, segment.cache_seqlens
+        rows = (pages.table, lens_R, segment.cu_seqlens_q, segment.max_seqlen_q, pages.page_size, segment.causal)
+        scale, local = scoring.factor(q_THD.shape[-1]), (segment.starts_T, segment.span)
+        if isinstance(view, MLAView):
+            assert scoring.scale is not None and scoring.softcap is None
+            return AttentionState(*LATENT_ATTENTION(q_THD, view.latent, *rows, view.rank, scale, *local, segment.ragged))
+        kv, scales, paired = _tensors(view)
+        numbers = (scale, scoring.softcap)
+        return AttentionState(*PAGED_ATTENTION(q_THD, kv, *rows, *numbers, *local, scales, segment.ragged, paired))
+
+    def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
+        plan: AttentionPlan = prepared
+        state, *rest = [self.run(q_THD, view, segment, scoring) for segment in plan.segments]
+        for other in rest:
+            state = merge_states(state, other)
+        return state if plan.suffix is None else self._with_suffix(q_THD, view, plan.suffix, scoring, state)
+
+    def _with_suffix(
+        self, q_THD: Tensor, view: KVView, suffix: Segment, scoring: Scoring, state: AttentionState
+    ) -> AttentionState:
+        if isinstance(view, MLAView):
+            return merge_states(state, self.run(q_THD, view, suffix, scoring))
+        _check(suffix, scoring)
+        kv, scales, paired = _tensors(view)
+        own, numbers = (suffix.pages.table, suffix.cache_seqlens), (scoring.factor(q_THD.shape[-1]), scoring.softcap)
+        return AttentionState(*SUFFIX_MERGE(q_THD, kv, *own, *state, *numbers, suffix.starts_T, scales, paired))
+
+
+def _turn(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
+    """Positions, rotary table, norm weights and the norm's eps."""
+    rotation = prep.rotation
+    turn = (None, None) if rotation is None else (rotation.positions_T, rotation.table_P2D)
+    return *turn, prep.norm_HD, prep.eps
+
+
+def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
+    """The keys and values of a view, its scales, and whether it reads heads in pairs."""
+    if isinstance(view, QuantView):
+        return view.kv, view.scale_2K if view.scales_N2K is None else view.scales_N2K, False
+    if not isinstance(view, MHAView | PairedView):
+        raise _unknown(view)
+    return view.kv, None, isinstance(view, PairedView)
+
+
+def _unknown(view: KVView) -> TypeError:
+    known = "MHAView, QuantView, PairedView or MLAView"
+    return TypeError(f"the operators of attention read a cache by {known}, got {type(view).__name__}")
+
+
+def _check(segment: Segment, scoring: Scoring) -> None:
+    """Refuses what the operators would leave out in silence."""
+    for what, others in ((scoring, _OTHER_SCORING), (segment, _OTHER_SEGMENT)):
+        for name, default in others:
+            if getattr(what, name) is not default:
+                raise TypeError(f"the operators of attention know no {name}: it must be {default}, got {getattr(what, name)}")

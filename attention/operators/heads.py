@@ -1,0 +1,220 @@
+"""The operators of ordinary heads: rotate and store, attention over pages, and suffix with merge.
+
+An operator's arguments are tensors and numbers, so this module takes views, segments and scorings apart for a trace, and puts
+them together again where an operator computes.  On a GPU that is the `triton` backend's work, on a CPU the `torch` backend's.
+
+Shapes: T tokens or queries, Q (also H) query heads, K kv heads, X = Q + 2K, D head dim, E value dim, N slots, P positions, R
+rows, W table width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from specdec.attention.attend import make_backend
+from specdec.attention.backend import Backend
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.quant_cache import QuantView
+from specdec.attention.caches.split_cache import PairedView
+from specdec.attention.kinds import Scoring
+from specdec.attention.pages import PageTable
+from specdec.attention.segment import Segment
+from specdec.attention.state import AttentionState, merge_states
+from specdec.ops.launch import KERNEL_DTYPES, has_triton
+from specdec.ops.operator import define
+from specdec.ops.rope import HeadPrep, Rotation
+
+HeadsView = MHAView | QuantView | PairedView
+
+
+@cache
+def _backend(name: str) -> Backend:
+    return make_backend(name)
+
+
+def backend_for(x: Tensor) -> Backend:
+    """The attention backend that computes an operator of x."""
+    return _backend("triton" if x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton() else "torch")
+
+
+def view_of(kv_N2KD: Tensor, scales: Tensor | None, paired: bool = False) -> HeadsView:
+    """One layer of a cache, from its tensors.
+
+    scales: [2, K] of fp8 or [N, 2, K] of int8; None: the cache has no scales.
+    paired: read two heads as one of twice the width (differential attention).
+    """
+    if scales is None:
+        return PairedView(kv_N2KD) if paired else MHAView(kv_N2KD)
+    assert not paired, "differential attention needs a cache without scales"
+    return QuantView(kv_N2KD, scale_2K=scales) if scales.dim() == 2 else QuantView(kv_N2KD, scales_N2K=scales)
+
+
+def rope_store(
+    qkv_TXD: Tensor,
+    kv_N2KD: Tensor,
+    slots_T: Tensor,
+    positions_T: Tensor | None = None,
+    table_P2D: Tensor | None = None,
+    norm_HD: Tensor | None = None,
+    eps: float = 0.0,
+    scale_2K: Tensor | None = None,
+    scales_N2K: Tensor | None = None,
+) -> None:
+    """Norms and rotates the queries of qkv in place, and stores the keys and values, normed and rotated, in the slots (int64).
+
+    Afterwards the keys and values in qkv are arbitrary.
+    positions_T, table_P2D: the rotation; None: there is none.  norm_HD, eps: the norm of query and key heads; None: none.
+    scale_2K: the scales of an fp8 cache, which are read.  scales_N2K: those of an int8 cache, which are written.
+    """
+    prep = _prep(positions_T, table_P2D, kv_N2KD.shape[2], norm_HD, eps)
+    view = view_of(kv_N2KD, scale_2K if scales_N2K is None else scales_N2K)
+    backend_for(qkv_TXD).store(view, qkv_TXD, slots_T, prep)
+
+
+def rope(
+    q_TQD: Tensor,
+    positions_T: Tensor | None = None,
+    table_P2D: Tensor | None = None,
+    norm_HD: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norms and rotates, in place, the queries of a layer that stores no keys.  The arguments are those of `rope_store`."""
+    backend_for(q_TQD).rotate(q_TQD, _prep(positions_T, table_P2D, 0, norm_HD, eps))
+
+
+def _prep(
+    positions_T: Tensor | None, table_P2D: Tensor | None, num_kv_heads: int, norm_HD: Tensor | None, eps: float
+) -> HeadPrep:
+    rotation = None if table_P2D is None or positions_T is None else Rotation(table_P2D, positions_T)
+    return HeadPrep(rotation, num_kv_heads, norm_HD, eps)
+
+
+def paged_attention(
+    q_THD: Tensor,
+    kv_N2KD: Tensor,
+    table_RW: Tensor,
+    lens_R: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    page_size: int,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    starts_T: Tensor | None = None,
+    span: int | None = None,
+    scales: Tensor | None = None,
+    ragged: bool = False,
+    paired: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The state of every query over the keys of its row: out [T, H, E], and lse [T, H] in float32, natural log.
+
+    The arguments after the cache are the fields of a Segment and of a Scoring; scales, paired: as in `view_of`.
+    """
+    segment = Segment(
+        PageTable(table_RW, page_size), lens_R, cu_seqlens_q, max_seqlen_q, causal, ragged, starts_T=starts_T, span=span
+    )
+    state = backend_for(q_THD).run(q_THD, view_of(kv_N2KD, scales, paired), segment, Scoring(scale, softcap))
+    return state.out_THD, state.lse_TH.float()
+
+
+def suffix_merge(
+    q_THD: Tensor,
+    kv_N2KD: Tensor,
+    slots_TW: Tensor,
+    lens_T: Tensor,
+    out_THE: Tensor,
+    lse_TH: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    starts_T: Tensor | None = None,
+    scales: Tensor | None = None,
+    paired: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The state of every query over its suffix, merged with the state (out, lse) of its other keys.
+
+    The suffix of query t are the first lens_T[t] slots of row t, both int32.  The rest is as in `paged_attention`.
+    """
+    view, scoring, before = view_of(kv_N2KD, scales, paired), Scoring(scale, softcap), AttentionState(out_THE, lse_TH)
+    suffix = replace(Segment.of_slots(slots_TW, lens_T), starts_T=starts_T)
+    if backend_for(q_THD).name == "triton":
+        state = merged_by_kernel(q_THD, view, suffix, scoring, before)
+    else:
+        state = merge_states(before, backend_for(q_THD).run(q_THD, view, suffix, scoring))
+    return state.out_THD, state.lse_TH.float()
+
+
+def merged_by_kernel(
+    q_THD: Tensor, view: HeadsView, suffix: Segment, scoring: Scoring, before: AttentionState
+) -> AttentionState:
+    """`suffix_merge` by the kernel that the `triton` backend runs after its paged kernels, here without their splits."""
+    from specdec.attention.kernels.triton_backend import launch_suffix_merge
+
+    (T, H, E), device = before.out_THD.shape, q_THD.device
+    state = AttentionState.empty((T, H, E), q_THD.dtype, device)
+    if T:
+        no_splits = AttentionState.empty((T, H, 0, E), torch.float32, device)
+        launch_suffix_merge(q_THD, view, suffix, scoring, no_splits, before, state, left_filled=True)
+    return state
+
+
+def paged_attention_fake(
+    q_THD: Tensor,
+    kv_N2KD: Tensor,
+    table_RW: Tensor,
+    lens_R: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    page_size: int,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    starts_T: Tensor | None = None,
+    span: int | None = None,
+    scales: Tensor | None = None,
+    ragged: bool = False,
+    paired: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """An empty state of the queries."""
+    T, H, D = q_THD.shape
+    return q_THD.new_empty(T, H, 2 * D if paired else D), q_THD.new_empty(T, H, dtype=torch.float32)
+
+
+def suffix_merge_fake(
+    q_THD: Tensor, kv_N2KD: Tensor, slots_TW: Tensor, lens_T: Tensor, out_THE: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
+    """An empty state of the queries."""
+    return q_THD.new_empty(out_THE.shape), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+
+
+def nothing_fake(*_: object) -> None:
+    """The result of an operator that only changes its arguments."""
+
+
+ROPE_STORE = define(
+    "rope_store(Tensor(a!) qkv, Tensor(b!) kv, Tensor slots, Tensor? positions=None, Tensor? table=None, Tensor? norm=None, "
+    "float eps=0.0, Tensor? scale=None, Tensor(c!)? scales=None) -> ()",
+    rope_store,
+    nothing_fake,
+)
+ROPE = define(
+    "rope(Tensor(a!) q, Tensor? positions=None, Tensor? table=None, Tensor? norm=None, float eps=0.0) -> ()",
+    rope,
+    nothing_fake,
+)
+PAGED_ATTENTION = define(
+    "paged_attention(Tensor q, Tensor kv, Tensor table, Tensor lens, Tensor cu_seqlens_q, SymInt max_seqlen_q, "
+    "SymInt page_size, bool causal, float scale, float? softcap=None, Tensor? starts=None, SymInt? span=None, "
+    "Tensor? scales=None, bool ragged=False, bool paired=False) -> (Tensor, Tensor)",
+    paged_attention,
+    paged_attention_fake,
+)
+SUFFIX_MERGE = define(
+    "suffix_merge(Tensor q, Tensor kv, Tensor slots, Tensor lens, Tensor out, Tensor lse, float scale, float? softcap=None, "
+    "Tensor? starts=None, Tensor? scales=None, bool paired=False) -> (Tensor, Tensor)",
+    suffix_merge,
+    suffix_merge_fake,
+)

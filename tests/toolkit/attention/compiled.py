@@ -1,0 +1,102 @@
+"""Compiles the kernels of a layer of sparse latent attention for a Hopper GPU, on a machine that needs none.
+
+Triton's interpreter runs code that its compiler refuses, such as one name for two shapes.  Run this file in a process of its
+own: in it Triton believes that there is a GPU, and every launch compiles its kernel and goes no further.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+SHARED_MEMORY = 232448  # bytes that one block may take on compute capability 9.0
+
+
+class Dims(NamedTuple):
+    """H heads, C rank, R rotated, J indexer heads, I their dims, topk, P page size."""
+
+    dtype: torch.dtype
+    H: int
+    C: int
+    R: int
+    J: int
+    I: int
+    topk: int
+    P: int
+
+
+TINY, REAL = Dims(torch.float32, 4, 16, 8, 16, 16, 6, 1), Dims(torch.bfloat16, 128, 512, 64, 64, 128, 2048, 64)
+
+
+class NoGpu:
+    """What Triton asks of a GPU before it launches anything."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(names: set[str]) -> None:
+    """Makes every launch a compilation; the kernel's name is added to `names`."""
+
+    def of_grid(kernel: Any, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+            assert compiled.metadata.shared <= SHARED_MEMORY, (kernel.__name__, compiled.metadata.shared)
+            names.add(kernel.__name__)
+
+        return launch
+
+    driver.set_active(NoGpu())
+    JITFunction.__getitem__ = of_grid  # type: ignore[method-assign]
+
+
+def layer(d: Dims) -> None:
+    """The launches of a layer for single queries, a chain and a tree."""
+    from specdec.attention.caches.mla_cache import MLAView
+    from specdec.attention.kernels.triton_plan import TritonPlan
+    from specdec.attention.kinds import Scoring
+    from specdec.attention.latent import mla_launch
+    from specdec.attention.pages import PageTable
+    from specdec.attention.plan import causal_segment, prefix_segment
+    from specdec.attention.segment import AttentionPlan, Segment
+    from specdec.attention.sparse import index_store_triton, launch
+    from specdec.attention.sparse.candidates import Candidates
+    from specdec.attention.sparse.index_store import IndexPrep
+    from specdec.ops.rope import Rotation, rotary_table
+
+    for module in (index_store_triton, launch, mla_launch):
+        module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    mla_launch.gpu_generation = lambda device: 9  # type: ignore[assignment]
+    keys, latents = (torch.zeros(64 * d.P, width, dtype=d.dtype) for width in (d.I, d.C + d.R))
+    pages, lens_B = PageTable(torch.zeros(3, 8, dtype=torch.int32), d.P), torch.full((3,), 4, dtype=torch.int32)
+    table = rotary_table(100.0 ** -(torch.arange(d.R // 2) / (d.R // 2)), 64).to(d.dtype)
+    for queries, tree in ((1, False), (3, False), (4, True)):
+        T = 3 * queries
+        q_TJI = torch.zeros(T, 24 + d.J * d.I, dtype=d.dtype)[:, 24:].unflatten(1, (d.J, d.I))
+        both, at_T = torch.zeros(T, 20 + d.I + d.J, dtype=d.dtype), torch.zeros(T, dtype=torch.int64)
+        prep = IndexPrep(Rotation(table, at_T), keys[0], keys[0], 1e-6, 0.1)
+        key_TI, weights_TJ = both[:, 20:].split((d.I, d.J), dim=1)
+        weights_TJ = index_store_triton.launch_store_index(keys, q_TJI, key_TI, weights_TJ, at_T, prep)
+        plan = AttentionPlan((causal_segment(pages, lens_B, queries),))
+        if tree:
+            plan = AttentionPlan((prefix_segment(pages, lens_B, queries),), at_T, Segment.empty(T, 3, 1))
+        rows = launch.launch_sparse_segment(q_TJI, weights_TJ, keys, Candidates.of(plan, T), d.topk, programs=132)
+        q_THL = torch.zeros(T, d.H, d.C + d.R, dtype=d.dtype)
+        mla_launch.attend_latent(q_THL, MLAView(latents, d.C), TritonPlan((rows,)), Scoring(0.1), 132)
+
+
+if __name__ == "__main__":
+    compiled_names: set[str] = set()
+    compile_only(compiled_names)
+    with torch.inference_mode():
+        for dims in (TINY, REAL):
+            layer(dims)
+    print(*sorted(compiled_names))
