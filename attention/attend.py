@@ -24,6 +24,7 @@ class PassTables(NamedTuple):
     plan: which of the T tokens reads which keys.
     slots_T: int64, the cache slot of each token.
     rows_plan: the plan of some tokens alone, for layers that want the attention of no others.
+    Both plans say which text of an encoder a query reads, if layers of cross attention are to read one.
     """
 
     plan: AttentionPlan
@@ -35,10 +36,11 @@ class PagedAttention:
     """One forward pass's attention (an AttentionFn).
 
     cache: where the pass's tokens are stored.  tables: one for each of cache.group_numbers, in that order.
+    sources: an encoder's texts, which all groups' plans name alike; None for a model without one.
     """
 
-    def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables) -> None:
-        self.backend, self.cache = backend, cache
+    def __init__(self, backend: Backend, cache: KVCache, *tables: PassTables, sources: KVCache | None = None) -> None:
+        self.backend, self.cache, self.sources = backend, cache, sources
         self._handed_on: dict[str, Any] = {}
         self._groups = {
             group: _Group(
@@ -52,7 +54,9 @@ class PagedAttention:
         prepared = group.all if rows_R is None else group.rows
         assert prepared is not None, "rows need a plan of their own"
         view, kind = self.cache.view(layer), self.cache.kinds[layer]
-        return inputs.paged(LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring, self._handed_on))
+        sources = None if self.sources is None else self.sources.view(layer)
+        call = LayerCall(self.backend, view, kind, group.slots_T, prepared, rows_R, scoring, self._handed_on, sources)
+        return inputs.paged(call)
 
 
 class _Group(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
@@ -18,7 +17,8 @@ import torch
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.kinds import LayerKind
+from specdec.attention.needs import AttentionNeeds
 from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")
@@ -60,6 +60,8 @@ class Capability:
     fp8_from: the lowest compute capability for float8, in KV or latents.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").
     sparse: whether it reads latents that an indexer chose for each query.
+    alibi, cross, encoder: whether it adds ALiBi's slopes times distances, reads an encoder's texts for a decoder, and computes
+        an encoder's attention, which looks in both directions.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
@@ -81,6 +83,9 @@ class Capability:
     ours: tuple[str, ...] = ()
     softcap: bool = True
     sinks: bool = True
+    alibi: bool = True
+    cross: bool = True
+    encoder: bool = True
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
@@ -106,14 +111,17 @@ TABLE = {
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
             head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
+            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa3", "flash_attn_interface", "H200", package="flash-attn-3", least_version=(3, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
+            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), unread_pages=(80, 112, 128, 144), kinds=("full",), ours=("window", "chunk"),
+            alibi=False, cross=False, encoder=False,
         ),
     )
 }  # fmt: skip
@@ -125,62 +133,6 @@ PREFERRED = (
     "fa3",
     "fa2",
 )  # the order in which errors suggest a backend instead of one that can't run
-
-
-@dataclass(frozen=True)
-class AttentionNeeds:
-    """What a pair of models and its settings need of attention.
-
-    architecture: the GPU's compute capability; None on a CPU.
-    gpu: the kind of GPU, as gpu_kind names it.
-    head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
-    value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
-    differential: whether these values are those of differential attention.
-    kv_cache_dtype: as in EngineOptions.
-    mla, latent_rank, sparse: whether the target's layers keep latents, the latents' rank, and whether an indexer chooses those
-        that a query reads.
-    tree: whether draft trees branch.
-    graphs: the setting cuda_graphs.
-    rows: the most sequences in a batch.
-    tokens: the most tokens of one sequence.
-    kv_heads: the target's number of kv heads.
-    packed: the target's queries of one sequence in one verify pass, times the query heads that share a kv head.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    architecture: tuple[int, int] | None = None
-    gpu: str = ""
-    head_dims: tuple[int, ...] = (128,)
-    value_dims: tuple[int, ...] = ()
-    differential: bool = False
-    kinds: tuple[LayerKind, ...] = (FULL,)
-    softcap: bool = False
-    sinks: bool = False
-    kv_cache_dtype: str = "auto"
-    mla: bool = False
-    latent_rank: int = 512
-    sparse: bool = False
-    page_size: int = 16
-    tree: bool = True
-    graphs: GraphMode = False
-    shared_prefixes: bool = False
-    rows: int = 1
-    tokens: int = 0
-    kv_heads: int = 1
-    packed: int = 1
-
-
-def architecture_of(device: torch.device) -> tuple[int, int] | None:
-    """The GPU's compute capability (major, minor); None for a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-@cache
-def gpu_kind(device: torch.device) -> str:
-    """The kind of GPU by which measured rules are kept: "H100" or "H200"; the empty string for any other device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
-    return next((kind for kind in MEASURED if kind in name), "")
 
 
 def kind_name(kind: LayerKind) -> str:
@@ -256,8 +208,8 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault("does not read MLA's latent cache")
     if n.sparse and not c.sparse:
         yield Fault("does not read latents that an indexer chose")
-    if n.mla and c.mla == "plain" and (n.softcap or n.sinks):
-        yield Fault("reads MLA's latent cache without softcap or sinks, which these models use")
+    if n.mla and c.mla == "plain" and (n.softcap or n.sinks or n.alibi):
+        yield Fault("reads MLA's latent cache without softcap, sinks or ALiBi, which these models use")
     yield from _split_faults(c, n)
     yield from _plan_faults(c, n)
 
@@ -313,10 +265,12 @@ def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
 
 def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     """Limits that no backend in the table has today; a new backend may have them."""
-    if n.softcap and not c.softcap:
-        yield Fault("has no softcap, which these models use")
-    if n.sinks and not c.sinks:
-        yield Fault("has no attention sinks, which these models use")
+    for what, wanted, has in (
+        ("softcap", n.softcap, c.softcap), ("attention sinks", n.sinks, c.sinks), ("ALiBi", n.alibi, c.alibi),
+        ("cross attention", n.cross, c.cross), ("attention in both directions", n.encoder, c.encoder),
+    ):  # fmt: skip
+        if wanted and not has:
+            yield Fault(f"has no {what}, which these models use")
     if n.tree and not c.tree:
         yield Fault("answers chains only", "topk=1", replace(n, tree=False))
     if n.graphs not in c.graphs:

@@ -19,6 +19,9 @@ def table_rows() -> list[list[str]]:
         **{f"{kind} layers": [_kind(c, kind) for c in cs] for kind in KINDS},
         "softcap": [_yes(c.softcap) for c in cs],
         "sinks": [_yes(c.sinks) for c in cs],
+        "ALiBi": [_yes(c.alibi) for c in cs],
+        "cross attention": [_yes(c.cross) for c in cs],
+        "encoder attention": [_yes(c.encoder) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
         "MLA": [_mla(c) for c in cs],
         "sparse MLA": [_yes(c.sparse) for c in cs],
@@ -69,7 +72,7 @@ def _kv(c: Capability, kv: str) -> str:
 def _mla(c: Capability) -> str:
     """The cell on latent caches, which are kept in one of two ways."""
     own = f"latents in the model's own dtype or {FP8_LATENTS}"
-    return {"any scoring": own, "plain": f"{own}, without softcap or sinks", "": "no"}[c.mla]
+    return {"any scoring": own, "plain": f"{own}, without softcap, sinks or ALiBi", "": "no"}[c.mla]
 
 
 def _split(c: Capability) -> str:

@@ -19,10 +19,12 @@ class LayerKind:
     window W: the keys p - W + 1 to p (Mistral, Gemma, gpt-oss).
     chunk C: the keys of p's own chunk up to p, (p // C) * C to p (Llama 4).
     If neither is set, the query reads all keys up to p.
+    alibi: whether the layer's scoring has slopes (ALiBi), so that its plans must say where each query stands.
     """
 
     window: int | None = None
     chunk: int | None = None
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         assert self.window is None or self.chunk is None, "a layer is windowed or chunked, not both"
@@ -41,7 +43,8 @@ class LayerKind:
         return positions - positions % self.chunk
 
     def __str__(self) -> str:
-        return f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
+        name = f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
+        return f"{name} with alibi" if self.alibi else name
 
 
 FULL = LayerKind()
@@ -54,11 +57,14 @@ class Scoring:
     scale: the factor of the products; None: head_dim ** -0.5.
     softcap: with a softcap c, logits become c * tanh(logit / c) before the mask (Gemma 2).
     sinks_H: float32, a logit per head that takes part in the softmax's sum and has no value (gpt-oss).
+    slopes_H: float32, ALiBi's slope of each head (Bloom, MPT).  A layer adds slope * (key's position - query's position) to its
+        logits, after a softcap if there is one.  Only layers whose kind has alibi may have slopes.
     """
 
     scale: float | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    slopes_H: Tensor | None = None
 
     def factor(self, head_dim: int) -> float:
         """The factor of the products."""

@@ -30,6 +30,9 @@ class Segment:
     base_B: int32, the sequence position of key 0 of each sequence's rows; a sequence's rows are adjacent.  None: position 0.
     starts_T: int32, the first key of its row that each query reads (windows, chunks, or a shared prefix that another segment
         reads).  None: key 0.
+    ahead: of a causal segment, how many keys after its own each query reads too (an encoder's window looks in both directions).
+    at_T: int32, where each query stands, counted from its row's key 0: its position minus the row's base.  ALiBi's distances
+        need it.  None: no layer that reads this segment has slopes.
     span: the most keys between any query's first and its last key; known to the host.  None: a query may read its whole row.
     max_cached: the most keys that any row of a prompt holds before its own queries' keys; known to the host.  None: not given.
     """
@@ -42,13 +45,20 @@ class Segment:
     ragged: bool = False
     base_B: Tensor | None = None
     starts_T: Tensor | None = None
+    at_T: Tensor | None = None
     span: int | None = None
     max_cached: int | None = None
+    ahead: int = 0
 
     @property
     def rows(self) -> int:
         """R, the number of rows."""
         return self.cache_seqlens.shape[0]
+
+    @property
+    def is_per_query(self) -> bool:
+        """Whether queries of a row differ in what they read, or in how they score it, beyond what `causal` says."""
+        return not (self.starts_T is None and self.at_T is None and self.ahead == 0)
 
     @property
     def max_keys(self) -> int:
@@ -80,7 +90,12 @@ class Segment:
         return cls(PageTable(slots_RW), lens_R, cu_seqlens_q, 1, base_B=base_B)
 
     def local(self, kind: LayerKind, positions_T: Tensor) -> Segment:
-        """The part of this segment that a windowed or chunked layer reads.  positions_T: int64, each query's position."""
+        """This segment for layers of that kind: the part that a windowed or chunked layer reads, and where queries stand if
+        the layer has slopes.  positions_T: int64, each query's position.
+        """
+        if kind.alibi:
+            placed = replace(self, at_T=places(positions_T, self.base_B))
+            return placed.local(replace(kind, alibi=False), positions_T)
         if kind.span is None:
             return self
         return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
@@ -95,11 +110,14 @@ class AttentionPlan:
         are the row's last tokens, as in a causal segment.
     suffix: the draft tree's own keys: row t lists the few slots (page size 1) that query t reads.  None: there is no tree.
         The builder of a plan says which part is the suffix; no backend guesses it from a segment's shape.
+    cross: the texts of an encoder, which layers of cross attention read.  Such a layer reads nothing else, and no other layer
+        reads it: it is not one of the parts that are merged.  None: the model has no encoder.
     """
 
     segments: tuple[Segment, ...]
     positions_T: Tensor | None = None
     suffix: Segment | None = None
+    cross: Segment | None = None
 
     def __post_init__(self) -> None:
         assert len(self.segments) > 0, "a plan needs a paged segment"
@@ -114,12 +132,12 @@ class AttentionPlan:
 
     def local(self, kind: LayerKind) -> AttentionPlan:
         """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
-        if kind.span is None:
+        if kind.span is None and not kind.alibi:
             return self
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
         segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
         suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)
-        return AttentionPlan(segments, positions_T, suffix)
+        return AttentionPlan(segments, positions_T, suffix, self.cross)
 
 
 def last_positions(segment: Segment) -> Tensor:
@@ -150,6 +168,17 @@ def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, leas
         first_T = (first_T.view(base_B.shape[0], -1) - base_B[:, None]).clamp_(min=0).flatten()
     first_T = first_T.int()
     return first_T if least_T is None else torch.maximum(first_T, least_T)
+
+
+def places(positions_T: Tensor, base_B: Tensor | None) -> Tensor:
+    """[T] int32: where each query stands, counted from key 0 of its row.
+
+    positions_T: int64, each query's position.
+    base_B: int32, the position of key 0 of each sequence's rows; None: 0.
+    """
+    if base_B is None:
+        return positions_T.int()
+    return (positions_T.view(base_B.shape[0], -1) - base_B[:, None]).int().flatten()
 
 
 @kept

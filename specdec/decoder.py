@@ -26,7 +26,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.progress import Progress, show_progress
-from specdec.prompts import Tokenizer, as_prompt_list, check_length, encode_prompt, is_one_prompt
+from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, encode_prompt, is_one_prompt
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
@@ -222,7 +222,10 @@ class SpecDecoder:
         self.owner.check_open()
         require_bool("speculate", speculate, True)
         vocab_size = self.model.config.vocab_size
-        ids = encode_prompt(prompt, name, self.tokenizer, vocab_size)
+        ids, source_ids, encoder = encode_prompt(prompt, name, self.tokenizer, vocab_size), None, self.model.config.encoder
+        if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
+            check_source(ids, name, self.settings.longest_source(self.model.config))
+            ids, source_ids = list(encoder.start_ids), ids
         check_length(ids, sampling, name, self.settings.max_seq_len)
         for token in sampling.stop_token_ids or ():
             if token >= vocab_size:
@@ -231,7 +234,7 @@ class SpecDecoder:
             raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
-        request = Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates)
+        request = Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids)
         self.engine.check(request)
         return request
 

@@ -168,6 +168,15 @@ def encode_prompt(prompt: Prompt, name: str, tokenizer: Tokenizer, vocab_size: i
     return ids
 
 
+def check_source(ids: list[int], name: str, longest: int) -> None:
+    """PromptTooLong if the prompt is longer than the encoder's texts may be.  name: what errors call it."""
+    if len(ids) > longest:
+        raise PromptTooLong(
+            f"{name} has {len(ids)} tokens; expected at most {longest}, the smaller of max_seq_len and what the encoder "
+            "reads; shorten the prompt or raise max_seq_len"
+        )
+
+
 def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_len: int) -> None:
     """PromptTooLong if the prompt and its longest output are longer than max_seq_len together.  name: what errors call it."""
     if len(ids) >= max_seq_len:

@@ -18,12 +18,20 @@ RoundKind = Literal["plain", "paused", "speculative"]
 
 
 @dataclass(frozen=True)
+class Source:
+    """A text that the target's encoder reads.  page: where the encoder's cache keeps it."""
+
+    page: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Entry:
     """A request that takes a row of the batch.
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
     Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
-    speculates: whether draft tokens may be accepted in the row.
+    speculates: whether draft tokens may be accepted in the row.  source: None for a target without an encoder.
     """
 
     row: int
@@ -33,6 +41,7 @@ class Entry:
     top_p: float
     seed: int
     speculates: bool
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,15 @@ class PromptPart:
     """Consecutive tokens of one prompt.
 
     start: the position of the first token; the keys and values of all tokens before it are in the cache.  follower: the
-    prompt's token after the last one here, or -1 if the prompt ends here.
+    prompt's token after the last one here, or -1 if the prompt ends here.  source: a text that the target's encoder has to
+    read before this part, the first of its prompt.
     """
 
     row: int
     token_ids: Sequence[int]
     start: int
     follower: int
+    source: Source | None = None
 
     @property
     def is_last(self) -> bool:

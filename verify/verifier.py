@@ -18,7 +18,7 @@ from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling, sample_rows
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.models.target import Target, TargetOutput
+from specdec.models.target import EncoderDecoder, Target, TargetOutput
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens
 from specdec.steps import SamplingMode
@@ -47,13 +47,31 @@ class VerifyResult(NamedTuple):
 class TargetVerifier:
     """Runs the target over prompts and trees.
 
+    sources: the cache of the encoder's texts; None for a target without an encoder.
     aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
         state.
     """
 
-    def __init__(self, model: Target, cache: KVCache, backend: Backend, aux_layers: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: Target,
+        cache: KVCache,
+        backend: Backend,
+        aux_layers: tuple[int, ...] = (),
+        sources: KVCache | None = None,
+    ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
+        self.sources = sources
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
+
+    def read_source(self, slots_S: Tensor, ids_S: Tensor) -> None:
+        """Runs the encoder over a text, and keeps each decoder layer's keys and values of it.
+
+        slots_S: int64, where `sources` keeps them.  ids_S: int64.
+        """
+        assert isinstance(self.model, EncoderDecoder) and self.sources is not None
+        for layer, kv_S2KD in enumerate(self.model.read_text(ids_S, self.backend)):
+            self.sources.view(layer).write(slots_S, kv_S2KD)
 
     def prefill(
         self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode, with_features: bool = True
@@ -63,7 +81,7 @@ class TargetVerifier:
         sampling: the options of each prompt.
         with_features: if False, the second result is not meant for a drafter.
         """
-        attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers))
+        attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers), sources=self.sources)
         aux_layers = self.aux_layers if with_features else ()
         if with_features and not aux_layers:  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
@@ -83,7 +101,7 @@ class TargetVerifier:
         tables = {group: tree_tables(state.of_group(group), tree) for group in self.cache.group_numbers}
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
-        attn = PagedAttention(self.backend, self.cache, *passes)
+        attn = PagedAttention(self.backend, self.cache, *passes, sources=self.sources)
         aux_layers = self.aux_layers if with_features else ()
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers)
         logits_TV = self.model.logits(out.hidden_TH)

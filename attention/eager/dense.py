@@ -75,7 +75,7 @@ def attend_rows(
 
     chosen_BTT: bool; if given, to those of them alone for which it is True.
     """
-    plain = scoring.softcap is None and scoring.sinks_H is None
+    plain = scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None
     if plain and kind.span is None and chosen_BTT is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
     mask_TT = visible(q_BQTD.shape[2], kind, q_BQTD.device)
@@ -87,6 +87,9 @@ def attend_rows(
     group = q_BQTD.shape[1] // k_BKTD.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))
     scores = scoring.capped(q_BQTD.to(dtype) @ k.transpose(-1, -2) * scoring.factor(q_BQTD.shape[-1]))
+    if scoring.slopes_H is not None:
+        at_T = torch.arange(q_BQTD.shape[2], device=q_BQTD.device)
+        scores = scores + scoring.slopes_H.to(dtype)[:, None, None] * (at_T - at_T[:, None])
     scores = scores.masked_fill(~mask_TT, -torch.inf)
     if scoring.sinks_H is None:
         return (scores.softmax(-1) @ v).to(q_BQTD.dtype)

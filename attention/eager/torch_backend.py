@@ -34,6 +34,7 @@ class DenseBlock:
     slots_BN: Tensor
     mask_BQN: Tensor | None  # bool; None: every query reads every key
     has_empty_rows: bool  # some query may read no key: its output must be 0, not NaN
+    distance_BQN: Tensor | None = None  # int32, each key's position minus the query's; None: no layer has slopes
     _additive: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def additive_mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
@@ -45,6 +46,12 @@ class DenseBlock:
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._additive[group, dtype] = zeros.masked_fill_(hidden, -torch.inf)
         return self._additive[group, dtype]
+
+    def alibi(self, slopes_H: Tensor, group: int, packed_M: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, K, M, N]: slopes times distances, for M of the queries packed with the heads of their group; packed_M: which."""
+        assert self.distance_BQN is not None, "slopes need a plan for layers of a kind with alibi"
+        slopes_KM = slopes_H.to(dtype).view(-1, group)[:, packed_M % group]
+        return slopes_KM[..., None] * self.distance_BQN[:, None, packed_M // group].to(dtype)
 
 
 class TorchBackend(Backend):
@@ -92,12 +99,13 @@ def _prompt_block(segment: Segment, row: int) -> DenseBlock:
     row_table = segment.pages._replace(table=segment.pages.table[row : row + 1])
     keys = torch.arange(max(1, length), device=segment.pages.table.device)  # an empty row's one key is masked
     later_Q1 = torch.arange(queries - 1, -1, -1, device=keys.device)[:, None]  # how many queries come after each
-    visible_QN = keys < length - (later_Q1 if segment.causal else 0 * later_Q1)
+    visible_QN = keys < length - ((later_Q1 - segment.ahead).clamp(min=0) if segment.causal else 0 * later_Q1)
     if segment.starts_T is not None:
         visible_QN &= keys >= segment.starts_T[start:end, None]
     has_empty_rows = queries > length if segment.causal else not length
     slots_BN = _only_seen(_row_slots(row_table, keys.shape[0]), visible_QN[None])
-    return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows)
+    distance_BQN = None if segment.at_T is None else (keys - segment.at_T[start:end, None])[None]
+    return DenseBlock(start, 1, queries, slots_BN, visible_QN[None], has_empty_rows, distance_BQN)
 
 
 def _only_seen(slots_BN: Tensor, mask_BQN: Tensor) -> Tensor:
@@ -135,18 +143,23 @@ def _joined_block(segments: tuple[Segment, ...]) -> DenseBlock:
     """
     batch = segments[0].rows
     queries = segments[0].max_seqlen_q
-    slots, masks = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
+    slots, masks, distances = zip(*(_segment_keys(segment, batch, queries) for segment in segments), strict=True)
     slots_BN = slots[0] if len(slots) == 1 else torch.cat(slots, dim=1)
     mask_BQN = masks[0] if len(masks) == 1 else torch.cat(masks, dim=2)
     slots_BN = _only_seen(slots_BN, mask_BQN)
+    assert len({distance is None for distance in distances}) == 1, "either all parts say where queries stand, or none does"
+    distance_BQN = None if distances[0] is None else torch.cat(distances, dim=2)
     on_host = mask_BQN.device.type == "cpu"
     if on_host and bool(mask_BQN.all()):
-        return DenseBlock(0, batch, queries, slots_BN, None, False)
-    return DenseBlock(0, batch, queries, slots_BN, mask_BQN, not (on_host and bool(mask_BQN.any(-1).all())))
+        return DenseBlock(0, batch, queries, slots_BN, None, False, distance_BQN)
+    has_empty_rows = not (on_host and bool(mask_BQN.any(-1).all()))
+    return DenseBlock(0, batch, queries, slots_BN, mask_BQN, has_empty_rows, distance_BQN)
 
 
-def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, Tensor]:
-    """Slots [B, n * W] and mask [B, Q, n * W] of a segment that gives each sequence n rows of Q / n queries."""
+def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Slots [B, n * W], mask [B, Q, n * W] and distances of that shape (see DenseBlock) of a segment that gives each sequence
+    n rows of Q / n queries.
+    """
     assert segment.rows % batch == 0 and segment.rows * segment.max_seqlen_q == batch * queries
     rows, device = segment.rows // batch, segment.pages.table.device
     on_host = device.type == "cpu"
@@ -157,15 +170,18 @@ def _segment_keys(segment: Segment, batch: int, queries: int) -> tuple[Tensor, T
     lens_BR11 = segment.cache_seqlens.view(batch, rows, 1, 1)
     if segment.causal:
         n = segment.max_seqlen_q
-        lens_BR11 = lens_BR11 - (n - 1 - torch.arange(n, device=device))[:, None]
+        lens_BR11 = lens_BR11 - (n - 1 - segment.ahead - torch.arange(n, device=device)).clamp(min=0)[:, None]
     visible_BRQW = (keys_W < lens_BR11).expand(batch, rows, segment.max_seqlen_q, width)
     if segment.starts_T is not None:
         visible_BRQW = visible_BRQW & (keys_W >= segment.starts_T.view(batch, rows, -1, 1))
+    distance = None
+    if segment.at_T is not None:  # a row's keys stand where its own queries count from; other rows' keys are masked
+        distance = keys_W.repeat(rows) - segment.at_T.view(batch, queries, 1)
     if rows == 1:
-        return slots_BN, visible_BRQW[:, 0]
+        return slots_BN, visible_BRQW[:, 0], distance
     own_row = torch.eye(rows, dtype=torch.bool, device=device)[:, None, :, None]
     mask = (visible_BRQW[:, :, :, None, :] & own_row).reshape(batch, queries, rows * width)
-    return slots_BN, mask
+    return slots_BN, mask, distance
 
 
 def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +204,7 @@ def _block_state(q_THD: Tensor, view: KVView, block: DenseBlock, scoring: Scorin
     The fused one takes keys and values of one width only.
     """
     q, k, v = _gathered(q_THD, view, block, q_THD.dtype)
-    if q_THD.is_cuda or scoring.softcap is not None or k.shape[3] != v.shape[3]:
+    if q_THD.is_cuda or scoring.softcap is not None or scoring.slopes_H is not None or k.shape[3] != v.shape[3]:
         return _dense_state(q, k, v, block, scoring)
     mask = block.additive_mask(q.shape[2] // block.queries, q.dtype)
     # scaled_dot_product_attention calls this operator too, and drops the lse.
@@ -202,12 +218,16 @@ def _dense_state(q: Tensor, k: Tensor, v: Tensor, block: DenseBlock, scoring: Sc
     A few queries are computed at a time, so that the scores of a long prompt fit in memory.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    mask = block.additive_mask(q.shape[2] // block.queries, dtype)
+    group = q.shape[2] // block.queries
+    mask = block.additive_mask(group, dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     size = max(1, MOST_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs, lses = [], []
     for start in range(0, q.shape[2], size):
         scores = scoring.capped(q[:, :, start : start + size] @ k.transpose(-1, -2) * scoring.factor(q.shape[-1]))
+        if scoring.slopes_H is not None:
+            packed_M = torch.arange(start, start + scores.shape[2], device=q.device)
+            scores = scores + block.alibi(scoring.slopes_H, group, packed_M, dtype)
         if mask is not None:
             scores = scores + mask[:, :, start : start + size]
         lse = scores.logsumexp(-1, keepdim=True)

@@ -97,7 +97,7 @@ ADAPTERS: dict[str, Adapter] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_s
 def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
     assert isinstance(view, MHAView), f"the flash-attn adapters read plain caches, got {type(view).__name__}"
-    assert segment.starts_T is None, "first keys differ by query: our kernel reads such segments"
+    assert not segment.is_per_query, "queries differ in first keys, windows or places: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.pages.page_size))
     return pages[:, :, 0], pages[:, :, 1]

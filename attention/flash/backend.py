@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.capabilities import TABLE, gpu_kind
+from specdec.attention.capabilities import TABLE
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
 from specdec.attention.kinds import Scoring
+from specdec.attention.needs import gpu_kind
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 
@@ -53,7 +54,7 @@ class FlashBackend(TritonBackend):
         return ADAPTERS[self.library](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
-        if not isinstance(view, MHAView) or segment.starts_T is not None:
+        if not isinstance(view, MHAView) or segment.is_per_query:
             return False
         if segment.pages.page_size % TABLE[self.library].page_multiple:
             return False  # pages of a size that the library can't read, such as slots

@@ -3,7 +3,8 @@
 The kernel knows pages, not what the keys are: prefixes, prompts and chains look alike to it.  Queries and the heads of a group
 are packed into one tile, so keys and values are read once for all of them.  Where each query has a first key of its own, a
 tile's splits divide the keys from the smallest of these first keys to the tile's end; pages before that are never touched. Each
-split leaves a state of its own; the launcher decides how many splits there are and merges their states.
+split leaves a state of its own; the launcher decides how many splits there are and merges their states.  With AHEAD, causal
+queries also read some keys after their own, as in an encoder's window.  ALiBi adds a slope times the distance of the key.
 
 8-bit keys and values are converted in registers to the queries' type, or to float16 if that type is bfloat16: float16
 represents all 8-bit numbers exactly, and the conversion takes a fifth of the instructions.  Queries and softmax weights are
@@ -95,6 +96,17 @@ def in_range(scales_N, to: tl.constexpr):
 
 
 @triton.jit
+def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr):
+    """The logits, and -inf for keys that are not there, before a query's first key, or from its end on."""
+    visible_MN = ok_N[None, :]
+    if HAS_ENDS:
+        visible_MN = visible_MN & (key_N[None, :] < end_M[:, None])
+    if HAS_STARTS:
+        visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
+    return tl.where(visible_MN, s_MN, -float("inf"))
+
+
+@triton.jit
 def capped(logits, softcap):
     """softcap * tanh(logits / softcap)."""
     return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
@@ -103,7 +115,7 @@ def capped(logits, softcap):
 @triton.jit(
     # Batch, lengths and table width change from call to call.  Triton would compile again for a 1 or a multiple of 16.
     do_not_specialize=["stride_row", "states", "tiles"],
-    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "lse"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts", "at", "slopes", "lse"],
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
@@ -113,6 +125,8 @@ def paged_attention_kernel(
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
     starts,  # [T] int32
+    at,  # [T] int32: where each query stands, counted from its row's key 0
+    slopes,  # [H] float32
     out,  # [T, H, states, E], any float type: points to the first of this segment's S adjacent states
     lse,  # [T, H, states] float32, natural log
     staged,  # [T, H, D] float16
@@ -137,6 +151,8 @@ def paged_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    AHEAD: tl.constexpr,  # keys after its own that each query of a causal segment reads too
+    HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8) or nothing ("")
     BLOCK_M: tl.constexpr,
@@ -150,23 +166,20 @@ def paged_attention_kernel(
     tile = tl.program_id(0) % tiles  # neighbouring programs read the same keys, mostly from L2
     if CAUSAL:
         tile = tiles - 1 - tile  # the tiles with the most keys start first
-    kv_head = (tl.program_id(0) // tiles) % KV_HEADS
-    row = tl.program_id(0) // tiles // KV_HEADS
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
+    kv_head, row = (tl.program_id(0) // tiles) % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
+    split, splits = tl.program_id(1), tl.num_programs(1)
 
     first = tl.load(cu_seqlens_q + row)
-    queries = tl.load(cu_seqlens_q + row + 1) - first
-    length = tl.load(cache_seqlens + row)
+    queries, length = tl.load(cu_seqlens_q + row + 1) - first, tl.load(cache_seqlens + row)
     packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query_M = packed_M // GROUP
     head_M = kv_head * GROUP + packed_M % GROUP
     ok_M = query_M < queries
     end = length
     if CAUSAL:  # keys up to the tile's last query
-        end = length - tl.maximum(queries - 1 - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
+        end = length - tl.maximum(queries - 1 - AHEAD - (tile * BLOCK_M + BLOCK_M - 1) // GROUP, 0)
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
-    begin = 0
+    begin, start_M = 0, query_M
     if HAS_STARTS:
         start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647)
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end)
@@ -192,15 +205,15 @@ def paged_attention_kernel(
     at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
     ok_MD &= ok_M[:, None]
     q_MD = tl.load(q + (token_M * stride_qt + head_M * stride_qh)[:, None] + at_MD, mask=ok_MD, other=0.0)
-    scale2 = scale * LOG2E
-    if SOFTCAP:
-        scale2 = scale
+    scale2 = scale if SOFTCAP else scale * LOG2E
     if QUANT == "head":
         scale2 *= tl.load(scales + kv_head)
     if QUANT != "" and q_MD.dtype == tl.bfloat16:
         of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
         q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
         scale2 *= unit
+    if HAS_SLOPES:
+        at_M, slope_M = tl.load(at + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
     LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
@@ -218,13 +231,10 @@ def paged_attention_kernel(
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
+        if HAS_SLOPES:
+            s_MN += (slope_M * (start - at_M).to(tl.float32))[:, None] + slope_M[:, None] * n.to(tl.float32)[None, :]
         if CAUSAL or HAS_STARTS:
-            visible_MN = ok_N[None, :]
-            if CAUSAL:
-                visible_MN = visible_MN & (key_N[None, :] < (length - (queries - 1 - query_M))[:, None])
-            if HAS_STARTS:
-                visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
-            s_MN = tl.where(visible_MN, s_MN, -float("inf"))
+            s_MN = masked(s_MN, key_N, ok_N, start_M, length - (queries - 1 - AHEAD - query_M), HAS_STARTS, CAUSAL)
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
             shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
         else:

@@ -21,7 +21,7 @@ from specdec.attention.kernels.paged_triton import capped, own_part
 
 @triton.jit(
     do_not_specialize=["stride_row", "splits", "stride_whole_t", "stride_whole_h", "stride_lse_t", "stride_lse_h"],
-    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "whole_out", "whole_lse"],
+    do_not_specialize_on_alignment=["slot_table", "cache_seqlens", "starts", "at", "slopes", "whole_out", "whole_lse"],
 )
 def suffix_merge_kernel(
     q,  # [T, H, D]
@@ -30,6 +30,8 @@ def suffix_merge_kernel(
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
+    at,  # [T] int32: where each query stands, counted from its row's key 0
+    slopes,  # [H] float32
     partial_out,  # [T, H, S, E] float32
     partial_lse,  # [T, H, S] float32, natural log
     whole_out,  # [T, H, E], any float type: one more state, which has no splits
@@ -62,6 +64,7 @@ def suffix_merge_kernel(
     CHUNK: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     QUANT: tl.constexpr,  # as in the paged kernel
     HAS_WHOLE: tl.constexpr,
@@ -70,14 +73,9 @@ def suffix_merge_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    g = tl.arange(0, PADDED_GROUP)
-    d = tl.arange(0, PADDED_DIM)
-    ok_G = g < GROUP
-    ok_D = d < HEAD_DIM
-    e = tl.arange(0, PADDED_VALUE)
-    ok_E = e < VALUE_DIM
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, d, e = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE)
+    ok_G, ok_D, ok_E = g < GROUP, d < HEAD_DIM, e < VALUE_DIM
     ok_GE = ok_G[:, None] & ok_E[None, :]
     head_G = kv_head * GROUP + g
     top_G = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
@@ -95,6 +93,8 @@ def suffix_merge_kernel(
         begin = 0
         if HAS_STARTS:
             begin = tl.maximum(tl.load(starts + token), 0)
+        if HAS_SLOPES:
+            query_at, slope_G = tl.load(at + token), tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "head":
             scale *= tl.load(scales + kv_head)
             value_scale = tl.load(scales + KV_HEADS + kv_head)
@@ -116,6 +116,8 @@ def suffix_merge_kernel(
                 value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0)[None, :]
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
+            if HAS_SLOPES:
+                s_GN += slope_G[:, None] * (key_N - query_at).to(tl.float32)[None, :]
             s_GN = tl.where(ok_N[None, :], s_GN, -float("inf"))
             new_G = tl.maximum(top_G, tl.max(s_GN, 1))  # finite: every block holds a readable key
             p_GN = tl.exp(s_GN - new_G[:, None])

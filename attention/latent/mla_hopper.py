@@ -180,14 +180,12 @@ def latent_hopper_kernel(
     if CAUSAL:
         tile = tiles - 1 - tile
     row = gl.program_id(0) // tiles
-    split = gl.program_id(1)
-    splits = gl.num_programs(1)
+    split, splits = gl.program_id(1), gl.num_programs(1)
     first = gl.load(cu_seqlens_q + row)
     queries = gl.load(cu_seqlens_q + row + 1) - first
     length = gl.load(cache_seqlens + row)
     packed_M = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    query_M = packed_M // HEADS
-    end = length
+    query_M, end = packed_M // HEADS, length
     if CAUSAL:
         end = length - gl.maximum(queries - 1 - (tile * 64 + 63) // HEADS, 0)
     end = gl.where(tile * 64 < queries * HEADS, end, 0)

@@ -53,7 +53,7 @@ class LatentTiles(NamedTuple):
 def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
     """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
     assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-    assert scoring.softcap is None, "no model of latent attention has a softcap"
+    assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
     assert q_THL.stride(2) == 1 and q_THL.shape[2] == view.width
     stored = view.parts
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PassTables
+from specdec.attention.encoder.sources import Sources
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -113,25 +114,29 @@ class PackedPrompts:
     tables: tuple[PassTables, ...]
 
     @classmethod
-    def unpack(cls, flat: Tensor, shape: ChunkShape, *prompt_pages: PageTable) -> PackedPrompts:
+    def unpack(cls, flat: Tensor, shape: ChunkShape, *prompt_pages: PageTable, sources: Sources | None = None) -> PackedPrompts:
         """Computes everything from the flat tensor, without a host read, so that the code runs inside CUDA graphs.
 
         flat: the result of `flat_chunk` for that shape, on the device.
         prompt_pages: for each group of layers, the pages of every row of the batch.
+        sources: the encoder's text that every row of the batch reads; None: there is no encoder.
         """
         T, B = shape.tokens, shape.parts
         ids_T, positions_T, part_T, next_T = flat[: 4 * T].view(4, T)
         rows_B, last_B, lens_B, final_B = flat[4 * T : 4 * T + 4 * B].view(4, B)
         lens_B, final_B, cu = lens_B.int(), final_B.int(), flat[4 * T + 4 * B :].int()
+        ragged = not shape.uniform
+        read = None if sources is None else sources.of_rows(rows_B)
 
         def tables(of_all: PageTable) -> PassTables:
             table_BW, page_size = pages = PageTable(of_all.table.index_select(0, rows_B), of_all.page_size)
             pages_T = table_BW.flatten()[part_T.clamp(min=0) * table_BW.shape[1] + positions_T // page_size]
             pages_T = torch.where(part_T < 0, DUMMY_PAGE, pages_T)
             slots_T = pages_T.long() * page_size + positions_T % page_size
-            whole = Segment(pages, lens_B, cu, shape.most, True, ragged=not shape.uniform, max_cached=shape.cached)
-            last_plan = AttentionPlan((causal_segment(pages, lens_B, 1),))
-            return PassTables(AttentionPlan((whole,), positions_T), slots_T, last_plan)
+            whole = Segment(pages, lens_B, cu, shape.most, True, ragged=ragged, max_cached=shape.cached)
+            plan = AttentionPlan((whole,), positions_T, cross=read and read.read_by_rows_of(cu, shape.most, ragged=ragged))
+            last_plan = AttentionPlan((causal_segment(pages, lens_B, 1),), cross=read and read.read_by(1))
+            return PassTables(plan, slots_T, last_plan)
 
         by_group = tuple(map(tables, prompt_pages))
         return cls(ids_T, positions_T, rows_B, last_B, lens_B, final_B, part_T, next_T, by_group)

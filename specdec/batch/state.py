@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from specdec.attention.encoder.sources import Sources
 from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import RowSampling
@@ -47,9 +48,11 @@ class BatchState:
         does not speculate.
     pending_tokens_BP: int64, these tokens.
     pending_features_BPF: for each of these tokens, the target's features of the token before it.
+    source_page_B, source_lens_B: int32, the text of an encoder that the row reads; see Sources.  0 without an encoder.
     shared: the pages of group 0 that rows read together; None: each row reads all its own pages.
     page_size: tokens per page of both tables.
     group: the group of layers whose pages `pages` and `prompt_pages` are.
+    source_size: tokens of the longest text of an encoder; 0: there is none.
     """
 
     lens_B: Tensor
@@ -68,9 +71,12 @@ class BatchState:
     pending_B: Tensor
     pending_tokens_BP: Tensor
     pending_features_BPF: Tensor
+    source_page_B: Tensor
+    source_lens_B: Tensor
     shared: SharedPrefix | None = field(default=None, kw_only=True)
     page_size: int = field(kw_only=True)
     group: int = field(default=0, kw_only=True)
+    source_size: int = field(default=0, kw_only=True)
 
     @classmethod
     def empty(
@@ -82,6 +88,7 @@ class BatchState:
         *,
         page_size: int,
         groups: int = 1,
+        source_size: int = 0,
         max_pause: int = 0,
         features: int = 0,
         device: torch.device | str,
@@ -89,8 +96,8 @@ class BatchState:
     ) -> BatchState:
         """A batch of `rows` rows, all of them padding.
 
-        pages: W.  page_size: tokens per page.  groups: G.  topk, draft_hidden: K and H; 0 without a drafter.  max_pause,
-        features: P and F; 0 if no round is ever paused.  dtype: of hidden states and features.
+        pages: W.  page_size: tokens per page.  groups: G.  source_size: see the class.  topk, draft_hidden: K and H; 0 without
+        a drafter.  max_pause, features: P and F; 0 if no round is ever paused.  dtype: of hidden states and features.
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -117,7 +124,10 @@ class BatchState:
             pending_B=zeros(rows, dtype=torch.int64),
             pending_tokens_BP=zeros(rows, max_pause, dtype=torch.int64),
             pending_features_BPF=zeros(rows, max_pause, features, dtype=dtype),
+            source_page_B=zeros(rows, dtype=torch.int32),
+            source_lens_B=zeros(rows, dtype=torch.int32),
             page_size=page_size,
+            source_size=source_size,
         )
 
     @property
@@ -140,6 +150,11 @@ class BatchState:
         return self.page_table_BGW.shape[1]
 
     @property
+    def sources(self) -> Sources | None:
+        """The encoder's texts that the rows read; None: there is no encoder."""
+        return Sources(self.source_page_B, self.source_lens_B, self.source_size) if self.source_size else None
+
+    @property
     def sampling(self) -> RowSampling:
         """How each row samples; the tensors are the batch's own."""
         return RowSampling(self.temperature_B, self.top_k_B, self.top_p_B, self.seed_B)
@@ -155,12 +170,13 @@ class BatchState:
         return self.rows, self.shared is not None
 
     def tensors(self) -> list[Tensor]:
-        """All tensors whose first dimension is the rows: every field but `shared`, `page_size` and `group`."""
+        """All tensors whose first dimension is the rows: every field but `shared`, `group` and the sizes."""
         return [getattr(self, each.name) for each in fields(self) if not each.kw_only]
 
     def narrow(self, rows: int) -> BatchState:
         """Views of the first `rows` rows, without `shared`: each row reads all its own pages."""
-        return BatchState(*(tensor[:rows] for tensor in self.tensors()), page_size=self.page_size)
+        tensors = (tensor[:rows] for tensor in self.tensors())
+        return BatchState(*tensors, page_size=self.page_size, source_size=self.source_size)
 
     def of_group(self, group: int) -> BatchState:
         """The same rows as the layers of that group see them.  Only group 0 reads common pages together."""
@@ -180,16 +196,21 @@ class BatchState:
         self.pending_features_BPF[rows_B, self.pending_B] = features_BF
         self.pending_B.add_(self.active_B * self.speculates_B)
 
-    def enter_rows(self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor) -> None:
+    def enter_rows(
+        self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor, source_R2: Tensor | None = None
+    ) -> None:
         """Gives rows their pages and their options.
 
         rows_R: int64.  pages_RGw: integers of any type, each row's first w pages of each group.  sampling, speculates_R:
-        tensors [R] of any types.
+        tensors [R] of any types.  source_R2: integers, each row's source_page_B and source_lens_B; None: there is no encoder.
         """
         # After its own pages, a row must not name an earlier request's.
         self.prompt_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)
         self.prompt_table_BGW[..., : pages_RGw.shape[2]].index_copy_(0, rows_R, pages_RGw.int())
-        for tensor, values_R in zip((*self.sampling, self.speculates_B), (*sampling, speculates_R), strict=True):
+        options = list(zip((*self.sampling, self.speculates_B), (*sampling, speculates_R), strict=True))
+        if source_R2 is not None:
+            options += zip((self.source_page_B, self.source_lens_B), source_R2.unbind(1), strict=True)
+        for tensor, values_R in options:
             tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))
 
     def start_rows(self, rows_R: Tensor, lens_R: Tensor, last_R: Tensor, bonus_R: Tensor) -> None:
@@ -215,6 +236,8 @@ class BatchState:
 
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
-        for tensor in (self.active_B, self.lens_B, self.pending_B, self.speculates_B, self.temperature_B):
+        for tensor in (
+            self.active_B, self.lens_B, self.pending_B, self.speculates_B, self.temperature_B, self.source_lens_B,
+        ):  # fmt: skip
             tensor.index_fill_(0, rows_R, 0)
         self.page_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

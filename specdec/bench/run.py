@@ -249,6 +249,11 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
 def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of all prompts, checked against the model's limits before its weights are read."""
     config = choose_target(resolve_folder(options.target, "target"), options.engine.backend).config
+    if config.encoder is not None:
+        raise ValueError(
+            f"the benchmark's target must be a decoder-only model, such as a Llama, got {options.target}, a {config.family} "
+            "model: near-ties are checked over one model's text, not over what an encoder read besides"
+        )
     encoded = []
     for i, prompt in enumerate(options.taken):
         name = f"prompt {i + 1} of {options.prompts_source}"

@@ -16,6 +16,7 @@ class Request:
 
     seed: the seed that sampling uses, which was drawn at random if the caller gave none.
     speculate: whether the drafter proposes tokens for this request.
+    source_ids: what the target's encoder reads; None for a target without one.
     error: what made this request fail, or None.  Other requests go on.
     is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
@@ -29,6 +30,7 @@ class Request:
     error: BaseException | None = None
     cancelled: bool = False
     is_submitted: bool = False
+    source_ids: list[int] | None = None
     _unread: int = 0
 
     @classmethod
@@ -41,9 +43,16 @@ class Request:
         decode: Callable[[Sequence[int]], str],
         streaming: bool,
         speculate: bool = True,
+        source_ids: list[int] | None = None,
     ) -> Request:
         """A request that has no output yet.  eos_ids, decode, streaming: see Trimmer."""
-        return cls(prompt_ids, sampling, seed, Trimmer(sampling, eos_ids, decode, prompt_ids, streaming), speculate)
+        output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
+        return cls(prompt_ids, sampling, seed, output, speculate, source_ids=source_ids)
+
+    @property
+    def given_ids(self) -> list[int]:
+        """The prompt that the caller gave: what the encoder reads, for a target that has one."""
+        return self.prompt_ids if self.source_ids is None else self.source_ids
 
     @property
     def is_done(self) -> bool:
@@ -76,4 +85,4 @@ class Request:
             raise RuntimeError(f"the request failed while it ran: {reason}") from self.error
         assert self.output.finish_reason is not None, "the request is not finished"
         self.stats.check_identity(len(self.output.token_ids))
-        return Generation(self.prompt_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats)
+        return Generation(self.given_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats)

@@ -18,7 +18,7 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
-from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Step
+from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Source, Step
 
 # Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
 # rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
@@ -198,7 +198,7 @@ class Scheduler:
             self.totals.entered(request)
             place, sampling = self.admission.places[request], request.sampling
             options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
-            entries.append(Entry(len(self.seats), place.tables, *options, speculates))
+            entries.append(Entry(len(self.seats), place.tables, *options, speculates, self._source(request)))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -253,7 +253,8 @@ class Scheduler:
                 continue
             prompt, end = seat.request.prompt_ids, seat.done + tokens
             follower = prompt[end] if end < len(prompt) else -1
-            parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower))
+            source = None if seat.done else self._source(seat.request)
+            parts.append(PromptPart(row, prompt[seat.done : end], seat.done, follower, source))
             seats.append(seat)
             seat.done = end
             if follower < 0:
@@ -261,6 +262,7 @@ class Scheduler:
                 self._rows_changed()
         ending = [seat.request for seat in seats if seat is not None and seat.runs]
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
+        cost += sum(self.budget.cost(0, len(part.source.token_ids)) for part in parts if part.source)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
         mode, drafted = sampling_mode(ending), any(self._speculates(seat.request) for seat in seats if seat is not None)
         return Launch([], RunChunk(tuple(parts), mode, drafted, cost, may_capture), seats)
@@ -287,6 +289,14 @@ class Scheduler:
             if seat is not None:
                 seat.unread += 1
         return Launch(before, step, seats)
+
+    def _source(self, request: Request) -> Source | None:
+        """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
+        if request.source_ids is None:
+            return None
+        page = self.admission.places[request].source
+        assert page is not None
+        return Source(page, request.source_ids)
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""

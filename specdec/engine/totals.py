@@ -74,7 +74,7 @@ class Totals:
 
     def entered(self, request: Request) -> None:
         """A request has got a row and pages."""
-        self.prompt_tokens += len(request.prompt_ids)
+        self.prompt_tokens += len(request.given_ids)
         self.cached_tokens += request.stats.cached_tokens
 
     def ended(self, request: Request) -> None:

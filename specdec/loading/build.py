@@ -13,6 +13,7 @@ from torch import nn
 
 from specdec.attention.attend import make_backend
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.kinds import FULL
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.batch.state import BatchState
 from specdec.draft.eagle import DraftHead
@@ -26,7 +27,7 @@ from specdec.limits import MAX_PAUSE
 from specdec.loading.memory import PoolPlan, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
-from specdec.models.kv import heads_a_key, keeps_latents, key_operations, make_cache, most_read
+from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.runner.runner import DeviceRunner, shared_room
@@ -63,7 +64,7 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     reads_together = settings.options.prefix_caching and most_read(model.config) is None  # else each query reads its own choice
     shared = shared_room(workers.state, MOST_PACKED, heads) if reads_together else None
     runner = DeviceRunner(workers, graphs, most_captured_cost(model, head), shared)
-    admission = plan.admission(settings)
+    admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
         admission,
         chunk_budget(model.config, settings, admission.max_chunk_tokens),
@@ -78,8 +79,9 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend)
     aux_layers = head.config.aux_layers if head else ()
-    caches = [_cache(model, model.config, plan, settings)]
-    verifier = TargetVerifier(model, caches[0], backend, aux_layers)
+    caches, longest = [_cache(model, model.config, plan, settings)], settings.longest_source(model.config)
+    sources = _source_cache(model.config, settings) if longest else None
+    verifier = TargetVerifier(model, caches[0], backend, aux_layers, sources)
     drafter: Drafter | None = None
     spec = settings.spec if head else None
     if head is not None:
@@ -98,6 +100,7 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pl
         head.config.model.hidden_size if head else 0,
         page_size=settings.options.page_size,
         groups=len(plan.groups),
+        source_size=longest,
         max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
         features=head.config.feature_size if head else 0,
         device=settings.device,
@@ -157,3 +160,10 @@ def _cache(model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: Engi
     return make_cache(
         model, config, slots, options.kv_cache_dtype, settings.dtype, settings.device, plan.groups_of_layers(config)
     )
+
+
+def _source_cache(config: ModelConfig, settings: EngineSettings) -> KVCache:
+    """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text.  config: the target's."""
+    layout = cache_layout(config, settings.options.kv_cache_dtype, settings.dtype, settings.device)
+    slots = settings.options.max_batch_size * settings.longest_source(config)
+    return KVCache(layout, (FULL,) * config.num_layers, slots, device=settings.device)

@@ -46,18 +46,18 @@ class PoolPlan(NamedTuple):
         """The group of each layer of a model."""
         return tuple(group_of(kind.span, self.groups) for kind in config.layer_kinds)
 
-    def admission(self, settings: EngineSettings) -> Admission:
-        """An admission over these pages, all of them free."""
+    def admission(self, settings: EngineSettings, sources: int = 0) -> Admission:
+        """An admission over these pages, all of them free.  sources: see Admission."""
         pools = [
             PagePool(pages, settings.options.page_size, group.ring)
             for group, pages in zip(self.groups, self.num_pages, strict=True)
         ]
         caching = settings.options.prefix_caching
         if len(pools) == 1:
-            return Admission(pools[0], settings.lookahead, caching)
+            return Admission(pools[0], settings.lookahead, caching, sources=sources)
         span = self.groups[1].span
         assert span is not None
-        return Admission(pools[0], settings.lookahead, caching, pools[1], span)
+        return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
 
 
 def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: float | None = None) -> PoolPlan:
@@ -81,6 +81,7 @@ def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: 
         kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
     memory = _pool_bytes(settings.device) if memory is None else memory
+    memory -= source_bytes(configs[0], settings)
     num_pages = share_memory(memory, wanted, page_bytes, needed)
     plan = PoolPlan(groups, num_pages, page_bytes)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
@@ -96,6 +97,13 @@ def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, grou
         for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
             sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * layout.layer_bytes(layer)
     return tuple(sizes)
+
+
+def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
+    """The bytes of the encoder's texts, one of the longest for each row of a batch; 0 without an encoder."""
+    layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
+    slots = settings.options.max_batch_size * settings.longest_source(target)
+    return slots * sum(map(layout.layer_bytes, range(target.num_layers)))
 
 
 def _pool_bytes(device: torch.device) -> float:

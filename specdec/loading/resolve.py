@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend, gpu_kind
+from specdec.attention.capabilities import BackendChoice, choose_backend
+from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
-from specdec.models.kv import heads_a_key, keeps_latents, latent_rank, most_read, split_widths
+from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
 from specdec.options import EngineOptions
 
 
@@ -48,6 +49,10 @@ class EngineSettings:
     def lookahead(self) -> int:
         """Slots after the committed tokens that rounds in flight may write."""
         return self.spec.lookahead if self.spec else 2
+
+    def longest_source(self, target: ModelConfig) -> int:
+        """The most tokens of a text that the target's encoder reads, no more than those of one request; 0 without one."""
+        return 0 if target.encoder is None else min(target.encoder.max_tokens, self.max_seq_len)
 
     @property
     def pages_per_sequence(self) -> int:
@@ -92,6 +97,11 @@ def resolve_settings(
         raise ValueError(
             f"threads={options.threads} is for a decoder on a CPU, but this one runs on {device}; nearest setting that works: "
             "threads='auto'"
+        )
+    if target.encoder is not None and options.prefix_caching:
+        raise ValueError(
+            f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
+            "encoder read; nearest setting that works: prefix_caching=False"
         )
     settings = EngineSettings(
         options=options,
@@ -156,12 +166,15 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         settings.dtype,
         architecture_of(settings.device),
         gpu_kind(settings.device),
-        head_dims=tuple(dict.fromkeys(c.head_dim for c in configs if not keeps_latents(c))),
+        head_dims=tuple(dict.fromkeys(head_dim for c in configs for head_dim in head_dims(c))),
         value_dims=split_widths(*configs),
         differential=isinstance(target, DiffLlamaConfig),
         kinds=tuple(dict.fromkeys(kind for c in configs for kind in c.layer_kinds)),
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),
+        alibi=any(kind.alibi for c in configs for kind in c.layer_kinds),
+        cross=target.encoder is not None,
+        encoder=target.encoder is not None,
         kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),
         latent_rank=latent_rank(target),

@@ -43,6 +43,20 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """The encoder in front of a decoder.
+
+    max_tokens: the longest text that it reads.
+    start_ids: the tokens that the decoder's text begins with; no prompt says them.
+    head_dim: of the encoder's own attention.
+    """
+
+    max_tokens: int
+    start_ids: tuple[int, ...]
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder.  Counts are in heads, layers and hidden units.
 
@@ -52,6 +66,7 @@ class ModelConfig:
         then stores its own; left out: every layer stores its own.
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
+    encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
     """
 
     family: str
@@ -80,6 +95,7 @@ class ModelConfig:
     max_position_why: str = "max_position_embeddings"
     has_experts: bool = False
     value_width: int = 0
+    encoder: EncoderConfig | None = None
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers

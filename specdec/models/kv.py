@@ -106,6 +106,12 @@ def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, 
     return context * keys + min(context, index.topk) * (token - keys)
 
 
+def head_dims(config: ModelConfig) -> tuple[int, ...]:
+    """The head dims of a model's attention, its encoder's included; none for latent attention."""
+    own = () if keeps_latents(config) else (config.head_dim,)
+    return own if config.encoder is None else (*own, config.encoder.head_dim)
+
+
 def heads_a_key(config: ModelConfig) -> int:
     """How many query heads read the same key: all of them with latent attention, else the size of a GQA group."""
     return config.num_heads if keeps_latents(config) else config.num_heads // config.num_kv_heads

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from specdec.attention.backend import Backend
 from specdec.attention.inputs import AttentionFn
 from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding, Linear
@@ -62,3 +63,17 @@ class Target(nn.Module):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of final hidden states [..., H]."""
+
+
+class EncoderDecoder(Target):
+    """A target with an encoder: every layer also reads the encoder's output, through cross attention.
+
+    config.encoder says what the encoder reads.
+    """
+
+    @abstractmethod
+    def read_text(self, ids_S: Tensor, backend: Backend) -> Tensor:
+        """[layers, S, 2, K, D]: each layer's keys and values of a text of S tokens (int64) that the encoder reads.
+
+        backend: computes the encoder's attention.
+        """

@@ -85,7 +85,7 @@ class PromptRunner:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
         pages = [state.of_group(group).prompt_pages for group in range(state.num_groups)]
-        prompts = PackedPrompts.unpack(flat, work.shape, *pages)
+        prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
         sampling = RowSampling(*(each.index_select(0, prompts.rows_B) for each in state.sampling))
         first_B, features_TF = verifier.prefill(prompts, sampling, work.mode, work.drafted)
         bonus_B = first_B.clamp(min=0)

@@ -22,7 +22,7 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, CopyPages, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Step
+from specdec.steps import CatchUp, CopyPages, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Source, Step
 
 
 class DeviceRunner:
@@ -68,6 +68,9 @@ class DeviceRunner:
 
     def _chunk(self, step: RunChunk) -> Pending:
         with self.clock.phase("prefill"):
+            for part in step.parts:
+                if part.source is not None:
+                    self._read_source(part.source)
             first_B = self.prompts.run(step)
         return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
 
@@ -88,19 +91,29 @@ class DeviceRunner:
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
         groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
-        shape = len(step.entries), 6 + groups * most
+        shape = len(step.entries), 8 + groups * most
         numbers_RX = torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
             ints[row, :4] = entry.row, entry.top_k, entry.seed, entry.speculates
             floats[row, 4:6] = entry.temperature, entry.top_p
+            if entry.source is not None:
+                ints[row, 6:8] = entry.source.page, len(entry.source.token_ids)
             for group, pages in enumerate(entry.pages):
-                ints[row, 6 + group * most : 6 + group * most + len(pages)] = pages
+                ints[row, 8 + group * most : 8 + group * most + len(pages)] = pages
         numbers_RX = numbers_RX.to(self.device, non_blocking=True)
         floats_RX = numbers_RX.view(torch.float64)
         sampling = RowSampling(floats_RX[:, 4], numbers_RX[:, 1], floats_RX[:, 5], numbers_RX[:, 2])
-        pages_RGw = numbers_RX[:, 6:].unflatten(1, (groups, most))
-        self.workers.state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 3])
+        pages_RGw, state = numbers_RX[:, 8:].unflatten(1, (groups, most)), self.workers.state
+        source_R2 = numbers_RX[:, 6:8] if state.source_size else None
+        state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 3], source_R2)
+
+    def _read_source(self, source: Source) -> None:
+        """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
+        ids_S = torch.tensor(source.token_ids, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        first = source.page * self.workers.state.source_size
+        slots_S = torch.arange(first, first + len(source.token_ids), device=self.device)
+        self.workers.verifier.read_source(slots_S, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
         self.rounds.catch_up(self._rows(step.rows, step.shared))

@@ -27,13 +27,13 @@ async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) 
         max_tokens = plan.max_tokens
         if max_tokens is None:
             probe = await _checked(decoder, plan, prompt, plan.sampling_of(0, 1), index)
-            prompt = probe.prompt_ids
+            prompt = probe.given_ids
             most = decoder.decoder.engine.longest_text(decoder.decoder.settings.max_seq_len)
-            left = max(1, most - len(prompt))
+            left = max(1, most - len(probe.prompt_ids))
             max_tokens = left if cap is None else min(left, cap)
         for choice in range(plan.n):
             request = await _checked(decoder, plan, prompt, plan.sampling_of(choice, max_tokens), index)
-            prompt = request.prompt_ids  # a text is encoded once
+            prompt = request.given_ids  # a text is encoded once
             requests.append(request)
     return requests
 

@@ -59,6 +59,11 @@ def train_head(
     torch.manual_seed(run.seed)
     train, held = load_documents(texts, run.held_out)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
+    if decoder.model.config.encoder is not None:
+        raise ValueError(
+            f"target must be a decoder-only model, such as a Llama, got {target}, a {decoder.model.config.family} model: "
+            "training reads texts of one model, not what an encoder read besides"
+        )
     if refusal := decoder.model.config.features_refusal:
         raise ValueError(f"target: an EAGLE-3 head can't be trained for {target}: {refusal}")
     set_training_threads(decoder.settings.device, threads)

@@ -21,17 +21,9 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.attend import make_backend
-from specdec.attention.capabilities import (
-    BACKENDS,
-    GRAPH_MODES,
-    KINDS,
-    TABLE,
-    AttentionNeeds,
-    choose_backend,
-    installed,
-    why_not,
-)
+from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, TABLE, choose_backend, installed, why_not
 from specdec.attention.kinds import FULL
+from specdec.attention.needs import AttentionNeeds
 from specdec.bench.near_tie import explain_divergence
 from specdec.bench.session import Session
 from specdec.shipped import draft_folder, target_folder
@@ -150,6 +142,11 @@ def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: p
 LESSER = {  # what every backend does today: a row without it, what it says then, and the setting of its own that mends it
     "softcap": (dict(softcap=False), dict(softcap=True), "has no softcap, which these models use", None),
     "sinks": (dict(sinks=False), dict(sinks=True), "has no attention sinks, which these models use", None),
+    "alibi": (dict(alibi=False), dict(alibi=True), "has no ALiBi, which these models use", None),
+    "cross": (dict(cross=False), dict(cross=True), "has no cross attention, which these models use", None),
+    "encoder": (
+        dict(encoder=False), dict(encoder=True), "has no attention in both directions, which these models use", None,
+    ),
     "tree": (dict(tree=False), dict(tree=True), "answers chains only", "topk=1"),
     "graphs": (dict(graphs=(False,)), dict(graphs="step"), "be captured with cuda_graphs='step'", "cuda_graphs=False"),
     "shared_prefixes": (
@@ -208,7 +205,7 @@ def test_what_is_answered_equals_dense_masked_attention(cell: Cell) -> None:
     skip_what_is_absent(cell)
     world = World(cell)
     q_THD, kv = world.inputs()
-    world.check(world.forward(world.attention(make_backend(cell.backend)), q_THD, kv), q_THD)
+    world.check(world.forward(world.attention(make_backend(cell.backend)), q_THD, kv), q_THD, kv)
 
 
 @pytest.mark.gpu
@@ -238,7 +235,7 @@ def test_a_captured_pass_equals_dense_masked_attention(cell: Cell) -> None:
         for out in outs:
             out.fill_(torch.nan)
         graph.replay()
-        world.check(outs, q_THD)
+        world.check(outs, q_THD, kv)
 
 
 @pytest.mark.gpu

@@ -179,9 +179,10 @@ def write(folder: Path, model_type: str, **changes: Any) -> Path:
 
 SMALL = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=40)
 REFUSED = [
-    ("t5", {}, "t5 is an encoder-decoder model"),
-    ("bart", {}, "bart is an encoder-decoder model"),
-    ("bloom", {}, "bloom with ALiBi .* nearest: a model with rotary positions"),
+    ("t5", {}, "t5 is an encoder-decoder model that adds a learnt bias .* such as a Llama, or .* of type bart, "),
+    ("whisper", {}, "whisper is an encoder-decoder model that has an encoder that reads sound"),
+    ("m2m_100", {}, "m2m_100 is an encoder-decoder model that counts positions by which ids are padding"),
+    ("bloom", {}, "bloom with ALiBi .* code of its own.* nearest: a model with rotary positions"),
     ("mpt", {}, "mpt with ALiBi"),
     ("falcon", dict(alibi=True), "falcon with ALiBi"),
     ("falcon", SMALL, "falcon models has attention of its own"),

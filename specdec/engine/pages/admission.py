@@ -31,12 +31,14 @@ class Place:
     start: how many leading tokens of the prompt have their keys and values in the pages already.
     node: the last page that it shares through the prefix cache; None without a prefix cache.
     local: the page numbers for layers with a span, by position, where there are two groups of layers.
+    source: the page of the encoder's cache that holds the text which the request's encoder reads; None: it reads none.
     """
 
     table: list[int]
     start: int = 0
     node: Node | None = None
     local: list[int] | None = None
+    source: int | None = None
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -56,16 +58,26 @@ class Admission:
 
     pool: the pages of all layers; where there are two groups of layers, those of the layers that read all keys.
     lookahead: slots after the committed tokens that rounds in flight may write.
-    prefix_caching: whether pages are kept for later prompts; not possible if `pool` has a ring.
+    prefix_caching: whether pages are kept for later prompts; not possible if `pool` has a ring, nor with an encoder, because
+        the decoder's keys and values depend on the encoder's text.
     local: the pages of the layers with a span, which have a ring; None where there is one group of layers.
     span: the most keys that one query reads in these layers.
+    sources: pages of the encoder's cache, at least one for each row; 0: there is no encoder.
     lookup_tokens, hit_tokens: how many prompt tokens were looked up in the prefix cache, and how many of them were found.
     """
 
     def __init__(
-        self, pool: PagePool, lookahead: int, prefix_caching: bool, local: PagePool | None = None, span: int = 1
+        self,
+        pool: PagePool,
+        lookahead: int,
+        prefix_caching: bool,
+        local: PagePool | None = None,
+        span: int = 1,
+        sources: int = 0,
     ) -> None:
         assert not (prefix_caching and pool.ring), "the pages of a ring are overwritten, so they can't be kept"
+        assert not (prefix_caching and sources), "keys and values depend on the encoder's text, so they can't be kept"
+        self._free_sources = list(range(sources))
         assert local is None or (local.ring is not None and local.ring <= local.capacity), "one ring at least"
         self.pool, self.local, self.lookahead = pool, local, lookahead
         self.copies = RingCopies(local, span, group=1) if local is not None and prefix_caching else None
@@ -161,7 +173,8 @@ class Admission:
         needed = self.tokens_needed(request)
         if self.cache is None:
             table = _around(self.pool.admit(request, needed), self.pool.table_pages(needed))
-            self.places[request] = Place(table, local=self._local_table(request, found))
+            source = None if request.source_ids is None else self._free_sources.pop()
+            self.places[request] = Place(table, local=self._local_table(request, found), source=source)
             return True
         node = found.path[-1] if found.path else self.cache.root
         self.cache.use(node)
@@ -228,6 +241,8 @@ class Admission:
         writes or reads there is launched after that round.
         """
         place = self.places.pop(request)
+        if place.source is not None:
+            self._free_sources.append(place.source)
         if self.cache is not None and place.node is not None:
             self.cache.leave(place.node)
         self.pool.release(request)

@@ -11,12 +11,19 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
-from specdec.models.checkpoints.config_values import dtype_name, one_line, token_ids
-from specdec.models.config import NATIVE_KEYS, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
+from specdec.models.config import NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
 from specdec.models.kv_source import check_shared_kinds
+from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
 from specdec.models.transformers_backend.raw_values import refuse_values
 from specdec.models.transformers_backend.trace import Trace, trace
 
+_BIASED = "adds a learnt bias for each distance to its logits"
+_NO_ENCODER = {  # why encoder-decoder models of these types can't run
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pix2struct", "pop2piano"), _BIASED),
+    **dict.fromkeys(("whisper", "speech_to_text", "moonshine", "moonshine_streaming"), "has an encoder that reads sound"),
+    **dict.fromkeys(("m2m_100", "nllb-moe"), "counts positions by which ids are padding, not by a cache"),
+}
 _ALIBI = ("bloom", "mpt")  # whose positions are always, or by default, biases on the logits
 # Keys of published configs of a type that its class takes under another name, or leaves unread on purpose.
 _OWN_HARMLESS_KEYS = {
@@ -28,6 +35,10 @@ _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's 
     "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "
     "interpolate_factor lm_head_bias n_ctx num_experts prefix rope_local_base_freq sliding_window_pattern sliding_window_size "
     "task_specific_params".split()
+    # of encoder-decoder models: settings of transformers' own generate, and switches of code that no release has any more
+    + "add_bias_logits classif_dropout decoder_start_token_id early_stopping extra_pos_embeddings "
+    "force_bos_token_to_be_generated forced_bos_token_id gradient_checkpointing length_penalty max_length min_length "
+    "no_repeat_ngram_size normalize_embedding num_beams output_past static_position_embeddings".split()
 )
 
 
@@ -41,23 +52,27 @@ def read_transformers_config(folder: Path) -> ModelConfig:
             f"{where}: unknown config keys {', '.join(keys)}, which transformers does not read for a {config.model_type} "
             "model; they may change what the model computes; nearest: a config.json without them, if they do not"
         )
-    kinds = layer_kinds(config, where)
+    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    own = decoder_config(config) if has_encoder else config
+    if has_encoder:
+        whole({"decoder_layers": num_decoder_layers(config)}, "decoder_layers", where, most=MOST_LAYERS)
+    kinds = layer_kinds(own, where) if own is not config or not has_encoder else (FULL,) * config.decoder_layers
     traced = trace(config, where)
-    most, why = _max_position(config)
+    most, why = _max_position(own)
     _check_windows(kinds, traced, where)
     check_shared_kinds(kinds, traced.kv_source, where)
     return ModelConfig(
         family=config.model_type,
         hidden_size=traced.hidden_size,
-        intermediate_size=_intermediate_size(config, traced),
-        num_layers=config.num_hidden_layers,
+        intermediate_size=_intermediate_size(own, traced),
+        num_layers=len(kinds),
         num_heads=traced.num_heads,
         num_kv_heads=traced.num_kv_heads,
         head_dim=traced.head_dim,
         value_width=traced.value_dim if traced.value_dim != traced.head_dim else 0,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        rope=_rope(config),
+        vocab_size=own.vocab_size,
+        rms_norm_eps=float(getattr(own, "rms_norm_eps", None) or 1e-6),
+        rope=_rope(own),
         max_position=most,
         max_position_why=why,
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
@@ -69,6 +84,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         has_experts=any(_is_many(getattr(config, key, None)) for key in _EXPERT_COUNTS),
         eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
         dtype=dtype_name(raw, where),
+        encoder=_encoder(config, folder, traced.encoder_head_dim) if has_encoder else None,
     )
 
 
@@ -103,11 +119,16 @@ def unknown_keys(folder: Path) -> list[str]:
 def _refuse(config: Any, where: str) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{where}: {name} is an encoder-decoder model, expected a decoder-only one, such as a Llama")
+        if name in ENCODER_DECODERS:
+            return
+        raise ValueError(
+            f"{where}: {name} is an encoder-decoder model that {_NO_ENCODER.get(name, 'was never tried')}, expected a "
+            f"decoder-only one, such as a Llama, or an encoder-decoder model of type {', '.join(ENCODER_DECODERS)}"
+        )
     if _has_alibi(config):
         raise ValueError(
-            f"{where}: {name} with ALiBi biases attention by distance, which no kernel here computes; nearest: a model with "
-            "rotary positions"
+            f"{where}: {name} with ALiBi biases attention by distance in code of its own, which does not call transformers' "
+            "attention interface; nearest: a model with rotary positions"
         )
     text = config.get_text_config(decoder=True)
     if text is not config:
@@ -117,6 +138,28 @@ def _refuse(config: Any, where: str) -> None:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: transformers has no causal language model of model_type {name!r}")
+
+
+def _encoder(config: Any, folder: Path, head_dim: int | None) -> EncoderConfig:
+    """What the encoder reads, and the tokens that the decoder's text begins with, as transformers' generate begins it."""
+
+    def named(key: str) -> int | None:
+        for path in (folder / "generation_config.json", folder / "config.json"):
+            raw = read_json(path) if path.is_file() else {}
+            if raw.get(key) is not None:
+                return whole(raw, key, str(path), least=0, most=decoder_config(config).vocab_size - 1)
+        return None
+
+    first = named("decoder_start_token_id")
+    first = named("bos_token_id") if first is None else first
+    if first is None:
+        raise ValueError(
+            f"{folder / 'config.json'}: decoder_start_token_id must be the id that the decoder's text begins with, got None"
+        )
+    assert head_dim is not None, "the trace has run the encoder"
+    forced = named("forced_bos_token_id")
+    longest, _ = _max_position(getattr(config, "encoder", config))
+    return EncoderConfig(longest, (first,) if forced is None else (first, forced), head_dim)
 
 
 def _has_alibi(config: Any) -> bool:
@@ -143,8 +186,12 @@ def layer_kinds(config: Any, where: str) -> tuple[LayerKind, ...]:
         if not isinstance(span, int) or span < 1:
             key = "sliding_window" if kind == "sliding_attention" else "attention_chunk_size"
             raise ValueError(f"{where}: {key} must be a positive number of tokens for layers of type {kind}, got {span!r}")
-    made = {"sliding_attention": "window", "chunked_attention": "chunk"}
-    return tuple(FULL if kind == "full_attention" else LayerKind(**{made[kind]: spans[kind]}) for kind in types)
+    made = {
+        "full_attention": FULL,
+        "sliding_attention": LayerKind(window=window) if "sliding_attention" in types else FULL,
+        "chunked_attention": LayerKind(chunk=chunk) if "chunked_attention" in types else FULL,
+    }
+    return tuple(made[kind] for kind in types)
 
 
 def _check_windows(kinds: tuple[LayerKind, ...], traced: Trace, where: str) -> None:

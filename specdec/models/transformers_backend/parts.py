@@ -34,6 +34,10 @@ class Parts:
     Unsupported is raised for a model that is not one decoder with a list of num_hidden_layers layers.
     """
 
+    decoder: PreTrainedModel
+    layers: nn.ModuleList
+    head: Any
+
     def __init__(self, model: Any) -> None:
         decoders = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
         if len(decoders) != 1:
@@ -45,7 +49,7 @@ class Parts:
         if not lists:
             raise Unsupported(f"expected a list of {count} decoder layers in {type(self.decoder).__name__}, found none")
         self.layers = lists[0]
-        _freeze_rope(self.decoder)
+        freeze_rope(self.decoder)
         _freeze_cutoffs(self.decoder)
         _guard_per_layer_table(self.decoder)
         setattr(model, name, _PassThroughDecoder())
@@ -73,7 +77,7 @@ class Parts:
         return self.head(inputs_embeds=hidden_TH[None], use_cache=False, return_dict=True).logits[0]
 
 
-def _freeze_rope(decoder: nn.Module) -> None:
+def freeze_rope(decoder: nn.Module) -> None:
     """Switches off rotary scalings that transformers recomputes from the largest position of each pass.
 
     The rotary table keeps its values for texts of up to max_position tokens, and specdec runs no longer ones.  Otherwise one

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from specdec.attention.encoder.inputs import CrossInputs
 from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from specdec.models.transformers_backend.attention import NAME, AttentionCall, a
 from specdec.models.transformers_backend.config import load_hf_config
 from specdec.models.transformers_backend.experts import EXPERTS
 from specdec.models.transformers_backend.last_rows import Cut, LastRows
-from specdec.models.transformers_backend.parts import Parts
+from specdec.models.transformers_backend.make_parts import auto_class, make_parts
 from specdec.ops.cuda_graph import GraphSet, on_device
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -49,7 +49,7 @@ class TransformersTarget(Target):
         super().__init__()
         self.config = config
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        self.parts = Parts(model)
+        self.parts = make_parts(model)
         self.decoder, self.head = self.parts.decoder, self.parts.head  # so that they move and count as ours
         with torch.device("meta"):
             self.embed_tokens = Embedding(table.shape[0], table.shape[1])
@@ -156,7 +156,7 @@ def load_transformers_target(
     expect_sizes(checkpoint, hf_config)
     try:
         with _no_progress_bar():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class(hf_config).from_pretrained(
                 folder, config=hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
                 output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
             )  # fmt: skip
@@ -167,12 +167,21 @@ def load_transformers_target(
     for name, weight in model.named_parameters():  # their names may be transformers' own, as for experts that it fuses
         checkpoint.landed(name, weight)
     checkpoint.refuse_not_finite()
-    target = TransformersTarget(model, config)
+    target = target_class(config)(model, config)
     check_tokens_are_apart(target, str(folder))
     target.cuts_rows = rows_are_enough(target)
     if cuda_graphs:
         check_capturable(target, str(folder))
     return target
+
+
+def target_class(config: ModelConfig) -> type[TransformersTarget]:
+    """The class of a target of that config."""
+    if config.encoder is None:
+        return TransformersTarget
+    from specdec.models.transformers_backend.encoder_decoder import EncoderDecoderTarget
+
+    return EncoderDecoderTarget
 
 
 def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
@@ -181,7 +190,7 @@ def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
     Tensors that transformers renames are not compared one by one, but all together.
     """
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in AutoModelForCausalLM.from_config(hf_config).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in auto_class(hf_config).from_config(hf_config).named_parameters()}
     for name in checkpoint.names():
         if name in shapes:
             checkpoint.expect(name, shapes[name], "its sizes")
@@ -274,6 +283,8 @@ def lone_pass(target: TransformersTarget) -> tuple[Callable[..., Tensor], Tensor
     values: dict[int, Tensor] = {}
 
     def own_value(layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
+        if isinstance(inputs, CrossInputs):
+            return inputs.q_TQD
         source = config.kv_source[layer]
         if layer == source:
             values[layer] = inputs.dense().v_TKE

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
+from specdec.models.transformers_backend.encoder_parts import EncoderDecoderParts
 from specdec.models.transformers_backend.experts import EXPERTS
+from specdec.models.transformers_backend.make_parts import auto_class, make_parts
 from specdec.models.transformers_backend.parts import Parts, Unsupported
 
+_OUR_FUNCTIONS = {"attn_implementation": NAME, "experts_implementation": EXPERTS}
 TOKENS = 3  # length of the traced text
 # Keyword arguments of attention that never change its result here: settings of the pass, and steps that the model did already.
 _HARMLESS = {
@@ -45,6 +47,7 @@ class Trace(NamedTuple):
     has_sinks: bool
     kv_source: tuple[int, ...]
     features_refusal: str
+    encoder_head_dim: int | None
 
 
 def trace(config: Any, where: str) -> Trace:
@@ -52,22 +55,31 @@ def trace(config: Any, where: str) -> Trace:
 
     where: the config's name for error messages.  ValueError names `where` and the part of the model that specdec can't run.
     """
+    parts: Parts | None = None
     calls: list[AttentionCall] = []
+    of_encoder: list[AttentionCall] = []
     states: dict[int, Tensor] = {}
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
-        return call.value.new_empty((1, TOKENS, call.query.shape[1], call.value.shape[3]))
+        is_cross = isinstance(parts, EncoderDecoderParts) and parts.is_cross(call)  # it is given no values
+        width = (call.query if is_cross else call.value).shape[3]
+        return call.query.new_empty((1, TOKENS, call.query.shape[1], width))
+
+    def record_encoder(call: AttentionCall) -> Tensor:
+        of_encoder.append(call)
+        return call.query.transpose(1, 2)
 
     try:
         with torch.device("meta"), torch.no_grad(), answering(record):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=NAME, experts_implementation=EXPERTS, dtype=torch.bfloat16
-            ).eval()
-            parts = Parts(model)
+            parts = make_parts(auto_class(config).from_config(config, **_OUR_FUNCTIONS, dtype=torch.bfloat16).eval())
             parts.on_layers(states.__setitem__)
+            if isinstance(parts, EncoderDecoderParts):
+                kept = parts.read_text(torch.zeros(TOKENS, dtype=torch.long), record_encoder)
             hidden = parts.hidden(torch.zeros(TOKENS, dtype=torch.long), torch.arange(TOKENS))
             logits = parts.logits(hidden)
+        if isinstance(parts, EncoderDecoderParts):
+            calls = _own_calls(calls, of_encoder, parts, kept)
         _check_calls(calls, parts)
         kv_source = _kv_source(calls)
         features_refusal = _features_refusal(hidden, states)
@@ -94,7 +106,30 @@ def trace(config: Any, where: str) -> Trace:
         has_sinks=any(call.sinks_H is not None for call in calls),
         kv_source=kv_source,
         features_refusal=features_refusal,
+        encoder_head_dim=of_encoder[0].query.shape[3] if of_encoder else None,
     )
+
+
+def _own_calls(
+    calls: list[AttentionCall], of_encoder: list[AttentionCall], parts: EncoderDecoderParts, kept: Tensor
+) -> list[AttentionCall]:
+    """The decoder's calls over its own tokens.  Unsupported if a cross attention, or the encoder, asks for what is unknown.
+
+    kept: each layer's keys and values of a text that was read, [layers, S, 2, K, D].
+    """
+    cross = [call for call in calls if parts.is_cross(call)]
+    if [call.module.layer_idx for call in cross] != list(range(len(parts.layers))):
+        raise Unsupported("every decoder layer must read the encoder's output once, through the attention interface")
+    own = [call for call in calls if not parts.is_cross(call)]
+    if len({call.query.shape[1::2] for call in calls}) > 1 or {call.key.shape[1::2] for call in own} != {kept.shape[3:]}:
+        raise Unsupported("cross attention must have the heads of the decoder's own attention")
+    for call in (*cross, *of_encoder):
+        passed = [name for name, value in call.extra.items() if value is not None and name not in (*_HARMLESS, "dropout")]
+        if passed or call.sinks_H is not None or (call.sliding_window is not None and call not in of_encoder):
+            raise Unsupported(f"the encoder's attention, or attention to it, is more than a softmax of products: {passed}")
+        if getattr(call.module, "is_causal", False):
+            raise Unsupported("the encoder's attention, or attention to it, is causal; expected it to read every token")
+    return own
 
 
 def _check_calls(calls: list[AttentionCall], parts: Parts) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
-from toolkit.attention.segments import ragged_causal_segment
+from toolkit.attention.segments import on_device, plan_on_device, ragged_causal_segment
 from toolkit.kernels import DEVICE, HAS_GPU
 from toolkit.oracles.reference import ReferenceBackend
 from toolkit.trees import random_masks
@@ -146,18 +146,6 @@ def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPl
     return MHAView(kv), plan
 
 
-def moved(x: object) -> object:
-    """A segment or view on the device."""
-    tensors = {name: value.to(DEVICE) for name, value in vars(x).items() if isinstance(value, Tensor)}
-    return replace(x, **tensors)  # type: ignore[type-var]
-
-
-def moved_plan(plan: AttentionPlan) -> AttentionPlan:
-    """A plan's parts on the device."""
-    segments = tuple(moved(s) for s in plan.segments)
-    return replace(plan, segments=segments, suffix=None if plan.suffix is None else moved(plan.suffix))  # type: ignore[arg-type]
-
-
 BACKENDS = {"torch": (TorchBackend, torch.float64), "triton": (lambda: TritonBackend(40), torch.float32)}
 PLANS = [decode, chain, prompts, tree, shared_tree, shared_chain]
 KINDS = [FULL, LayerKind(window=1), LayerKind(window=6), LayerKind(chunk=4), LayerKind(window=140)]
@@ -198,10 +186,10 @@ def test_every_kind_equals_the_definition(
 def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scoring: Scoring, want: Tensor) -> None:
     """attend, and run of each segment, whose states hold no sinks."""
     q_THD = q_THD.to(DEVICE)
-    plan = moved_plan(plan)
-    on_device = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
+    plan = plan_on_device(plan, DEVICE)
+    there = scoring if scoring.sinks_H is None else replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
     bound = 1e-9 if q_THD.dtype == torch.float64 else 3e-5
-    out_THD = attended(backend, q_THD, moved(view), plan, on_device)
+    out_THD = attended(backend, q_THD, on_device(view, DEVICE), plan, there)
     torch.testing.assert_close(out_THD.double().cpu(), want, atol=bound, rtol=bound)
 
 
@@ -217,8 +205,8 @@ def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None
     q_THD = w.randn(w.B * N, w.H, w.D).to(dtype)
     for segment in plan.parts:
         want = ReferenceBackend().run(q_THD.double(), view, segment, scoring)
-        on_device = replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
-        got = make().run(q_THD.to(DEVICE), moved(view), moved(segment), on_device)
+        there = replace(scoring, sinks_H=scoring.sinks_H.to(DEVICE))
+        got = make().run(q_THD.to(DEVICE), on_device(view, DEVICE), on_device(segment, DEVICE), there)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.double().cpu(), b, atol=3e-5, rtol=3e-5)
 
@@ -237,8 +225,8 @@ def test_half_precision(kv_cache_dtype: str) -> None:
     q_THD = w.randn(w.B * N, w.H, w.D).half()
     want = attended(ReferenceBackend(), q_THD.double(), view, plan)
     backend = TritonBackend(40)
-    plan = moved_plan(plan)
-    out_THD = attended(backend, q_THD.to(DEVICE), moved(view), plan).double().cpu()
+    plan = plan_on_device(plan, DEVICE)
+    out_THD = attended(backend, q_THD.to(DEVICE), on_device(view, DEVICE), plan).double().cpu()
     assert float((out_THD - want).norm() / want.norm()) < (2.5e-3 if kv_cache_dtype == "fp8" else 2e-3)  # fp8: 2.06e-3 here
 
 

@@ -21,11 +21,15 @@ from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
-from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
+from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, why_not
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference, subtract_halves
+from specdec.attention.encoder.inputs import CrossInputs
+from specdec.attention.encoder.sources import Sources
+from specdec.attention.encoder.texts import attend_texts, encoder_segment
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.needs import AttentionNeeds
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -50,13 +54,17 @@ D = 64 if HAS_GPU else 16  # builds of flash-attn 2 may lack smaller heads
 DIFFERENCE = (0.6, 0.7, 1e-5)  # a factor, a scale and an eps
 PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
 SOFTCAP, SINKS = 3.0, (0.5, -1.0, 0.0, 2.0)
+# What a cell has besides.  cross: a layer that reads an encoder's texts; encoder: texts that are read in both directions.
+EXTRAS = ("", "alibi", "cross", "encoder")
+SLOPES = (0.5, 0.25, -0.125, 1.0)
+TEXTS, LONGEST, REACH = (7, 0), 9, 1  # the texts' lengths, the room for each, and the window of one layer of the encoder
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest, and of each element
 
 
 class Cell(NamedTuple):
     """cache: a kv_cache_dtype; mla; one of SPARSE; split: values of another width; or differential.
 
-    capped: with softcap and sinks.
+    capped: with softcap and sinks.  extra: one of EXTRAS.
     """
 
     backend: str
@@ -66,6 +74,7 @@ class Cell(NamedTuple):
     tree: bool
     capped: bool
     graphs: Any
+    extra: str = ""
 
     @property
     def rank(self) -> int | None:
@@ -80,6 +89,7 @@ class Cell(NamedTuple):
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
+            alibi=self.extra == "alibi", cross=self.extra == "cross", encoder=self.extra == "encoder",
             softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
             sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
@@ -95,9 +105,17 @@ def dtype_of(backend: str) -> torch.dtype:
     return torch.float32 if torch.float32 in TABLE[backend].dtypes else torch.float16
 
 
+def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
+    """What models with such a cache, and perhaps softcaps and sinks, have besides."""
+    if capped or cache in ("differential", "sparse"):
+        return ("",)
+    return EXTRAS if cache in KV_DTYPES else ("", "alibi")
+
+
 CELLS = [
     Cell(*values)
-    for values in itertools.product(BACKENDS, KINDS, CACHES, PAGE_SIZES, (False, True), (False, True), GRAPH_MODES)
+    for values in itertools.product(BACKENDS, KINDS, CACHES, PAGE_SIZES, (False, True), (False, True), GRAPH_MODES, EXTRAS)
+    if values[7] in extras_of(values[2], values[5])
 ]
 
 
@@ -113,7 +131,7 @@ CAPTURED = [cell for cell in ANSWERED if cell.kind == "full" and cell.graphs]
 
 
 def label(cell: Cell) -> str:
-    shape = ("tree" if cell.tree else "chain") + ("-capped" if cell.capped else "")
+    shape = ("tree" if cell.tree else "chain") + ("-capped" if cell.capped else "") + (f"-{cell.extra}" if cell.extra else "")
     return f"{cell.backend}-{cell.cache}-{cell.page_size}-{shape}" + (f"-{cell.graphs}" if cell.graphs else "")
 
 
@@ -156,17 +174,22 @@ class World:
         pages = Scattered(list(LENS), P, extra=N + 1, seed=seed, device=DEVICE)  # two passes may follow each other
         self.table, self.lens_B = pages.table_BW, pages.lens_B
         self.cache = self.new_cache(pages.num_slots)
+        self.texts = self.new_cache(len(TEXTS) * LONGEST) if cell.extra == "cross" else None
+        text_pages = torch.arange(len(TEXTS), dtype=torch.int32, device=DEVICE).flip(0)
+        self.sources = Sources(text_pages, torch.tensor(TEXTS, dtype=torch.int32, device=DEVICE), LONGEST)
         self.mask_NN = mask_of(list(PARENTS) if cell.tree else chain_shape(N)[0]).to(DEVICE)
         self.depth_N = self.mask_NN.sum(-1) - 1
         self.deepest = int(self.depth_N.max()) + 1
         self.scoring = Scoring(0.25) if cell.rank else PLAIN  # absorbed queries do not tell the scale
         if cell.capped:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
+        if cell.extra == "alibi":
+            self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
         self.heads_kv, self.head_dim = (1, cell.rank + D) if cell.rank else (K, D)
         self.fill()
 
     def new_cache(self, num_slots: int) -> KVCache:
-        kinds, device = tuple(LAYERS.values()), DEVICE
+        kinds, device = tuple(replace(kind, alibi=self.cell.extra == "alibi") for kind in LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
             return KVCache(LatentLayout(RANKS["mla"], D, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == FP8_LATENTS:
@@ -187,8 +210,8 @@ class World:
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
 
-    def write(self, layer: int, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        view = self.cache.view(layer)
+    def write(self, layer: int, slots_T: Tensor, kv_T2KD: Tensor, cache: KVCache | None = None) -> None:
+        view = (cache or self.cache).view(layer)
         if isinstance(view, LatentView):
             view.put(slots_T, kv_T2KD.flatten(1))
         elif isinstance(view, SparseLatentView) and view.index_keys is not None:
@@ -201,11 +224,18 @@ class World:
 
     def fill(self) -> None:
         """Committed tokens; everything else is the largest number there is, or NaN."""
-        for junk in self.cache.planes.values():
-            junk.view(torch.uint8).fill_(0x7F) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
+        for cache in filter(None, (self.cache, self.texts)):
+            for junk in cache.planes.values():
+                junk.view(torch.uint8).fill_(0x7F) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
         for layer in range(len(LAYERS)):
             slots_T = torch.cat([self.slots(b, L) for b, L in enumerate(LENS)])
             self.write(layer, slots_T, self.fresh(len(slots_T)))
+        if self.texts is not None:
+            slots_S = torch.cat([self.text_slots(b) for b in range(len(TEXTS))])
+            self.write(0, slots_S, self.fresh(len(slots_S)), self.texts)
+
+    def text_slots(self, b: int) -> Tensor:
+        return int(self.sources.page_B[b]) * LONGEST + torch.arange(TEXTS[b], device=DEVICE)
 
     def fresh(self, tokens: int) -> Tensor:
         shapes = {"split": (K * (D + E),)} | dict.fromkeys(RANKS, (1, self.head_dim))
@@ -220,13 +250,14 @@ class World:
         P, at_N = self.cell.page_size, torch.arange(N, device=DEVICE)
         slots_BN = PageTable(self.table, P).slots_at(self.lens_B.long()[:, None] + at_N)
         if not self.cell.tree:
-            plan = AttentionPlan((causal_segment(PageTable(self.table, P), self.lens_B + N, N),))
-            return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()))
+            plan = AttentionPlan((causal_segment(PageTable(self.table, P), self.lens_B + N, N),), cross=self.sources.read_by(N))
+            return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), sources=self.texts)
         suffix = replace(Segment.empty(len(LENS) * N, self.deepest, 1, device=DEVICE), base_B=self.lens_B)
         fill_tree_suffix(suffix, slots_BN, self.mask_NN.expand(len(LENS), N, N))
         positions_T = (self.lens_B.long()[:, None] + self.depth_N).flatten()
-        plan = AttentionPlan((prefix_segment(PageTable(self.table, P), self.lens_B, N),), positions_T, suffix)
-        return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()))
+        prefix = prefix_segment(PageTable(self.table, P), self.lens_B, N)
+        plan = AttentionPlan((prefix,), positions_T, suffix, self.sources.read_by(N))
+        return PagedAttention(backend, self.cache, PassTables(plan, slots_BN.flatten()), sources=self.texts)
 
     def forward(self, attn: PagedAttention, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:
         """One pass: every layer stores its tokens, and attends; the layer that shares attends with other queries."""
@@ -247,6 +278,30 @@ class World:
                 outs.append(attn(layer, inputs, scoring=self.scoring))
         if self.cell.cache in KV_DTYPES and not self.cell.rank:
             outs.append(attn(len(kv), QueryInputs(-q_THD, HeadPrep(None, 0)), scoring=self.scoring))
+        if self.cell.extra == "cross":
+            outs.append(attn(0, CrossInputs(q_THD), scoring=self.scoring))
+        if self.cell.extra == "encoder":
+            heads = (q_THD, *kv[0].unbind(1))
+            outs += [attend_texts(attn.backend, *heads, self.read_both_ways(reach), self.scoring) for reach in (None, REACH)]
+        return outs
+
+    def read_both_ways(self, reach: int | None) -> Segment:
+        """The pass's tokens as texts of an encoder, one a sequence."""
+        cu_seqlens = torch.arange(0, len(LENS) * N + 1, N, dtype=torch.int32, device=DEVICE)
+        return encoder_segment(cu_seqlens, N, torch.arange(N, device=DEVICE).repeat(len(LENS)), reach, ragged=False)
+
+    def dense_extras(self, q_THD: Tensor, kv: list[Tensor]) -> list[Tensor]:
+        """By the definition: what `forward` returns after the layers' outputs."""
+        at_N, q_BNHD = torch.arange(N, device=DEVICE), q_THD.unflatten(0, (len(LENS), N))
+        if self.cell.extra == "cross":
+            texts = [self.texts.view(0).read(self.text_slots(b), torch.float64) for b in range(len(TEXTS))]
+            return [torch.cat([dense_attention(q, *text, None, self.scoring)[0] for q, text in zip(q_BNHD, texts)])]
+        if self.cell.extra != "encoder":
+            return []
+        outs = []
+        for seen_NN in (None, (at_N - at_N[:, None]).abs() <= REACH):
+            rows = zip(q_BNHD, *(x.unflatten(0, (len(LENS), N)) for x in kv[0].unbind(1)))
+            outs.append(torch.cat([dense_attention(q, k, v, seen_NN, self.scoring)[0] for q, k, v in rows]))
         return outs
 
     def dense(self, layer: int, q_THD: Tensor) -> Tensor:
@@ -263,7 +318,8 @@ class World:
             if isinstance(view, SparseLatentView):
                 tokens_NX = self.last[layer].flatten(1)[b * N : (b + 1) * N]
                 seen_NX = sparse_cells.chosen(view, self.slots(b, L + N), tokens_NX, seen_NX)
-            outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring)[0])
+            distance_NX = at_X - (L + self.depth_N)[:, None]
+            outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])
         out = torch.cat(outs)
         return subtract_halves(out, K, difference()) if self.cell.cache == "differential" else out
 
@@ -271,13 +327,15 @@ class World:
         self.last = [self.fresh(len(LENS) * N) for _ in LAYERS]
         return self.rand(len(LENS) * N, H, self.head_dim), [fresh.clone() for fresh in self.last]
 
-    def check(self, outs: list[Tensor], q_THD: Tensor) -> None:
+    def check(self, outs: list[Tensor], q_THD: Tensor, kv: list[Tensor]) -> None:
         tolerance = TOLERANCE[self.dtype]
-        for layer, (kind, out) in enumerate(zip(self.cache.kinds, outs, strict=True)):
+        layers = range(len(self.cache.kinds))
+        wants = [self.dense(layer, q_THD if layer < len(LAYERS) else -q_THD) for layer in layers]
+        names = [f"layer {layer}, {self.cache.kinds[layer]}" for layer in layers] + [self.cell.extra] * 2
+        wants += self.dense_extras(q_THD, kv)
+        assert len(outs) == len(wants)
+        for name, out, want in zip(names, outs, wants):
             torch.testing.assert_close(
-                out.double(),
-                self.dense(layer, q_THD if layer < len(LAYERS) else -q_THD),
-                atol=tolerance,
-                rtol=tolerance,
-                msg=lambda text, layer=layer, kind=kind: f"layer {layer}, {kind}: {text}",
+                out.double(), want, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
             )
+        assert len(outs) == len(wants)

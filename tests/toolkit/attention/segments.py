@@ -6,11 +6,13 @@ Shapes: B sequences, W pages of each, R rows.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.attention.pages import PageTable
-from specdec.attention.segment import Segment
+from specdec.attention.segment import AttentionPlan, Segment
 
 
 def ragged_causal_segment(pages: PageTable, query_lens: list[int], lens: list[int]) -> Segment:
@@ -24,6 +26,17 @@ def ragged_causal_segment(pages: PageTable, query_lens: list[int], lens: list[in
     cached = max(length - count for length, count in zip(lens, query_lens, strict=True))
     row = (pages, lens_B.to(device), cu_seqlens_q.to(device), max(query_lens))
     return Segment(*row, True, ragged, max_cached=cached)
+
+
+def on_device(x: Any, device: torch.device) -> Any:
+    """A segment, view or scoring with its tensors on that device."""
+    return replace(x, **{name: value.to(device) for name, value in vars(x).items() if isinstance(value, Tensor | PageTable)})
+
+
+def plan_on_device(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
+    """A plan's parts on that device; its positions stay."""
+    segments = tuple(on_device(segment, device) for segment in plan.segments)
+    return replace(plan, segments=segments, suffix=None if plan.suffix is None else on_device(plan.suffix, device))
 
 
 def narrowed(segment: Segment, rows: int, width: int) -> Segment:

@@ -10,10 +10,16 @@ from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 
 
 def dense_attention(
-    q_NHD: Tensor, k_XKD: Tensor, v_XKE: Tensor, seen_NX: Tensor | None = None, scoring: Scoring = PLAIN
+    q_NHD: Tensor,
+    k_XKD: Tensor,
+    v_XKE: Tensor,
+    seen_NX: Tensor | None = None,
+    scoring: Scoring = PLAIN,
+    distance_NX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [N, H, E], natural-log lse [N, H] of the keys, without sinks), float64.
 
+    distance_NX: each key's position minus the query's; slopes need it.
     seen_NX: bool, which keys a query reads; None: all.  A query that sees no key and has no sink gets 0, lse -inf.
     """
     H = q_NHD.shape[1]
@@ -22,6 +28,9 @@ def dense_attention(
     scores = torch.einsum("nhd,xhd->nhx", q, k) * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
     if scoring.softcap is not None:
         scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    if scoring.slopes_H is not None:
+        assert distance_NX is not None
+        scores = scores + scoring.slopes_H.double()[:, None] * distance_NX[:, None]
     if seen_NX is not None:
         scores = scores.masked_fill(~seen_NX[:, None], -torch.inf)
     lse_NH = scores.logsumexp(-1)

@@ -36,22 +36,31 @@ class ReferenceBackend(Backend):
             width = v_NKE.shape[2]
             for t in range(start, end):
                 first = 0 if segment.starts_T is None else int(segment.starts_T[t])
-                last = max(0, length - (end - 1 - t)) if segment.causal else length
+                last = max(0, length - max(0, end - 1 - t - segment.ahead)) if segment.causal else length
                 if first < last:
-                    outs[t], lse_TH[t] = attend_one(q_THD[t], k_NKD[first:last], v_NKE[first:last], scoring)
+                    distance_N = None if segment.at_T is None else positions[first:last] - int(segment.at_T[t])
+                    outs[t], lse_TH[t] = attend_one(q_THD[t], k_NKD[first:last], v_NKE[first:last], scoring, distance_N)
         out_THE = q_THD.new_zeros(T, H, width)
         for t, out_HE in outs.items():
             out_THE[t] = out_HE
         return AttentionState(out_THE, lse_TH)
 
 
-def attend_one(q_HD: Tensor, k_NKD: Tensor, v_NKE: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """One query against N keys: (out [H, E], natural-log lse [H])."""
+def attend_one(
+    q_HD: Tensor, k_NKD: Tensor, v_NKE: Tensor, scoring: Scoring, distance_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One query against N keys: (out [H, E], natural-log lse [H]).
+
+    distance_N: each key's position minus the query's; slopes need it.
+    """
     group = q_HD.shape[0] // k_NKD.shape[1]
     k_NHD, v_NHE = (x.repeat_interleave(group, dim=1) for x in (k_NKD, v_NKE))
     scale = q_HD.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     scores_HN = torch.einsum("hd,nhd->hn", q_HD, k_NHD) * scale
     if scoring.softcap is not None:
         scores_HN = scoring.softcap * (scores_HN / scoring.softcap).tanh()
+    if scoring.slopes_H is not None:
+        assert distance_N is not None
+        scores_HN = scores_HN + scoring.slopes_H.to(scores_HN.dtype)[:, None] * distance_N
     lse_H = scores_HN.logsumexp(-1)
     return torch.einsum("hn,nhe->he", (scores_HN - lse_H[:, None]).exp(), v_NHE), lse_H

@@ -1,0 +1,1 @@
+"""Attention of encoder-decoder models: an encoder's own, in both directions, and a decoder's to what the encoder has read."""

@@ -1,0 +1,41 @@
+"""What a layer of cross attention hands to the attention of a forward pass: queries alone.
+
+The keys and values are an encoder's, and were stored when the text was read; the layer stores nothing.
+
+Shapes: T tokens, Q query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
+from specdec.attention.segment import AttentionPlan
+
+
+@dataclass
+class CrossInputs(LayerInputs):
+    """Cross attention.  q_TQD: the queries, as the products want them.
+
+    The layer's number in the encoder's cache is its number in the decoder.  A layer that also reads its own tokens hands these
+    over in a call of its own, as ordinary heads.
+    """
+
+    q_TQD: Tensor
+
+    def paged(self, call: LayerCall) -> Tensor:
+        assert call.sources is not None, "cross attention needs the cache of an encoder's texts"
+        prepared = call.once("cross", lambda plan: call.backend.prepare(texts_alone(plan)))
+        state = call.backend.attend(call.asked(self.q_TQD), call.sources, prepared, call.scoring)
+        return call.finish(state).out_THD
+
+    def dense(self) -> DenseHeads:
+        raise AssertionError("dense attention knows no encoder's texts: training and checks refuse encoder-decoder targets")
+
+
+def texts_alone(plan: AttentionPlan) -> AttentionPlan:
+    """The plan of a layer of cross attention: every query reads its row's text."""
+    assert plan.cross is not None, "the plan does not say what the encoder read"
+    return AttentionPlan((plan.cross,), plan.positions_T)

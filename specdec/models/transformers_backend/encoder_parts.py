@@ -1,0 +1,104 @@
+"""Splits a transformers encoder-decoder model into the pieces of a target: also its encoder, and what reads its output.
+
+The model's own code computes everything but attention.  A text is read once: the encoder's states become each decoder layer's
+keys and values for cross attention, which the caller keeps.  This file does not know attention.
+
+Shapes: T tokens of the decoder, S tokens of the encoder, H hidden size, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import Seq2SeqModelOutput
+
+from specdec.models.transformers_backend.attention import Answer, AttentionCall, answering
+from specdec.models.transformers_backend.parts import Parts, Unsupported, freeze_rope
+from specdec.models.transformers_backend.stored_text import StoredText
+
+# Families whose encoder reads tokens and whose layers hand attention nothing but heads and a scale.
+ENCODER_DECODERS = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "t5gemma")
+
+
+def decoder_config(config: Any) -> Any:
+    """The part of an encoder-decoder model's config that describes its decoder: the config itself, or one inside of it."""
+    return getattr(config, "decoder", config)
+
+
+def num_decoder_layers(config: Any) -> int:
+    """How many layers the decoder has; config: the whole model's.  num_hidden_layers may be the encoder's number."""
+    own = decoder_config(config)
+    count: int = own.decoder_layers if own is config else own.num_hidden_layers
+    return count
+
+
+class EncoderDecoderParts(Parts):
+    """The pieces of a transformers encoder-decoder model.
+
+    encoder: the model without its decoder and its language-model head.  decoder, layers, head: as in Parts.
+
+    Unsupported is raised for a model whose decoder has no list of as many layers as its config says.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.encoder, self.decoder, count = model.get_encoder(), model.get_decoder(), num_decoder_layers(model.config)
+        layers = getattr(self.decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or len(layers) != count:
+            raise Unsupported(f"expected a list of {count} decoder layers in {type(self.decoder).__name__}, found none")
+        self.layers = layers
+        for part in (self.encoder, self.decoder):
+            freeze_rope(part)
+        setattr(model, model.base_model_prefix, _PassThroughModel(self.decoder))
+        self.head = model
+        self._sign = torch.empty(1, 1, 1, 1)  # never read; that a call was given it says that the call is cross attention
+
+    def is_cross(self, call: AttentionCall) -> bool:
+        """Whether a call of a pass of `hidden` reads the encoder's keys and values, which attention has to supply."""
+        return call.key is self._sign
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, **more: Any) -> Tensor:
+        """The decoder's hidden states [T, H] after the final norm."""
+        before_T = positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
+        unread = self.decoder.get_input_embeddings().weight.new_empty(1, 1, 1)
+        text = StoredText(before_T, len(self.layers), self._sign)
+        return self._decoded(ids_T, text, unread, position_ids=positions_T[None], **more)
+
+    def read_text(self, ids_S: Tensor, attend: Answer) -> Tensor:
+        """[layers, S, 2, K, D]: each decoder layer's keys and values of a text that the encoder reads.
+
+        attend: computes the encoder's attention.
+        """
+        with answering(attend):
+            states = self.encoder(input_ids=ids_S[None], return_dict=True).last_hidden_state
+        text = StoredText(torch.zeros_like(ids_S[:1]), len(self.layers), None)
+        # One token is decoded, because a layer computes the encoder's keys and values while it decodes; its states are dropped.
+        with answering(lambda call: call.query.transpose(1, 2)):
+            self._decoded(ids_S[:1], text, states)
+        return torch.stack([torch.stack([x[0].transpose(0, 1) for x in text.seen[i]], 1) for i in range(len(self.layers))])
+
+    def _decoded(self, ids_T: Tensor, text: StoredText, states_1SH: Tensor, **more: Any) -> Tensor:
+        unmasked = states_1SH.new_empty(1, 1)  # without a mask the model would make one, whose size it would read from a tensor
+        out = self.decoder(
+            input_ids=ids_T[None], attention_mask=unmasked, encoder_hidden_states=states_1SH, past_key_values=text,
+            use_cache=False, return_dict=True, **more,
+        )  # fmt: skip
+        return out.last_hidden_state[0]
+
+
+class _PassThroughModel(nn.Module):
+    """Takes the place of encoder and decoder inside the language model, and returns the hidden states that it is given.
+
+    decoder: the one that it replaces; the language model asks it for its config.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self._replaced = (decoder,)  # not a submodule: the target holds it already
+
+    def get_decoder(self) -> nn.Module:
+        return self._replaced[0]
+
+    def forward(self, *_: None, inputs_embeds: Tensor, **__: Any) -> Seq2SeqModelOutput:
+        return Seq2SeqModelOutput(last_hidden_state=inputs_embeds)

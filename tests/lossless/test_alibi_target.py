@@ -1,0 +1,96 @@
+"""A target with ALiBi writes, through chains and trees, what dense attention over its whole text writes.
+
+No family of transformers with ALiBi calls its attention interface, so the target is a Llama of our own whose layers get slopes.
+
+Keeps out: a node's distances counted by its number or its slot; slopes that only prompts, or only rounds, have; a draft head
+that reads its target's kind of layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from toolkit.models import Zoo, ragged_prompts
+from torch import Tensor
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.attention.eager.dense import DenseAttention
+from specdec.attention.inputs import AttentionFn, LayerInputs
+from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.loading import build
+from specdec.models import registry
+from specdec.models.causal_lm import CausalLM
+from specdec.models.target import TargetOutput
+
+SLOPES = torch.tensor([0.5, 0.25, 0.9, 0.06])
+KINDS = (LayerKind(alibi=True), LayerKind(window=9, alibi=True)) * 2
+
+
+class AlibiLlama(CausalLM):
+    """A Llama whose layers score by distance besides."""
+
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, attn: AttentionFn, aux_layers: Sequence[int] = (), rows_R: Any = None
+    ) -> TargetOutput:
+        def with_slopes(layer: int, inputs: LayerInputs, rows_R: Any = None, scoring: Scoring = PLAIN) -> Tensor:
+            return attn(layer, inputs, rows_R, replace(scoring, slopes_H=SLOPES))
+
+        return super().forward(ids_T, positions_T, with_slopes, aux_layers, rows_R)
+
+
+@pytest.fixture()
+def with_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, load = registry.parse_config, registry.load_target
+
+    def loaded(*args: Any) -> CausalLM:
+        model = load(*args)
+        model.__class__ = AlibiLlama
+        return model
+
+    monkeypatch.setattr(registry, "parse_config", lambda *args: replace(parse(*args), layer_kinds=KINDS))
+    monkeypatch.setattr(registry, "load_target", loaded)
+
+
+@torch.inference_mode()
+def dense_greedy(decoder: SpecDecoder, prompt: list[int], max_tokens: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids_T = torch.tensor(ids)
+        out = decoder.model(ids_T, torch.arange(len(ids)), DenseAttention(KINDS), (), ids_T.new_tensor([len(ids) - 1]))
+        best, second = decoder.model.logits(out.hidden_TH)[0].topk(2).values
+        assert best - second > 1e-4, "a near-tie: choose another prompt"
+        ids.append(int(decoder.model.logits(out.hidden_TH)[0].argmax()))
+    return ids[len(prompt) :]
+
+
+def hold_lossless(zoo: Zoo, spec: tuple[int, int, int], tokens: int, **settings: Any) -> None:
+    with zoo.decoder("llama", "eagle3", SpecConfig(*spec), max_batch_size=3, **settings) as decoder:
+        prompts = ragged_prompts(40, 4)
+        for out in decoder.generate(prompts, SamplingParams(max_tokens=tokens)):
+            assert out.token_ids == dense_greedy(decoder, out.prompt_token_ids, tokens)
+
+
+@pytest.mark.parametrize(("spec", "page_size"), [((3, 3, 8), 1), ((4, 2, 7), 16), ((4, 1, 5), 4)], ids=str)
+def test_text_is_that_of_dense_attention(zoo: Zoo, with_alibi: None, spec: Any, page_size: int) -> None:
+    hold_lossless(zoo, spec, 16, page_size=page_size, prefill_chunk=7)
+
+
+def test_with_shared_prefixes(zoo: Zoo, with_alibi: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that begin alike read their pages together, although on a CPU that saves nothing."""
+    monkeypatch.setitem(build.LEAST_SAVED, "cpu", 0.0)
+    with zoo.decoder("llama", "eagle3", SpecConfig(3, 3, 8), page_size=4, prefix_caching=True) as decoder:
+        start = ragged_prompts(40, 3)[2]
+        prompts = [[*start, token] for token in (3, 9, 17)]
+        decoder.generate(prompts[0], SamplingParams(max_tokens=2))
+        for out in decoder.generate(prompts, SamplingParams(max_tokens=12)):
+            assert out.token_ids == dense_greedy(decoder, out.prompt_token_ids, 12)
+
+
+@pytest.mark.slow
+def test_by_our_kernels(zoo: Zoo, with_alibi: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU Triton's interpreter runs them."""
+    monkeypatch.setattr("specdec.loading.build.make_backend", lambda choice: TritonBackend(8))
+    hold_lossless(zoo, (2, 2, 4), 5, page_size=4)

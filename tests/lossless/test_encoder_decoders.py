@@ -1,0 +1,94 @@
+"""Encoder-decoder targets write what transformers' greedy search writes, plainly and through draft trees.
+
+Keeps out: a row that reads another row's text, or its own as an earlier request left it; a text read causally, twice or not at
+all; positions of the pass instead of the decoder's; tokens that no prompt says, forgotten at the decoder's start.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.oracles.encoder_decoders import ENCODER_DECODERS, LONGEST, eager, greedy, save_encoder_decoder, save_head
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.models.transformers_backend.encoder_decoder import EncoderDecoderTarget
+
+LENS = [1, 2, 35, LONGEST, 21, 9]
+TOKENS = [14, 5, 9, 20, 3, 12]  # rows end at different times, and others move
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder_decoder(tmp_path_factory.mktemp("bart") / "target", "bart")
+
+
+@pytest.fixture(scope="module")
+def head(bart: Path) -> Path:
+    return save_head(bart.parent / "head", bart)
+
+
+def sources() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 40, (n,), generator=generator).tolist() for n in LENS]
+
+
+def hold_lossless(target: Path, draft: Path | None, spec: SpecConfig | None, begin: int = 1, **settings: Any) -> None:
+    given = {"device": "cpu", "dtype": "float32", "max_batch_size": 3, **settings}
+    with SpecDecoder.from_pretrained(target, draft, spec, **given) as decoder:
+        outs = decoder.generate(sources(), [SamplingParams(max_tokens=n) for n in TOKENS])
+    model = eager(target)
+    for source, count, out in zip(sources(), TOKENS, outs, strict=True):
+        assert out.prompt_token_ids == source
+        assert out.token_ids == greedy(model, source, count, begin), source
+    assert len({tuple(out.token_ids[:3]) for out in outs}) > 1, "the texts must depend on what the encoder reads"
+
+
+@pytest.mark.parametrize("model_type", ENCODER_DECODERS)
+def test_every_family_equals_transformers(model_type: str, tmp_path: Path) -> None:
+    hold_lossless(save_encoder_decoder(tmp_path / "target", model_type), None, None)
+
+
+@pytest.mark.parametrize(("page_size", "spec"), [(1, (3, 3, 8)), (4, (2, 2, 5)), (16, (4, 1, 5))], ids=str)
+def test_trees_and_chains(bart: Path, head: Path, page_size: int, spec: tuple[int, int, int]) -> None:
+    hold_lossless(bart, head, SpecConfig(*spec), page_size=page_size, prefill_chunk=7)
+
+
+@pytest.mark.slow
+def test_trees_by_our_kernels(bart: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU Triton's interpreter runs them."""
+    monkeypatch.setattr("specdec.loading.build.make_backend", lambda choice: TritonBackend(8))
+    hold_lossless(bart, head, SpecConfig(2, 2, 4), page_size=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["round", "step", False])
+def test_captured_rounds_read_the_rows_texts(bart: Path, head: Path, graphs: Any) -> None:
+    """Keeps out: a graph that froze which text a row reads, or how long it is."""
+    hold_lossless(bart, head, SpecConfig(3, 3, 8), page_size=16, device="cuda", cuda_graphs=graphs)
+
+
+def test_the_forced_first_token_is_part_of_the_decoders_start(tmp_path: Path) -> None:
+    """Keeps out: a summary or translation that lacks the token which the checkpoint forces after the first."""
+    target = save_encoder_decoder(tmp_path / "target", "mbart", forced=7)
+    hold_lossless(target, None, None, begin=2)
+
+
+def test_a_text_that_fails_leaves_the_others_running(bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: an encoder without memory for one text, which ends the requests of all rows."""
+    read = EncoderDecoderTarget.read_text
+
+    def read_text(self: EncoderDecoderTarget, ids_S: torch.Tensor, backend: Any) -> torch.Tensor:
+        if len(ids_S) == LONGEST:
+            raise MemoryError("no room for this text")
+        return read(self, ids_S, backend)
+
+    monkeypatch.setattr(EncoderDecoderTarget, "read_text", read_text)
+    with SpecDecoder.from_pretrained(bart, device="cpu", dtype="float32", max_batch_size=2, prefill_chunk=1) as decoder:
+        with pytest.raises(RuntimeError, match="the request failed while it ran: no room for this text"):
+            decoder.generate(sources(), SamplingParams(max_tokens=4))
+        model = eager(bart)
+        both = [sources()[2], sources()[4]]  # they fill all rows, so no place of a text may have been lost
+        for source, out in zip(both, decoder.generate(both, SamplingParams(max_tokens=6)), strict=True):
+            assert out.token_ids == greedy(model, source, 6)
