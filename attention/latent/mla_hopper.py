@@ -97,6 +97,17 @@ def _start_loading(
 
 
 @gluon.jit
+def _wait_for_keys(bar, phase, by_engine):
+    """Waits until a block's keys have arrived, as `_start_loading` sent for them."""
+    if by_engine:
+        mbarrier.wait(bar, phase)
+    else:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        _barrier()
+
+
+@gluon.jit
 def _load_codes(
     latent, scales, page_N, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
     wide: gl.constexpr,
@@ -258,12 +269,7 @@ def latent_hopper_kernel(
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
         to_c, to_r, bar = c_s.index((block + 1) % 2), r_s.index((block + 1) % 2), bars.index((block + 1) % 2)
         if not SCALED:
-            if start + 64 <= engine_end:
-                mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
-            else:
-                async_copy.wait_group(0)
-                fence_async_shared()
-                _barrier()
+            _wait_for_keys(bars.index(block % 2), (block // 2) % 2, start + 64 <= engine_end)
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
         if SCALED:
