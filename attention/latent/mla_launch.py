@@ -27,6 +27,8 @@ from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
+# Rows of at most SHORT keys are split down to SHORT_LEAST keys.  Measured: benchmarks/README.md, "Why the tiles and rules are
+# what they are".
 SHORT, SHORT_LEAST = 4096, 64
 
 
