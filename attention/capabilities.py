@@ -15,13 +15,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")
-KV_DTYPES = ("auto", *KV_CACHE_DTYPES)
+KV_DTYPES = ("auto", *KV_CACHE_DTYPES, FP8_LATENTS)
 GRAPH_MODES: tuple[GraphMode, ...] = (False, "step", "round")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -56,12 +57,10 @@ class Capability:
     ours: the kinds of layers that specdec's Triton kernels read in its place.  Where this is not empty, they read shared
         prefixes too.
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
-    fp8_from: the lowest compute capability for fp8 KV.
-    mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").  No
-        backend reads latents in 8 bits.
+    fp8_from: the lowest compute capability for float8, in KV or latents.
+    mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").
     sparse: whether it reads latents that an indexer chose for each query.
-    alibi, cross, encoder: whether it adds ALiBi's slopes times distances, reads an encoder's texts for a decoder, and computes
-        an encoder's attention, which looks in both directions.
+    alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
@@ -83,9 +82,8 @@ class Capability:
     ours: tuple[str, ...] = ()
     softcap: bool = True
     sinks: bool = True
-    alibi: bool = True
-    cross: bool = True
-    encoder: bool = True
+    alibi: bool = False
+    encoder: bool = False
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
@@ -102,37 +100,30 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring", sparse=True, split_heads=True,
+            mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True,
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, alibi=True,
+            encoder=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
             head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
-            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa3", "flash_attn_interface", "H200", package="flash-attn-3", least_version=(3, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
-            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), unread_pages=(80, 112, 128, 144), kinds=("full",), ours=("window", "chunk"),
-            alibi=False, cross=False, encoder=False,
         ),
     )
 }  # fmt: skip
 BACKENDS = tuple(TABLE)
-PREFERRED = (
-    "triton",
-    "torch",
-    "fa4",
-    "fa3",
-    "fa2",
-)  # the order in which errors suggest a backend instead of one that can't run
+# The order in which errors suggest a backend instead of one that can't run.
+PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2")
 
 
 @dataclass(frozen=True)
@@ -142,12 +133,12 @@ class AttentionNeeds:
     architecture: the GPU's compute capability; None on a CPU.
     gpu: the kind of GPU, as gpu_kind names it.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
-    alibi: whether layers have ALiBi's slopes.  encoder, cross: whether the target has an encoder, whose attention looks in both
-        directions, and whose output each layer of the decoder reads.
+    alibi, encoder: whether layers have ALiBi's slopes, and whether the target has an encoder, which its decoder's layers read.
     value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
     differential: whether these values are those of differential attention.
     kv_cache_dtype: as in EngineOptions.
-    mla, sparse: whether the target's layers keep latents, and whether an indexer chooses those that a query reads.
+    mla, latent_rank, sparse: whether the target's layers keep latents, the latents' rank, and whether an indexer chooses those
+        that a query reads.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
     rows: the most sequences in a batch.
@@ -167,10 +158,10 @@ class AttentionNeeds:
     softcap: bool = False
     sinks: bool = False
     alibi: bool = False
-    cross: bool = False
     encoder: bool = False
     kv_cache_dtype: str = "auto"
     mla: bool = False
+    latent_rank: int = 512
     sparse: bool = False
     page_size: int = 16
     tree: bool = True
@@ -262,22 +253,13 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     asked = dict.fromkeys(map(kind_name, n.kinds))
     if not set(asked) & set(c.kinds) and not n.mla:
         yield Fault(f"reads {', '.join(c.kinds)} layers, and these models have {' and '.join(asked)} layers only")
-    if n.kv_cache_dtype not in c.kv_cache_dtypes:
-        problem = f"reads KV in the models' own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
-        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
-    elif n.kv_cache_dtype == "fp8" and c.fp8_from and n.architecture and n.architecture < c.fp8_from:
-        wanted, got = (".".join(map(str, numbers)) for numbers in (c.fp8_from, n.architecture))
-        problem = f"reads fp8 KV on GPUs of compute capability {wanted} or later, got {got}"
-        yield Fault(problem, "kv_cache_dtype='int8'", replace(n, kv_cache_dtype="int8"))
+    yield from _kv_faults(c, n)
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
     if n.sparse and not c.sparse:
         yield Fault("does not read latents that an indexer chose")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks or n.alibi):
         yield Fault("reads MLA's latent cache without softcap, sinks or ALiBi, which these models use")
-    if n.mla and n.kv_cache_dtype != "auto":
-        problem = f"reads MLA's latent cache in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
-        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
     yield from _split_faults(c, n)
     yield from _plan_faults(c, n)
 
@@ -308,11 +290,34 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
             yield Fault(f"needs {c.package} {wanted} or later, got {found}")
 
 
+def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    """Faults of how keys and values, or latents, are to be kept."""
+
+    def fault(problem: str, nearest: str) -> Fault:
+        return Fault(f"{problem}, got {got}", f"kv_cache_dtype={nearest!r}", replace(n, kv_cache_dtype=nearest))
+
+    kept, got = n.kv_cache_dtype, f"kv_cache_dtype={n.kv_cache_dtype!r}"
+    is_too_old = c.fp8_from is not None and n.architecture is not None and n.architecture < c.fp8_from
+    if kept not in c.kv_cache_dtypes:
+        yield fault("reads KV in the models' own dtype", "auto")
+    elif kept == FP8_LATENTS and not n.mla:
+        nearest = "auto" if n.value_dims else "int8" if is_too_old else "fp8"
+        yield fault(f"keeps latents (MLA) as {FP8_LATENTS}, which these models have none of", nearest)
+    elif n.mla and kept in KV_CACHE_DTYPES:
+        nearest = "auto" if is_too_old or n.latent_rank % GROUP else FP8_LATENTS
+        yield fault(f"keeps latents (MLA) in the model's own dtype or as {FP8_LATENTS}", nearest)
+    elif kept == FP8_LATENTS and n.latent_rank % GROUP:
+        yield fault(f"keeps latents of a multiple of {GROUP} numbers as {FP8_LATENTS}, these have {n.latent_rank}", "auto")
+    elif kept in ("fp8", FP8_LATENTS) and is_too_old:
+        wanted, got = (".".join(map(str, numbers)) for numbers in (c.fp8_from or (), n.architecture or ()))
+        yield fault(f"reads {kept} KV on GPUs of compute capability {wanted} or later", "int8" if kept == "fp8" else "auto")
+
+
 def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     """Limits that no backend in the table has today; a new backend may have them."""
     for what, wanted, has in (
         ("softcap", n.softcap, c.softcap), ("attention sinks", n.sinks, c.sinks), ("ALiBi", n.alibi, c.alibi),
-        ("cross attention", n.cross, c.cross), ("attention in both directions", n.encoder, c.encoder),
+        ("encoder attention or cross attention", n.encoder, c.encoder),
     ):  # fmt: skip
         if wanted and not has:
             yield Fault(f"has no {what}, which these models use")

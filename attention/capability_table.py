@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specdec.attention.caches.fp8_latent import FP8_LATENTS
 from specdec.attention.capabilities import BACKENDS, KINDS, KV_DTYPES, TABLE, Capability, listed, short
 
 
@@ -19,8 +20,7 @@ def table_rows() -> list[list[str]]:
         "softcap": [_yes(c.softcap) for c in cs],
         "sinks": [_yes(c.sinks) for c in cs],
         "ALiBi": [_yes(c.alibi) for c in cs],
-        "cross attention": [_yes(c.cross) for c in cs],
-        "encoder attention": [_yes(c.encoder) for c in cs],
+        "encoder and cross attention": [_yes(c.encoder) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
         "MLA": [_mla(c) for c in cs],
         "sparse MLA": [_yes(c.sparse) for c in cs],
@@ -63,14 +63,14 @@ def _kind(c: Capability, kind: str) -> str:
 
 
 def _kv(c: Capability, kv: str) -> str:
-    if kv == "fp8" and kv in c.kv_cache_dtypes and c.fp8_from:
+    if kv.startswith("fp8") and kv in c.kv_cache_dtypes and c.fp8_from:
         return f"on {'.'.join(map(str, c.fp8_from))} and later"
     return _yes(kv in c.kv_cache_dtypes)
 
 
 def _mla(c: Capability) -> str:
-    """The cell on latent caches.  No backend reads latents in 8 bits, so the cell only mentions the model's own dtype."""
-    own = "KV in the model's own dtype"
+    """The cell on latent caches, which are kept in one of two ways."""
+    own = f"latents in the model's own dtype or {FP8_LATENTS}"
     return {"any scoring": own, "plain": f"{own}, without softcap, sinks or ALiBi", "": "no"}[c.mla]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
@@ -118,6 +119,13 @@ class LayerInputs(ABC):
     @abstractmethod
     def dense(self) -> DenseHeads:
         """The same tokens' queries, keys and values, where no cache is used: in training, and in checks."""
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
+        """`dense`, over what a cache would give back.  as_stored: rounds what the layer keeps: here keys and values
+        [T, 2, K, D].
+        """
+        heads = self.dense()
+        return DenseHeads(heads.q_TQD, *as_stored(torch.stack(heads[1:], dim=1)).unbind(1))
 
     def choose(self, rows: int, last: Tensor | None) -> Tensor | None:
         """[B, S, S] bool: which of its row's S tokens each token reads over `dense`, where the layer itself chooses.

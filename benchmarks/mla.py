@@ -2,12 +2,16 @@
 """Latent attention (MLA) alone at DeepSeek-V3's shape, against what memory and tensor cores allow.  Prints and writes JSON.
 
     python benchmarks/mla.py --out benchmarks/results/mla_h100.json
+    python benchmarks/mla.py --formats --out benchmarks/results/mla_fp8_h200.json
 
-The shape is 128 heads, latents of 512 + 64, bf16, and scattered pages.  Times are medians of CUDA-graph replays, per layer.  A
-graph holds several layers with caches of their own, so that a layer finds its latents in memory and not in L2, as in a model.
-The bytes are the prefix's latents, read once.  The arithmetic is 2 * (576 + 512) operations for each pair of key and query,
-times the heads.  With 128 heads even one query needs about as long for its arithmetic as for its bytes, and several queries are
-bound by arithmetic.  Errors are distances to float64.
+The shape is 128 heads, latents of 512 + 64, bf16, and scattered pages.  `--formats` compares a cache in 16 bits (1,152 bytes a
+token) with kv_cache_dtype="fp8_ds_mla" (656 bytes), also for 16 heads, a rank's share where eight ranks hold a model.
+
+Times are medians of CUDA-graph replays, per layer.  A graph holds several layers with caches of their own, so that a layer
+finds its latents in memory and not in L2, as in a model.  The bytes are the prefix's latents, read once.  The arithmetic is
+2 * (576 + 512) operations for each pair of key and query, times the heads.  With 128 heads even one query needs about as long
+for its arithmetic as for its bytes, and several queries are bound by arithmetic.  Errors are distances to float64 over what the
+cache holds; `quantised` is the distance to float64 over the latents before they were stored.
 
 Shapes: B sequences, L prefix length, N queries of a sequence, T = B * N, H heads, C rank, R rotated dim.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -32,7 +37,9 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import LatentLayout, MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -41,6 +48,7 @@ from specdec.attention.latent import mla, mla_launch
 from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.mla_launch import LatentTiles
 from specdec.attention.latent.prep import LatentPrep
+from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -50,22 +58,38 @@ DEVICE = torch.device("cuda")
 H, C, R, NOPE, VALUE = 128, 512, 64, 128, 128
 DEPTH = 8  # of the trees: the suffix's width
 SCALING = Scoring(scale=0.1352)
-READ_BANDWIDTH, PRODUCTS = 3.06e12, 798e12  # bytes and operations a second, measured on an H100 80GB: large sums, 8192^3
+READ_BANDWIDTHS = {"H100": 3.06e12, "H200": 4.48e12}  # bytes a second, measured with large sums
+PRODUCTS = 798e12  # operations a second, measured on an H100 80GB with 8192^3; an H200 reaches the same
 
 
 class Case(NamedTuple):
-    """kind: decode (one query), chain (N causal queries whose latents are stored), tree (prefix + suffix)."""
+    """kind: decode (one query), chain (N causal queries whose latents are stored), tree (prefix + suffix).
+
+    cache: kv_cache_dtype.
+    """
 
     kind: str
     B: int
     L: int
     N: int
     page_size: int
+    cache: str = "auto"
+    heads: int = H
+
+    @property
+    def token_bytes(self) -> int:
+        return row_bytes(C, R) if self.cache == "fp8_ds_mla" else 2 * (C + R)
 
 
+CACHES = ("auto", "fp8_ds_mla")
 KINDS = (("decode", 1), ("chain", 6), ("tree", 32))
 CASES = [
     Case(kind, B, L, N, P) for P, (kind, N), B, L in itertools.product((64, 16), KINDS, (1, 8, 32, 64), (1024, 8192, 32768))
+]
+FORMAT_CASES = [
+    Case(kind, B, L, N, 64, heads=heads)
+    for heads, (kind, N), B, L in itertools.product((128, 16), KINDS, (1, 8, 32), (2048, 8192, 32768))
+    if kind == "decode" or (L == 8192 and B != 8)
 ]
 TRIED = [
     LatentTiles(64, 64, 8, 2, 256, hopper=True),
@@ -75,19 +99,36 @@ TRIED = [
 ]
 
 
-class World:
-    """One case's inputs.  pool: random bf16 numbers that every case's caches are cut from."""
+class Pool:
+    """Random latents that every case's caches are cut from, in bf16 and, once somebody asks for them, in 8 bits."""
 
-    def __init__(self, case: Case, pool: Tensor) -> None:
-        kind, B, L, N, P = case
+    def __init__(self, tokens: int) -> None:
+        self.latent_XL = torch.empty(tokens, C + R, dtype=torch.bfloat16, device=DEVICE).normal_()
+
+    @functools.cached_property
+    def packed_XB(self) -> Tensor:
+        return torch.cat([pack_latents(part, C) for part in self.latent_XL.split(100_000)])
+
+    def views(self, cache: str, slots: int) -> list[LatentView]:
+        """As many layers of so many slots as take four times L2, or as there are."""
+        layers = min(len(self.latent_XL) // slots, max(1, -(-100_000_000 // (slots * (C + R)))))
+        if cache == "fp8_ds_mla":
+            return [Fp8LatentView(rows, C) for rows in self.packed_XB.split(slots)[:layers]]
+        return [MLAView(latents, C) for latents in self.latent_XL.split(slots)[:layers]]
+
+
+class World:
+    """One case's inputs."""
+
+    def __init__(self, case: Case, pool: Pool) -> None:
+        kind, B, L, N, P = case[:5]
         self.case, width = case, -(-(L + N) // P)
-        numbers = B * width * P * (C + R)
-        self.layers = min(pool.numel() // numbers, max(1, -(-100_000_000 // numbers)))  # four times L2
-        latents = pool[: self.layers * numbers].view(self.layers, -1, C + R)
-        self.views = [MLAView(layer, C) for layer in latents]
+        self.views = pool.views(case.cache, B * width * P)
+        self.stored = pool.views("auto", B * width * P)[-1]  # the last layer's latents before they were stored
+        self.layers = len(self.views)
         table = torch.randperm(B * width, device=DEVICE).view(B, width).int()
         lens = torch.full((B,), L, dtype=torch.int32, device=DEVICE)
-        self.q_THL = torch.randn(B * N, H, C + R, device=DEVICE, dtype=torch.bfloat16)
+        self.q_THL = torch.randn(B * N, case.heads, C + R, device=DEVICE, dtype=torch.bfloat16)
         committed = L if kind == "tree" else L - N
         self.slots_T = PageTable(table, P).slots_at((committed + torch.arange(N, device=DEVICE)).expand(B, N)).flatten()
         if kind != "tree":
@@ -132,10 +173,12 @@ class Around:
         return outs
 
 
-class Prompt:
-    """T tokens of one prompt after `cached` others, through a whole layer's attention without its projections."""
-
+class OneLayer:
     layers = 1
+
+
+class Prompt(OneLayer):
+    """T tokens of one prompt after `cached` others, through a whole layer's attention without its projections."""
 
     def __init__(self, T: int, cached: int) -> None:
         pages = -(-(T + cached) // 64)
@@ -154,7 +197,7 @@ class Prompt:
         return [attn(0, LatentInputs(around.q, around.fresh, around.up, around.prep), None, SCALING)]
 
 
-def prompts(_: Tensor, replays: int) -> list[dict[str, Any]]:
+def prompts(_: Pool, replays: int) -> list[dict[str, Any]]:
     """Absorbed against expanded attention, which shows from how many tokens on expanding is faster (EXPAND_ABOVE)."""
     rows = []
     for T, cached in itertools.product((256, 512, 1024, 2048, 4096, 8192), (0, 8192)):
@@ -168,8 +211,8 @@ def prompts(_: Tensor, replays: int) -> list[dict[str, Any]]:
     return rows
 
 
-def timed(step: Callable[[Any], list[Tensor]], world: World | Prompt, replays: int) -> tuple[float, Tensor]:
-    """Microseconds a layer under a CUDA graph, and the last layer's output."""
+def timed(step: Callable[[Any], list[Tensor]], world: Any, replays: int) -> tuple[float, Tensor]:
+    """Microseconds a layer under a CUDA graph, and the last layer's output.  world: what the step takes; it has `layers`."""
     step(world)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -187,33 +230,38 @@ def timed(step: Callable[[Any], list[Tensor]], world: World | Prompt, replays: i
     return statistics.median(times[2:]) / world.layers, outs[-1]
 
 
-def error(world: World, out: Tensor) -> float:
-    """||out - exact|| / ||exact||."""
+def error(world: World, out: Tensor, view: LatentView) -> float:
+    """||out - exact|| / ||exact||, where `exact` is float64 over what the view holds."""
     oracle = TorchBackend()
-    view = MLAView(world.views[-1].latent.double(), C)
     exact = oracle.attend(world.q_THL.double(), view, oracle.prepare(world.plan), SCALING).out_THD
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def measure(case: Case, pool: Tensor, replays: int, with_error: bool = True) -> dict[str, Any]:
+def measure(case: Case, pool: Pool, replays: int, with_error: bool = True) -> dict[str, Any]:
     world = World(case, pool)
     us, out = timed(ours, world, replays)
     limits = bound_us(case)
     row = {**case._asdict(), "layers": world.layers, "us": round(us, 2), "bytes_us": limits[0], "products_us": limits[1]}
-    row |= {"TBps": round(case.B * case.L * (C + R) * 2 / us / 1e6, 3), "TFLOPs": round(operations(case) / us / 1e6, 1)}
+    row |= {"TBps": round(case.B * case.L * case.token_bytes / us / 1e6, 3), "TFLOPs": round(operations(case) / us / 1e6, 1)}
     row["share"] = round(max(limits) / us, 3)
-    if with_error and case.B * case.L * case.N * H <= 2**28:
-        row["error"] = error(world, out)
+    if with_error and case.B * case.L * case.N * case.heads <= 2**28:
+        row["error"] = error(world, out, world.views[-1])
+        row["quantised"] = error(world, out, world.stored)
     return row
 
 
 def operations(case: Case) -> float:
-    return 2.0 * case.B * case.N * case.L * H * (2 * C + R)
+    return 2.0 * case.B * case.N * case.L * case.heads * (2 * C + R)
+
+
+@functools.cache
+def read_bandwidth() -> float:
+    return next((speed for name, speed in READ_BANDWIDTHS.items() if name in torch.cuda.get_device_name()), 3.06e12)
 
 
 def bound_us(case: Case) -> tuple[float, float]:
     """The least times that the bytes and the arithmetic need."""
-    reading = case.B * case.L * (C + R) * 2 / READ_BANDWIDTH
+    reading = case.B * case.L * case.token_bytes / read_bandwidth()
     return round(reading * 1e6, 2), round(operations(case) / PRODUCTS * 1e6, 2)
 
 
@@ -235,15 +283,14 @@ def warm(job: tuple[LatentTiles | None, Case]) -> str:
         use(tiles)
     try:
         torch.manual_seed(0)
-        pool = torch.empty(2 * (case.L + 128) * (C + R), dtype=torch.bfloat16, device=DEVICE).normal_()
-        world = World(case, pool)
+        world = World(case, Pool(2 * (case.L + 128)))
         out = ours(world)[-1]
-        return f"{job}: error {error(world, out):.1e}"
+        return f"{job}: error {error(world, out, world.views[-1]):.1e}"
     except Exception as reason:  # a tile that does not fit is no reason to stop
         return f"{job}: {type(reason).__name__} {str(reason)[:200]}"
 
 
-def tune(pool: Tensor, replays: int) -> list[dict[str, Any]]:
+def tune(pool: Pool, replays: int) -> list[dict[str, Any]]:
     """Every tile that compiles, over cases of each kind."""
     rows = []
     sizes = ((1, 8192), (1, 32768), (8, 8192), (32, 8192))
@@ -264,7 +311,7 @@ def tune(pool: Tensor, replays: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(pool: Tensor, replays: int) -> list[dict[str, Any]]:
+def table(pool: Pool, replays: int) -> list[dict[str, Any]]:
     print("kind   page   B      L   N        us   TB/s TFLOPs bytes us prods us  share")
     rows = []
     for case in CASES:
@@ -273,7 +320,52 @@ def table(pool: Tensor, replays: int) -> list[dict[str, Any]]:
     return rows
 
 
-def surroundings(pool: Tensor, replays: int) -> list[dict[str, Any]]:
+def formats(pool: Pool, replays: int) -> list[dict[str, Any]]:
+    """The same cases over a cache in 16 bits and over one in 8."""
+    print("heads kind     B      L   N   16 bits limits: bytes products   8 bits limits: bytes products  speed-up")
+    rows = []
+    for case in FORMAT_CASES:
+        two = [measure(case._replace(cache=cache), pool, replays) for cache in CACHES]
+        rows += two
+        text = "".join(f" {row['us']:9.2f} {row['bytes_us']:13.1f} {row['products_us']:8.1f}" for row in two)
+        errors = " ".join(f"{name} {row[name]:.1e}" for row in two for name in ("error", "quantised") if name in row)
+        print(
+            f"{case.heads:4} {case.kind:6} {case.B:3} {case.L:6} {case.N:3}{text} {two[0]['us'] / two[1]['us']:9.2f}  {errors}"
+        )
+    return rows
+
+
+class CachedPrompt(OneLayer):
+    """T absorbed queries of one prompt, whose latents in 8 bits have been stored, as those of `cached` tokens before them."""
+
+    def __init__(self, T: int, cached: int) -> None:
+        pages = -(-(T + cached) // 64)
+        self.view = Pool(pages * 64).views("fp8_ds_mla", pages * 64)[0]
+        table = torch.randperm(pages, device=DEVICE).view(1, pages).int()
+        length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
+        self.segment = replace(causal_segment(PageTable(table, 64), length_1, T), max_cached=cached)
+        self.q_THL = torch.randn(T, H, C + R, device=DEVICE, dtype=torch.bfloat16)
+        self.workspace, self.backend = Workspace.of(self.segment, C + R, torch.bfloat16), TritonBackend()
+
+    def direct(self, _: object) -> list[Tensor]:
+        return [self.backend.run(self.q_THL, self.view, self.segment, SCALING).out_THD]
+
+    def converted(self, _: object) -> list[Tensor]:
+        return [self.workspace.state(self.backend, self.q_THL, self.view, SCALING).out_THD]
+
+
+def conversions(_: Pool, replays: int) -> list[dict[str, Any]]:
+    """Prompts over latents in 8 bits: read as they are, or converted first (UPCONVERT_FROM)."""
+    rows = []
+    for T, cached in itertools.product((16, 32, 64, 128, 256, 512), (0, 2048, 8192, 32768)):
+        prompt = CachedPrompt(T, cached)
+        direct, converted = (round(timed(step, prompt, replays)[0], 1) for step in (prompt.direct, prompt.converted))
+        rows.append({"kind": "converted", "T": T, "cached": cached, "direct_us": direct, "converted_us": converted})
+        print(f"prompt of {T:5} after {cached:5}: direct {direct:9.1f} us, converted {converted:9.1f} us")
+    return rows
+
+
+def surroundings(pool: Pool, replays: int) -> list[dict[str, Any]]:
     rows = []
     for N, B in itertools.product((1, 6, 32), (1, 32)):
         us = timed(Around(B * N), World(Case("tree", B, 1024, N, 64), pool), replays)[0]
@@ -287,17 +379,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--tune", action="store_true", help="try tiles instead of the table")
+    parser.add_argument("--formats", action="store_true", help="a cache in 16 bits and one in 8 instead of the table")
     args = parser.parse_args()
     small = [Case(kind, 2, 300, N, P) for kind, N in KINDS for P in (64, 16)]
+    if args.formats:
+        small = [Case(kind, 2, 300, N, 64, *more) for kind, N in KINDS for more in itertools.product(CACHES, (128, 16))]
     jobs = list(itertools.product(TRIED if args.tune else [None], small))
     with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool_of_processes:
         for line in pool_of_processes.map(warm, jobs):
             print(line, flush=True)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    pool = torch.empty(int(6e9) // 2, dtype=torch.bfloat16, device=DEVICE).normal_()
+    pool = Pool(int(6e9) // 2 // (C + R))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    parts = (tune,) if args.tune else (table, surroundings, prompts)
+    parts = (tune,) if args.tune else (formats, conversions) if args.formats else (table, surroundings, prompts)
     rows: list[dict[str, Any]] = []
     for part in parts:  # each is written when it is done: a later one may fail
         rows += part(pool, args.replays)
@@ -310,7 +405,7 @@ def write(out: Path, rows: list[dict[str, Any]], replays: int) -> None:
     about = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": importlib.metadata.version("triton"),
         "date": datetime.date.today().isoformat(), "heads": H, "rank": C, "rope_dim": R, "dtype": "bfloat16",
-        "read_bandwidth": READ_BANDWIDTH, "products": PRODUCTS, "replays": replays,
+        "read_bandwidth": read_bandwidth(), "products": PRODUCTS, "replays": replays,
     }  # fmt: skip
     out.write_text(json.dumps({**about, "cells": rows}, indent=1) + "\n")
 

@@ -11,27 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.latent_view import LatentParts, LatentView
 from specdec.attention.caches.planes import CacheLayout, Plane
 
 
 @dataclass(frozen=True)
-class MLAView:
+class MLAView(LatentView):
     """One layer's latents.  latent: [num_slots, C + R], in the model's own dtype.  rank: C."""
 
     latent: Tensor
     rank: int
 
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        raise TypeError("a latent cache takes no keys and values; layers use latent.mla.store_latent")
+    @property
+    def width(self) -> int:
+        return self.latent.shape[1]
 
-    def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys [N, 1, C + R] and values [N, 1, C] of the slots (int64 [N]).  The values are a view of the keys."""
-        k_N1X = self.latent.index_select(0, slots_N).to(dtype)[:, None]
-        return k_N1X, k_N1X[..., : self.rank]
+    @cached_property
+    def parts(self) -> LatentParts:
+        return LatentParts(self.latent[:, : self.rank], self.latent[:, self.rank :])
+
+    def put(self, slots_T: Tensor, latent_TL: Tensor) -> None:
+        self.latent.index_copy_(0, slots_T, latent_TL)
+
+    def latents(self, slots_N: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.latent.index_select(0, slots_N).to(dtype)
 
 
 @dataclass(frozen=True)

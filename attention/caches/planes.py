@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +46,17 @@ class KVView(Protocol):
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), converted to that dtype."""
+
+
+@runtime_checkable
+class RoundingView(Protocol):
+    """A view whose cache may round what it stores.  rounds: whether it does."""
+
+    @property
+    def rounds(self) -> bool: ...
+
+    def as_stored(self, kept: Tensor) -> Tensor:
+        """What the layer keeps of T tokens, as a later read of the cache would return it."""
 
 
 class CacheLayout(ABC):

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.planes import CacheLayout, Plane
+from specdec.attention.caches.planes import CacheLayout, Plane, RoundingView
 
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 FP8_MAX, INT8_MAX = 448.0, 127.0
@@ -45,6 +46,7 @@ class QuantView:
     scale_2K: Tensor | None = None
     scales_N2K: Tensor | None = None
     needs_scale: bool = False
+    rounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
@@ -81,9 +83,9 @@ class QuantView:
         kv = dequantised(stored, scales, dtype)
         return kv[:, 0], kv[:, 1]
 
-    def as_stored(self, kv_T2KD: Tensor) -> Tensor:
-        """These keys and values as a later read of the cache would return them: quantised and converted back."""
-        return dequantised(*self.quantise(kv_T2KD), kv_T2KD.dtype)
+    def as_stored(self, kept: Tensor) -> Tensor:
+        """These keys and values [T, 2, K, D] as a later read of the cache would return them: quantised and converted back."""
+        return dequantised(*self.quantise(kept), kept.dtype)
 
     def quantise(self, kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
         """The stored form of these keys and values, [T, 2, K, D], and its scales: [2, K] for fp8, [T, 2, K] for int8."""
@@ -94,13 +96,15 @@ class QuantView:
 
 
 def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
-    """A function (layer, keys and values [T, 2, K, D]) -> what a later read of the cache would return of them.
+    """A function (layer, what it keeps of T tokens) -> what a later read of the cache would return of it.
 
-    None: the cache keeps keys and values as they are.
+    Ordinary layers keep keys and values [T, 2, K, D], layers of latent attention latents [T, L].  None: the cache keeps both as
+    they are.
     """
     views = [cache.view(layer) for layer in range(len(cache.kinds))]
-    quantised = [view for view in views if isinstance(view, QuantView)]
-    return (lambda layer, kv_T2KD: quantised[layer].as_stored(kv_T2KD)) if quantised else None
+    rounding = [view for view in views if isinstance(view, RoundingView) and view.rounds]
+    assert len(rounding) in (0, len(views)), "some layers round what they keep, others do not"
+    return (lambda layer, kept: rounding[layer].as_stored(kept)) if rounding else None
 
 
 def dequantised(stored_N2KD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

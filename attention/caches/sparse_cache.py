@@ -15,8 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.mla_cache import LatentLayout, MLAView
+from specdec.attention.caches.fp8_latent import Fp8LatentLayout
+from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout, Plane
+
+LatentFormat = LatentLayout | Fp8LatentLayout
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,16 @@ class SparseLatentView:
     index_keys: [num_slots, I], in the model's own dtype; None: the layer reads what an earlier layer's indexer chose.
     """
 
-    latents: MLAView
+    latents: LatentView
     index_keys: Tensor | None
+
+    @property
+    def rounds(self) -> bool:
+        return self.latents.rounds
+
+    def as_stored(self, kept: Tensor) -> Tensor:
+        """Latents [T, L] as a later read of the cache would return them."""
+        return self.latents.as_stored(kept)
 
     def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
         self.latents.write(slots_T, kv_T2KD)
@@ -43,7 +55,7 @@ class SparseLatentLayout(CacheLayout):
     index_layers: the layers that have an indexer; None: all of them.
     """
 
-    latents: LatentLayout
+    latents: LatentFormat
     index_dim: int
     dtype: torch.dtype
     index_layers: tuple[int, ...] | None = None

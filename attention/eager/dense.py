@@ -8,6 +8,7 @@ Shapes: B rows of T tokens each, N = B * T, Q query heads, K kv heads, D head di
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 from specdec.attention.inputs import DenseHeads, LayerInputs
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 
-StoreFn = Callable[[int, Tensor], Tensor]  # (layer, keys and values [N, 2, K, D]) -> what a cache gives back of them
+StoreFn = Callable[[int, Tensor], Tensor]  # (layer, what it keeps of N tokens) -> what a cache gives back of it
 
 
 class DenseAttention:
@@ -24,7 +25,7 @@ class DenseAttention:
 
     kinds: each layer's kind.
     batch: B.
-    as_stored: rounds keys and values as an 8-bit cache would; None: the cache keeps them as they are.
+    as_stored: rounds what layers keep as an 8-bit cache would; None: the cache keeps it as it is.
     sources: for each layer, the layer whose keys and values it reads; left out: its own.
     """
 
@@ -37,19 +38,21 @@ class DenseAttention:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
-        heads = self._with_keys(layer, inputs.dense(), rows_R)
+        heads = self._with_keys(layer, inputs, rows_R)
         q, k, v = (per_row(x, self.batch) for x in heads)
         chosen = inputs.choose(self.batch, self._chosen)
         self._chosen = self._chosen if chosen is None else chosen
         out = inputs.finish(attend_rows(q, k, v, self.kinds[layer], scoring, chosen).transpose(1, 2).flatten(0, 1))
         return out if rows_R is None else out.index_select(0, rows_R)
 
-    def _with_keys(self, layer: int, heads: DenseHeads, rows_R: Tensor | None) -> DenseHeads:
+    def _with_keys(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None) -> DenseHeads:
         """A layer's heads with keys and values as it reads them: its own as stored, or those of its source."""
         source = self.sources[layer]
+        if layer != source or self.as_stored is None:
+            heads = inputs.dense()
+        else:
+            heads = inputs.dense_as_stored(partial(self.as_stored, layer))
         if layer == source:
-            if self.as_stored is not None:
-                heads = DenseHeads(heads.q_TQD, *self.as_stored(layer, torch.stack(heads[1:], dim=1)).unbind(1))
             if layer in self.sources[layer + 1 :]:
                 self._kept[layer] = heads.k_TKD, heads.v_TKE
             return heads

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView, SplitView
@@ -109,7 +109,7 @@ class TritonBackend(Backend):
         """The state of a plan: one kernel for each paged segment, then suffix and merge if there is any."""
         q_THD = _dense_rows(q_THD)
         T, H, _ = q_THD.shape
-        if isinstance(view, MLAView):
+        if isinstance(view, LatentView):
             return attend_latent(q_THD, view, plan, scoring, self.programs or programs_at_once(q_THD.device))
         assert isinstance(view, PlannedView)
         check_view(q_THD, view)

@@ -9,7 +9,8 @@ There are two ways to compute the same numbers.
 
 A pass is expanded if some row has more than EXPAND_ABOVE queries.  Layers do not choose; the plan decides.  The tokens of a
 long prompt that were cached before (by an earlier chunk, or as a cached prefix) are expanded EXPANDED_TOKENS at a time, and the
-states are merged.
+states are merged.  A cache in 8 bits is read as it is by passes of few queries a row, and converted first for others
+(upconvert.py).
 
 Shapes: T tokens, H heads, C latent rank, R rotated dim, N not rotated dim, V value dim, L = C + R, Q = N + R, X = N + V, B
 rows, W keys of a row at a time, E expanded keys.
@@ -17,7 +18,7 @@ rows, W keys of a row at a time, E expanded keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,11 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.prep import LatentPrep
+from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
@@ -64,15 +66,21 @@ class LatentInputs(LayerInputs):
 
     def paged(self, call: LayerCall) -> Tensor:
         view, q_THQ, up_HXC, N = call.view, self.q_THQ, self.up_HXC, self.nope_dim
-        assert isinstance(view, MLAView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
+        assert isinstance(view, LatentView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
         prompt = call.once("expanded prompt", ExpandedPrompt.of) if call.rows_R is None else None
         if prompt is not None:
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
             assert call.kind.span is None
             return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
-        return absorbed_values(call.attend(self.absorbed(call, view)), up_HXC[:, N:])
+        q_RHL, workspace = self.absorbed(call, view), None
+        if call.rows_R is None and call.kind.span is None:
+            workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype))
+        if workspace is None:
+            return absorbed_values(call.attend(q_RHL), up_HXC[:, N:])
+        state = call.finish(workspace.state(call.backend, q_RHL, view, call.scoring))
+        return absorbed_values(state.out_THD, up_HXC[:, N:])
 
-    def absorbed(self, call: LayerCall, view: MLAView) -> Tensor:
+    def absorbed(self, call: LayerCall, view: LatentView) -> Tensor:
         """Stores the latents, and returns the asked-for queries [R, H, L], which can be multiplied with latents."""
         q_THQ, up_HXC, N, L = self.q_THQ, self.up_HXC, self.nope_dim, self.latent_TL.shape[1]
         if call.rows_R is None:
@@ -86,13 +94,16 @@ class LatentInputs(LayerInputs):
         return q_RHL
 
     def dense(self) -> DenseHeads:
+        return self.dense_as_stored(lambda latent_TL: latent_TL)
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
         N = self.nope_dim
-        kv_T2HQ = expand(self.prep.apply_(self.q_THQ[..., N:], self.latent_TL), self.up_HXC, N)
+        kv_T2HQ = expand(as_stored(self.prep.apply_(self.q_THQ[..., N:], self.latent_TL)), self.up_HXC, N)
         return DenseHeads(self.q_THQ, kv_T2HQ[:, 0], kv_T2HQ[:, 1, :, : self.up_HXC.shape[1] - N])
 
 
 def store_latent(
-    view: MLAView,
+    view: LatentView,
     q_THR: Tensor,
     latent_TL: Tensor,
     slots_T: Tensor,
@@ -112,9 +123,9 @@ def store_latent(
     if use_kernels(latent_TL):
         from specdec.attention.latent.mla_store_triton import launch_store_latent
 
-        launch_store_latent(view.latent, q_THR, latent_TL, slots_T, prep, q_THR if out_THR is None else out_THR)
+        launch_store_latent(view, q_THR, latent_TL, slots_T, prep, q_THR if out_THR is None else out_THR)
         return
-    view.latent.index_copy_(0, slots_T, prep.apply_(q_THR, latent_TL))
+    view.put(slots_T, prep.apply_(q_THR, latent_TL))
     if out_THR is not None:
         out_THR.copy_(q_THR)
 
@@ -182,15 +193,15 @@ class ExpandedPrompt:
         return cls(prompt, own)
 
     def state(
-        self, backend: Backend, view: MLAView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
+        self, backend: Backend, view: LatentView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
     ) -> AttentionState:
         """The state [T, H, V] of the prompt's own tokens causally, merged with chunks of the tokens that were cached before."""
         assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
-        N = q_THQ.shape[2] - (view.latent.shape[1] - view.rank)
-        own = MHAView(expand(view.latent.index_select(0, slots_T), up_HXC, N))
+        N = q_THQ.shape[2] - (view.width - view.rank)
+        own = MHAView(expand(view.latents(slots_T, q_THQ.dtype), up_HXC, N))
         state = backend.run(q_THQ, own, self.own, scoring)
         for slots_E, segment in self.cached():
-            chunk = MHAView(expand(view.latent.index_select(0, slots_E), up_HXC, N))
+            chunk = MHAView(expand(view.latents(slots_E, q_THQ.dtype), up_HXC, N))
             state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))
         return state._replace(out_THD=state.out_THD[..., : up_HXC.shape[1] - N])
 

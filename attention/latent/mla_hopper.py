@@ -5,7 +5,13 @@ warps, and the other four repeat their work; larger tiles do not fit the registe
 the keys, then half of the values' columns.  A block of 64 latents is loaded by the GPU's copy engine (TMA) if it lies within
 one page, and by asynchronous copies otherwise; the next block is loaded while the current one is computed.
 
-Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
+Latents in 8 bits (caches/fp8_latent.py) are loaded as codes, into registers while a block's first product runs, and multiplied
+with their scales and written to shared memory while its second product runs.  They become float16 there, because that takes a
+third of the instructions that bfloat16 takes; queries and weights are scaled by powers of two into a range where float16 is at
+least as precise as bfloat16 was.  The rotated parts stay bfloat16.
+
+Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
+of a latent.
 """
 
 import triton.language as tl
@@ -48,10 +54,12 @@ def _pages_of(pages, start, high, PAGE_SIZE: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def _copy_keys(to, latent, page_N, start, high, stride, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+def _copy_keys(
+    to, keys, page_N, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
+):
     """Copies the 64 keys from `start` on, from pages of any size."""
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    base_N = latent + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride
+    base_N = keys + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * STRIDE
     _copy_rows(to, base_N, key_N < high, COLUMNS, layout)
 
 
@@ -61,13 +69,14 @@ def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.c
     slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
     mbarrier.expect(bar, 64 * 576 * 2)
     _fetch(tiles_c, [slot, 0], bar, to_c)
-    _fetch(tiles_r, [slot, 512], bar, to_r)
+    _fetch(tiles_r, [slot, 0], bar, to_r)
 
 
 @gluon.jit
 def _start_loading(
-    to_c, to_r, bar, latent, tiles_c, tiles_r, pages, wide_N, narrow_N, start, high, stride,
-    PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+    to_c, to_r, bar, latent, rope, tiles_c, tiles_r, pages, wide_N, narrow_N, start, high,
+    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, TMA: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block.
 
@@ -79,12 +88,75 @@ def _start_loading(
         else:
             last_wide_N = _pages_of(pages, start, high, PAGE_SIZE, WIDE)
             last_narrow_N = _pages_of(pages, start, high, PAGE_SIZE, NARROW)
-            _copy_keys(to_c, latent, last_wide_N, start, high, stride, PAGE_SIZE, 512, WIDE)
-            _copy_keys(to_r, latent + 512, last_narrow_N, start, high, stride, PAGE_SIZE, 64, NARROW)
+            _copy_keys(to_c, latent, last_wide_N, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
+            _copy_keys(to_r, rope, last_narrow_N, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
     else:
-        _copy_keys(to_c, latent, wide_N, start, high, stride, PAGE_SIZE, 512, WIDE)
-        _copy_keys(to_r, latent + 512, narrow_N, start, high, stride, PAGE_SIZE, 64, NARROW)
+        _copy_keys(to_c, latent, wide_N, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
+        _copy_keys(to_r, rope, narrow_N, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _load_codes(
+    latent, scales, page_N, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    wide: gl.constexpr,
+):  # fmt: skip
+    """The codes [N, C] of the 64 keys from `start` on, and their scales [N, G]; zeros from `high` on."""
+    GROUPS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0]))
+    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+    slot_N, ok_N = page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE, key_N < high
+    c = gl.arange(0, 512, layout=gl.SliceLayout(0, wide))
+    codes = gl.load(latent + (slot_N * STRIDE)[:, None] + c[None, :], mask=ok_N[:, None] & (c < 512)[None, :], other=0.0)
+    slot_N, ok_N = gl.convert_layout(slot_N, gl.SliceLayout(1, GROUPS)), gl.convert_layout(ok_N, gl.SliceLayout(1, GROUPS))
+    g = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
+    at_NG = scales + (slot_N * SCALES_STRIDE)[:, None] + g[None, :]
+    return codes, gl.load(at_NG, mask=ok_N[:, None] & (g < 4)[None, :], other=0.0)
+
+
+@gluon.jit
+def _store_values(to, codes, scale_NG, wide: gl.constexpr):
+    """Writes a block of codes [N, C], multiplied with their scales, to `to`, which is float16.
+
+    Scales are limited so that 448 times a scale is finite in float16.
+    """
+    GROUPED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0])
+    codes_NGE = gl.convert_layout(codes.reshape([64, 4, 128]), GROUPED, assert_trivial=True)
+    scale_NG = gl.minimum(scale_NG, 146.0).to(gl.float16)
+    scale_NGE, codes_NGE = gl.broadcast(gl.expand_dims(scale_NG, 2), codes_NGE)
+    x_NGE = gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 a, b;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 a, low;
+        cvt.rn.f16x2.e4m3x2 b, high;
+        mul.rn.f16x2 $0, a, $3;
+        mul.rn.f16x2 $1, b, $4;
+        }""",
+        "=r,=r,r,r,r",
+        [codes_NGE, scale_NGE],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=4,
+    )
+    to.store(gl.convert_layout(x_NGE.reshape([64, 512]), wide, assert_trivial=True))
+
+
+@gluon.jit
+def _load_queries(to_c, to_r, base, ok_M, wide: gl.constexpr, narrow: gl.constexpr):
+    """Writes a tile's queries, divided by a power of two a row so that they fit float16, and returns these powers [M].
+
+    base, ok_M: in the layout SliceLayout(1, wide).
+    """
+    c = gl.arange(0, 512, layout=gl.SliceLayout(0, wide))
+    q_MC = gl.load(base[:, None] + c[None, :], mask=ok_M[:, None] & (c < 512)[None, :], other=0.0).to(gl.float32)
+    unit_M = gl.exp2(gl.floor(gl.log2(gl.maximum(gl.max(gl.abs(q_MC), 1), 1e-6))) - 14)
+    to_c.store((q_MC / unit_M[:, None]).to(to_c.dtype))
+    base, ok_M = gl.convert_layout(base, gl.SliceLayout(1, narrow)), gl.convert_layout(ok_M, gl.SliceLayout(1, narrow))
+    r = gl.arange(0, 64, layout=gl.SliceLayout(0, narrow))
+    q_MR = gl.load(base[:, None] + 512 + r[None, :], mask=ok_M[:, None] & (r < 64)[None, :], other=0.0).to(gl.float32)
+    to_r.store((q_MR / gl.convert_layout(unit_M, gl.SliceLayout(1, narrow))[:, None]).to(to_r.dtype))
+    return unit_M
 
 
 @gluon.jit(
@@ -92,12 +164,13 @@ def _start_loading(
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q"],
 )
 def latent_hopper_kernel(
-    q, latent, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
-    stride_qt, stride_qh, stride_slot, stride_row, tiles, first_state, states,
+    q, latent, rope, scales, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
+    stride_qt, stride_qh, stride_row, tiles, first_state, states,
+    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, SCALED: gl.constexpr,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
     TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The arguments are those of latent_attention_kernel, without first keys."""
+    """The arguments are those of latent_attention_kernel, without first keys.  TMA: only without scales."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -127,10 +200,12 @@ def latent_hopper_kernel(
     pages = page_table + row.to(gl.int64) * stride_row
     engine_end = high if TMA else low  # the copy engine loads the full blocks that end at or before this key
 
-    q_c = gl.allocate_shared_memory(q.dtype.element_ty, [64, 512], SHARED)
+    TO: gl.constexpr = gl.float16 if SCALED else q.dtype.element_ty
+    LIFT: gl.constexpr = 14.0 if SCALED else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
+    q_c = gl.allocate_shared_memory(TO, [64, 512], SHARED)
     q_r = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
-    p_s = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
-    c_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 512], SHARED)
+    p_s = gl.allocate_shared_memory(TO, [64, 64], SHARED)
+    c_s = gl.allocate_shared_memory(TO, [2, 64, 512], SHARED)
     r_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 64], SHARED)
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(2):
@@ -149,15 +224,24 @@ def latent_hopper_kernel(
     narrow_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, NARROW)
     packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
-    _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
-    packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
-    base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
-    _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
-    async_copy.commit_group()
-    _start_loading(
-        c_s.index(0), r_s.index(0), bars.index(0), latent, latent_tiles, rope_tiles, pages, wide_N, narrow_N, low, high,
-        stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
-    )  # fmt: skip
+    if SCALED:
+        unit_M = _load_queries(q_c, q_r, base, packed // HEADS < queries, WIDE, NARROW)
+        scale2 = (gl.convert_layout(unit_M, gl.SliceLayout(1, S)) * (scale * LOG2E))[:, None]
+        codes, scale_NG = _load_codes(latent, scales, wide_N, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, WIDE)
+        _copy_keys(r_s.index(0), rope, narrow_N, low, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+        async_copy.commit_group()
+        _store_values(c_s.index(0), codes, scale_NG, WIDE)
+    else:
+        scale2 = scale * LOG2E
+        _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
+        packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
+        base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
+        _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
+        async_copy.commit_group()
+        _start_loading(
+            c_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, low,
+            high, LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
+        )  # fmt: skip
     if not TMA:  # page numbers are read one block ahead, so that the copies of the block can start at once
         wide_N = _pages_of(pages, low + 64, high, PAGE_SIZE, WIDE)
         narrow_N = _pages_of(pages, low + 64, high, PAGE_SIZE, NARROW)
@@ -169,27 +253,33 @@ def latent_hopper_kernel(
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
     acc_MC = gl.zeros([64, 512], gl.float32, layout=A)
     nothing = gl.zeros([64, 64], gl.float32, layout=S)
-    scale2 = scale * LOG2E
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
-        if start + 64 <= engine_end:
-            mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
-        else:
-            async_copy.wait_group(0)
-            fence_async_shared()
-            _barrier()
+        to_c, to_r, bar = c_s.index((block + 1) % 2), r_s.index((block + 1) % 2), bars.index((block + 1) % 2)
+        if not SCALED:
+            if start + 64 <= engine_end:
+                mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
+            else:
+                async_copy.wait_group(0)
+                fence_async_shared()
+                _barrier()
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
-        if block + 1 < blocks:
-            to = (block + 1) % 2
-            _start_loading(
-                c_s.index(to), r_s.index(to), bars.index(to), latent, latent_tiles, rope_tiles, pages, wide_N, narrow_N,
-                start + 64, high, stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
+        if SCALED:
+            codes, scale_NG = _load_codes(
+                latent, scales, wide_N, start + 64, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, WIDE
             )  # fmt: skip
-            if not TMA:
-                wide_N = _pages_of(pages, start + 128, high, PAGE_SIZE, WIDE)
-                narrow_N = _pages_of(pages, start + 128, high, PAGE_SIZE, NARROW)
+            _copy_keys(to_r, rope, narrow_N, start + 64, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+            async_copy.commit_group()
+        elif block + 1 < blocks:
+            _start_loading(
+                to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, start + 64, high,
+                LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
+            )  # fmt: skip
+        if not TMA:
+            wide_N = _pages_of(pages, start + 128, high, PAGE_SIZE, WIDE)
+            narrow_N = _pages_of(pages, start + 128, high, PAGE_SIZE, NARROW)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > whole:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
@@ -199,21 +289,25 @@ def latent_hopper_kernel(
             s_MN = gl.where(key_N[None, :] < last_M[:, None], s_MN, -float("inf"))
         new_M = gl.maximum(top_M, gl.max(s_MN, 1))
         shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)
-        p_MN = gl.exp2(s_MN - shift_M[:, None])
+        p_MN = gl.exp2(s_MN - (shift_M - LIFT)[:, None])
         decay_M = gl.exp2(top_M - shift_M)
         top_M = new_M
-        p_s.store(p_MN.to(q.dtype.element_ty))
+        p_s.store(p_MN.to(TO))
         fence_async_shared()
         _barrier()
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
-        total_M = total_M * decay_M + gl.sum(p_MN, 1)
+        if SCALED:  # while the product runs
+            _store_values(to_c, codes, scale_NG, WIDE)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
+        if SCALED:
+            async_copy.wait_group(0)
+            fence_async_shared()
         _barrier()  # all warps are done with this block, so its buffer may be overwritten
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)
-    gl.store(lse + state_M, gl.where(some_M, (top_M + gl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
+    gl.store(lse + state_M, gl.where(some_M, (top_M + gl.log2(safe_M) - LIFT) * LN2, -float("inf")), mask=ok_M)
     at_M = gl.convert_layout(state_M * 512, gl.SliceLayout(1, A))
     c = gl.arange(0, 512, layout=gl.SliceLayout(0, A))
     gl.store(
@@ -223,8 +317,7 @@ def latent_hopper_kernel(
     )
 
 
-def blocks_of(latent: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The copy engine's descriptors of a block's latents (first C columns) and of their rotated part."""
-    shape, stride = list(latent.shape), list(latent.stride())
-    wide, narrow = (TensorDescriptor(latent, shape, stride, [64, columns], TILE) for columns in (512, 64))
+def blocks_of(latent: Tensor, rope: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The copy engine's descriptors of a block's latents and of their rotated part."""
+    wide, narrow = (TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], TILE) for x in (latent, rope))
     return wide, narrow

@@ -17,15 +17,18 @@ import torch
 import triton
 from torch import Tensor
 
-from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.kernels.tiles_triton import padded
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import Scoring
+from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_merge_kernel
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
+# Rows of at most SHORT keys are split down to SHORT_LEAST keys.  Measured: benchmarks/README.md, "Why the tiles and rules are
+# what they are".
 SHORT, SHORT_LEAST = 4096, 64
 
 
@@ -47,16 +50,17 @@ class LatentTiles(NamedTuple):
     hopper: bool = False
 
 
-def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
+def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Scoring, programs: int) -> AttentionState:
     """The state [T, H, C] of absorbed queries over a plan's parts.  programs: how many programs the GPU runs at once."""
     assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
     assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
-    assert q_THL.dtype == view.latent.dtype and q_THL.shape[2] == view.latent.shape[1]
-    assert q_THL.stride(2) == view.latent.stride(1) == 1
+    assert q_THL.stride(2) == 1 and q_THL.shape[2] == view.width
+    stored = view.parts
+    assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
-    shapes = [_tiles_and_splits(q_THL, C, segment, programs) for segment in paged]
+    shapes = [_tiles_and_splits(q_THL, view, segment, programs) for segment in paged]
     states = sum(splits for _, splits in shapes)
     result = AttentionState.empty((T, H, C), q_THL.dtype, device)
     if not T:
@@ -74,42 +78,42 @@ def attend_latent(q_THL: Tensor, view: MLAView, plan: TritonPlan, scoring: Scori
 
 
 def _launch_paged(
-    q_THL: Tensor, view: MLAView, segment: Segment, scale: float, state: AttentionState,
+    q_THL: Tensor, view: LatentView, segment: Segment, scale: float, state: AttentionState,
     shape: tuple[LatentTiles, int], first: int, states: int,
 ) -> None:  # fmt: skip
     (_, H, L), C = q_THL.shape, view.rank
-    tiles, splits = shape
+    (tiles, splits), keys = shape, LatentKeys.of(view)
     num_tiles = triton.cdiv(segment.max_seqlen_q * H, tiles.block_m)
     starts_T = segment.starts_T
     assert segment.pages.table.stride(1) == 1
     grid = (segment.rows * num_tiles, splits)
     tables = (segment.pages.table, segment.cache_seqlens, segment.cu_seqlens_q)
     numbers = (
-        scale, *q_THL.stride()[:2], view.latent.stride(0), segment.pages.table.stride(0), num_tiles, first, states,
+        scale, *q_THL.stride()[:2], segment.pages.table.stride(0), num_tiles, first, states,
     )  # fmt: skip
     shared = {
         "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
-        "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
+        "LEAST": tiles.least, "num_warps": tiles.warps, **keys.options, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.pages.page_size % tiles.block_n == 0
-        blocks = blocks_of(view.latent) if by_engine else (view.latent, view.latent)
-        latent_hopper_kernel[grid](q_THL, view.latent, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
+        by_engine = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
+        blocks = blocks_of(*keys.pointers[:2]) if by_engine else keys.pointers[:2]
+        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
         return
     latent_attention_kernel[grid](
-        q_THL, view.latent, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
+        q_THL, *keys.pointers, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
         RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), HAS_STARTS=starts_T is not None,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages, **shared,
     )  # fmt: skip
 
 
 def _launch_merge(
-    q_THL: Tensor, view: MLAView, suffix: Segment | None, scale: float,
+    q_THL: Tensor, view: LatentView, suffix: Segment | None, scale: float,
     partial: AttentionState, state: AttentionState, states: int,
 ) -> None:  # fmt: skip
-    (T, H, L), C = q_THL.shape, view.rank
+    (T, H, L), C, keys = q_THL.shape, view.rank, LatentKeys.of(view)
     table, lens, starts_T = (suffix.pages.table, suffix.cache_seqlens, suffix.starts_T) if suffix else (partial.lse_TH,) * 3
     if starts_T is None:
         starts_T = lens
@@ -117,20 +121,21 @@ def _launch_merge(
     block_h, warps, unroll = (16, 8, 4) if suffix else (1, 4, 16)
     padded_states = triton.next_power_of_2(states)
     latent_merge_kernel[(T, triton.cdiv(H, block_h))](
-        q_THL, view.latent, table, lens, starts_T, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH, scale,
-        *q_THL.stride()[:2], view.latent.stride(0), table.stride(0), states,
-        HEADS=H, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_H=block_h, BLOCK_N=16,
-        PADDED_STATES=padded_states, UNROLL=min(unroll, padded_states), HAS_SUFFIX=suffix is not None,
+        q_THL, *keys.pointers, table, lens, starts_T, partial.out_THD, partial.lse_TH, state.out_THD, state.lse_TH, scale,
+        *q_THL.stride()[:2], table.stride(0), states,
+        HEADS=H, RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), BLOCK_H=block_h,
+        BLOCK_N=16, PADDED_STATES=padded_states, UNROLL=min(unroll, padded_states), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=suffix is not None and suffix.starts_T is not None, num_warps=warps, num_stages=1,
-        **chained(q_THL.device),
+        **keys.options, **chained(q_THL.device),
     )  # fmt: skip
 
 
-def _tiles_and_splits(q_THL: Tensor, rank: int, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
+def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, programs: int) -> tuple[LatentTiles, int]:
     """The tiles for a paged segment, and the number of splits."""
     packed = segment.max_seqlen_q * q_THL.shape[1]
-    dims, local = (rank, q_THL.shape[2]), segment.starts_T is not None
-    tiles = latent_tiles(packed, dims, q_THL.element_size(), local, gpu_generation(q_THL.device))
+    dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
+    scaled = view.parts.scales_NG is not None
+    tiles = latent_tiles(packed, dims, q_THL.element_size(), local, scaled, gpu_generation(q_THL.device))
     if segment.max_keys <= SHORT:
         tiles = tiles._replace(least=SHORT_LEAST)
     num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
@@ -157,16 +162,19 @@ def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> i
 
 
 @lru_cache
-def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool, generation: int) -> LatentTiles:
+def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool, scaled: bool, generation: int) -> LatentTiles:
     """The tiles for `packed` queries x heads a row.
 
     dims: rank, and width of a latent.
     itemsize: bytes of a query's element.
     local: whether queries have first keys.
+    scaled: whether the cache holds 8-bit codes with scales.
     generation: the major number of the GPU's compute capability; 0 without a GPU.
     Measured at DeepSeek's dims: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     wanted = max(16, triton.next_power_of_2(packed))
+    if scaled and generation >= 9:  # codes are converted on the way into shared memory, from which only such tiles are fed
+        wanted = max(wanted, 64)
     if itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     if wanted < 64:

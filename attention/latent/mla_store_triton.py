@@ -1,12 +1,12 @@
 """The kernel between projection and latent attention: the latent's norm, rotary positions, and the latent into its slot.
 
-`store_latent` in mla.py defines what it computes.  The first program of a token handles its latent, the others its heads'
-queries.
+`store_latent` in mla.py defines what it computes, and caches/fp8_latent.py the bytes of a latent in 8 bits.  The first program
+of a token handles its latent, the others its heads' queries.
 
 Order of chained launches (specdec/ops/launch.py): positions and slots are read before gdc_wait, for the reason given in
 kernels/rope_store_triton.py.
 
-Shapes: T tokens, H heads, C latent rank, R rotated dim, E = R / 2.
+Shapes: T tokens, H heads, C latent rank, R rotated dim, E = R / 2, G groups of 128 numbers of a latent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.attention.caches.fp8_latent import LEAST_LATENT_SCALE
+from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.quant_cache import FP8_MAX
+from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.prep import LatentPrep
 from specdec.ops.launch import chained
+
+MOST, LEAST_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_LATENT_SCALE)
+
+
+@triton.jit
+def quantised(x_C, PADDED_RANK: tl.constexpr):
+    """The codes of a latent, as floats that float8 holds but for rounding, and its scales [G]."""
+    x_GE = tl.reshape(x_C, [PADDED_RANK // 128, 128])
+    scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GE), 1), MOST), LEAST_SCALE)
+    code_GE = tl.clamp(tl.div_rn(x_GE, tl.broadcast_to(scale_G[:, None], [PADDED_RANK // 128, 128])), -MOST, MOST)
+    return tl.reshape(code_GE, [PADDED_RANK]), scale_G
 
 
 @triton.jit
@@ -31,7 +46,9 @@ def rotated(at, ok, cos_low, cos_high, sin_low, sin_high, HALF: tl.constexpr):
 def store_latent_kernel(
     q,  # [T, H, R], any strides but the last
     fresh,  # [T, C + R]
-    latent,  # [slots, C + R]
+    latent,  # [slots, C], any float type
+    rope,  # [slots, R]
+    scales,  # [slots, C / 128] float32
     slots,  # [T] int64
     positions,  # [T] int64
     table,  # [P, 2, R]
@@ -41,9 +58,12 @@ def store_latent_kernel(
     stride_qt,
     stride_qh,
     stride_fresh,
-    stride_slot,
     stride_ot,
     stride_oh,
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
@@ -66,17 +86,22 @@ def store_latent_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     fresh += token * stride_fresh
-    latent += slot * stride_slot
     if tl.program_id(1) == 0:
         c = tl.arange(0, PADDED_RANK)
         ok_C = c < RANK
         x_C = tl.load(fresh + c, mask=ok_C, other=0.0).to(tl.float32)
         weight_C = tl.load(norm + c, mask=ok_C, other=0.0).to(tl.float32)
         x_C = x_C * tl.rsqrt(tl.sum(x_C * x_C, 0) / RANK + eps) * weight_C
-        tl.store(latent + c, x_C.to(latent.dtype.element_ty), mask=ok_C)
+        if SCALED:
+            x_C = x_C.to(fresh.dtype.element_ty).to(tl.float32)  # rounded as in a cache without scales
+            x_C, scale_G = quantised(x_C, PADDED_RANK)
+            g = tl.arange(0, PADDED_RANK // 128)
+            tl.store(scales + slot * SCALES_STRIDE + g, scale_G, mask=g < RANK // 128)
+        tl.store(latent + slot * LATENT_STRIDE + c, x_C.to(latent.dtype.element_ty), mask=ok_C)
         low_E, high_E = rotated(fresh + RANK + e, ok_E, cos_low_E, cos_high_E, sin_low_E, sin_high_E, HALF)
-        tl.store(latent + RANK + e, low_E.to(latent.dtype.element_ty), mask=ok_E)
-        tl.store(latent + RANK + HALF + e, high_E.to(latent.dtype.element_ty), mask=ok_E)
+        to_E = rope + slot * ROPE_STRIDE + e
+        tl.store(to_E, low_E.to(rope.dtype.element_ty), mask=ok_E)
+        tl.store(to_E + HALF, high_E.to(rope.dtype.element_ty), mask=ok_E)
     else:
         h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         ok_HE = (h < HEADS)[:, None] & ok_E[None, :]
@@ -90,18 +115,18 @@ def store_latent_kernel(
 
 
 def launch_store_latent(
-    latent: Tensor, q_THR: Tensor, fresh_TL: Tensor, slots_T: Tensor, prep: LatentPrep, out_THR: Tensor
+    view: LatentView, q_THR: Tensor, fresh_TL: Tensor, slots_T: Tensor, prep: LatentPrep, out_THR: Tensor
 ) -> None:
-    """`mla.store_latent` into latent [slots, C + R]; the rotated queries [T, H, R] go to out_THR."""
-    (T, H, R), C = q_THR.shape, latent.shape[1] - q_THR.shape[2]
+    """`mla.store_latent` into the view's slots; the rotated queries [T, H, R] go to out_THR."""
+    (T, H, R), C, keys = q_THR.shape, view.rank, LatentKeys.of(view)
     table = prep.rotation.table_P2D
     assert fresh_TL.shape == (T, C + R) and table.shape[1:] == (2, R) and table.is_contiguous() and prep.norm_C.shape == (C,)
-    assert q_THR.stride(2) == out_THR.stride(2) == fresh_TL.stride(1) == latent.stride(1) == 1 and slots_T.shape == (T,)
+    assert q_THR.stride(2) == out_THR.stride(2) == fresh_TL.stride(1) == 1 and slots_T.shape == (T,)
     block_h = min(triton.next_power_of_2(H), 32)
     if T:
         store_latent_kernel[(T, 1 + triton.cdiv(H, block_h))](
-            q_THR, fresh_TL, latent, slots_T.contiguous(), prep.rotation.positions_T.contiguous(), table, prep.norm_C, out_THR,
-            prep.eps, *q_THR.stride()[:2], fresh_TL.stride(0), latent.stride(0), *out_THR.stride()[:2],
+            q_THR, fresh_TL, *keys.pointers, slots_T.contiguous(), prep.rotation.positions_T.contiguous(), table, prep.norm_C,
+            out_THR, prep.eps, *q_THR.stride()[:2], fresh_TL.stride(0), *out_THR.stride()[:2],
             HEADS=H, RANK=C, PADDED_RANK=triton.next_power_of_2(C), HALF=R // 2,
-            PADDED_HALF=triton.next_power_of_2(R // 2), BLOCK_H=block_h, num_warps=2, **chained(latent.device),
+            PADDED_HALF=triton.next_power_of_2(R // 2), BLOCK_H=block_h, num_warps=2, **keys.options, **chained(q_THR.device),
         )  # fmt: skip

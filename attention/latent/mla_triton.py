@@ -1,5 +1,8 @@
 """The kernels that read a paged cache of latents: every absorbed query of a row against one slice (split) of the row's keys.
 
+Latents in 8 bits (caches/fp8_latent.py) are multiplied with their scales as they are loaded, and rounded to the queries' type,
+which is what `unpack_latents` does.
+
 A token's latent is the key of all heads, and its first RANK numbers are their value, so one load serves both products.  All
 heads of several queries are packed into a tile, which reads each key once.  Each split leaves a state of its own;
 `attend_latent` in mla_launch.py decides how many splits there are and merges their states.
@@ -15,6 +18,45 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.paged_triton import LN2, LOG2E
+
+
+@triton.jit
+def latents(
+    latent, scales, slot_N, ok_N, LATENT_STRIDE: tl.constexpr, SCALES_STRIDE: tl.constexpr, to: tl.constexpr,
+    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """[N, C] of the type `to`: the latents of these slots.
+
+    ok_N: slots that are not ok are not read, and give zeros; None: all are ok.
+    SCALED: the latents are codes, of which 128 neighbours share a scale.
+    """
+    c = tl.arange(0, PADDED_RANK)
+    ok_NC = (c < RANK)[None, :]
+    if ok_N is not None:
+        ok_NC = ok_NC & ok_N[:, None]
+    x_NC = tl.load(latent + (slot_N * LATENT_STRIDE)[:, None] + c[None, :], mask=ok_NC, other=0.0)
+    if SCALED:
+        GROUPS: tl.constexpr = PADDED_RANK // 128
+        g = tl.arange(0, GROUPS)
+        ok_NG = (g < RANK // 128)[None, :]
+        if ok_N is not None:
+            ok_NG = ok_NG & ok_N[:, None]
+        scale_NG = tl.load(scales + (slot_N * SCALES_STRIDE)[:, None] + g[None, :], mask=ok_NG, other=0.0)
+        x_NGE = tl.reshape(x_NC.to(tl.float32), [slot_N.shape[0], GROUPS, 128]) * scale_NG[:, :, None]
+        x_NC = tl.reshape(x_NGE, [slot_N.shape[0], PADDED_RANK])
+    return x_NC.to(to)
+
+
+@triton.jit
+def rotated_parts(
+    rope, slot_N, ok_N, ROPE_STRIDE: tl.constexpr, to: tl.constexpr, ROPE: tl.constexpr, PADDED_ROPE: tl.constexpr
+):  # fmt: skip
+    """[N, R] of the type `to`: the rotated parts of these slots.  ok_N: as in `latents`."""
+    r = tl.arange(0, PADDED_ROPE)
+    ok_NR = (r < ROPE)[None, :]
+    if ok_N is not None:
+        ok_NR = ok_NR & ok_N[:, None]
+    return tl.load(rope + (slot_N * ROPE_STRIDE)[:, None] + r[None, :], mask=ok_NR, other=0.0).to(to)
 
 
 @triton.jit
@@ -41,7 +83,9 @@ def absorb(s_MN, c_NC, top_M, total_M, acc_MC):
 )
 def latent_attention_kernel(
     q,  # [T, H, C + R]
-    latent,  # [slots, C + R]
+    latent,  # [slots, C], any float type
+    rope,  # [slots, R]
+    scales,  # [slots, C / 128] float32
     page_table,  # [B, W] int32
     cache_seqlens,  # [B] int32
     cu_seqlens_q,  # [B + 1] int32
@@ -51,11 +95,14 @@ def latent_attention_kernel(
     scale,
     stride_qt,
     stride_qh,
-    stride_slot,
     stride_row,
     tiles,
     first_state,  # the index of this segment's first split among the states
     states,  # S
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
@@ -125,21 +172,21 @@ def latent_attention_kernel(
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < whole, other=0)
     for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
-        at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE) * stride_slot
+        slot_N = page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE
         ahead_N = start + BLOCK_N + n
         page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < whole, other=0)
-        c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_C[None, :], other=0.0)
-        r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_R[None, :], other=0.0)
+        c_NC = latents(latent, scales, slot_N, None, LATENT_STRIDE, SCALES_STRIDE, q_MC.dtype, RANK, PADDED_RANK, SCALED)
+        r_NR = rotated_parts(rope, slot_N, None, ROPE_STRIDE, q_MR.dtype, ROPE, PADDED_ROPE)
         s_MN = products(q_MC, q_MR, c_NC, r_NR) * scale2
         top_M, total_M, acc_MC = absorb(s_MN, c_NC, top_M, total_M, acc_MC)
     for start in tl.range(whole, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N, other=0)
-        at_N = latent + (page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride_slot
+        slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
         # Masked: an unwritten slot may hold NaN, and 0 * NaN is NaN.
-        c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_N[:, None] & ok_C[None, :], other=0.0)
-        r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_N[:, None] & ok_R[None, :], other=0.0)
+        c_NC = latents(latent, scales, slot_N, ok_N, LATENT_STRIDE, SCALES_STRIDE, q_MC.dtype, RANK, PADDED_RANK, SCALED)
+        r_NR = rotated_parts(rope, slot_N, ok_N, ROPE_STRIDE, q_MR.dtype, ROPE, PADDED_ROPE)
         visible_MN = ok_N[None, :] & ok_M[:, None]
         if CAUSAL:
             visible_MN &= key_N[None, :] < (length - (queries - 1 - query_M))[:, None]
@@ -167,7 +214,9 @@ def latent_attention_kernel(
 )
 def latent_merge_kernel(
     q,  # [T, H, C + R]
-    latent,  # [slots, C + R]
+    latent,  # [slots, C], any float type
+    rope,  # [slots, R]
+    scales,  # [slots, C / 128] float32
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
@@ -178,9 +227,12 @@ def latent_merge_kernel(
     scale,
     stride_qt,
     stride_qh,
-    stride_slot,
     stride_row,
     states,  # S
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
@@ -223,9 +275,8 @@ def latent_merge_kernel(
             key_N = start + tl.arange(0, BLOCK_N)
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
-            at_N = latent + slot_N * stride_slot
-            c_NC = tl.load(at_N[:, None] + c[None, :], mask=ok_N[:, None] & ok_C[None, :], other=0.0)
-            r_NR = tl.load(at_N[:, None] + RANK + r[None, :], mask=ok_N[:, None] & ok_R[None, :], other=0.0)
+            c_NC = latents(latent, scales, slot_N, ok_N, LATENT_STRIDE, SCALES_STRIDE, q_HC.dtype, RANK, PADDED_RANK, SCALED)
+            r_NR = rotated_parts(rope, slot_N, ok_N, ROPE_STRIDE, q_HR.dtype, ROPE, PADDED_ROPE)
             s_HN = tl.dot(q_HC, tl.trans(c_NC), input_precision="ieee")
             s_HN = tl.dot(q_HR, tl.trans(r_NR), s_HN, input_precision="ieee") * scale
             s_HN = tl.where(ok_N[None, :], s_HN, -float("inf"))

@@ -12,12 +12,13 @@ indexer, I dims of its heads, B rows of a batch, S tokens of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.sparse_cache import SparseLatentView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
@@ -75,7 +76,7 @@ class SparseLatentInputs(LayerInputs):
             out_RHV[part] = self._attended(call, view.latents, q_rHL, rows)
         return out_RHV
 
-    def _attended(self, call: LayerCall, latents: MLAView, q_RHL: Tensor, rows: Segment) -> Tensor:
+    def _attended(self, call: LayerCall, latents: LatentView, q_RHL: Tensor, rows: Segment) -> Tensor:
         """[R, H, V]: absorbed queries over the latents of their rows."""
         prepared = call.backend.prepare(AttentionPlan((rows,)))
         state = call.finish(call.backend.attend(q_RHL, latents, prepared, call.scoring))
@@ -103,6 +104,9 @@ class SparseLatentInputs(LayerInputs):
 
     def dense(self) -> DenseHeads:
         return self.latents.dense()
+
+    def dense_as_stored(self, as_stored: Callable[[Tensor], Tensor]) -> DenseHeads:
+        return self.latents.dense_as_stored(as_stored)
 
     def choose(self, rows: int, last: Tensor | None) -> Tensor:
         if self.index is None:

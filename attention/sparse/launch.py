@@ -19,7 +19,7 @@ from specdec.attention.kernels.tiles_triton import padded, programs_at_once
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.candidates import Candidates
 from specdec.attention.sparse.scores_triton import row_scores_kernel, rows_scores_kernel
-from specdec.attention.sparse.select_triton import border_kernel, compact_kernel, histogram_kernel
+from specdec.attention.sparse.select_triton import border_kernel, compact_kernel, histogram_kernel, select_kernel
 from specdec.ops.launch import chained
 
 START = 4  # the time before a program of scores reads its first key, in blocks
@@ -32,10 +32,12 @@ class Sizes(NamedTuple):
     row, row_warps, row_stages: keys of a block, warps and stages of its program, in rows of one query.
     an_sm: programs of such rows that an SM is given.
     rows, rows_warps, rows_stages: the same in rows of several queries.
-    group: queries that such a program scores.
+    rows_registers: of a thread; with these, two such programs fit an SM.
+    group: the most queries that such a program scores; least_group: the fewest, if the row has them.
     block: scores of a block of the selection.
     slices: programs of the selection that an SM is given.
     bins: of the selection's histogram.
+    one_launch: rows of at most so many candidates are selected from by one program each.
     few: a list of at most so many scores is searched by comparing all pairs.
     """
 
@@ -45,11 +47,14 @@ class Sizes(NamedTuple):
     an_sm: int = 2
     rows: int = 256
     rows_warps: int = 8
-    rows_stages: int = 3
+    rows_stages: int = 2
+    rows_registers: int = 128
     group: int = 64
+    least_group: int = 4
     block: int = 2048
     slices: int = 4
-    bins: int = 1024
+    bins: int = 512
+    one_launch: int = 16384
     few: int = 256
 
 
@@ -136,16 +141,19 @@ def launch_scores(
             BLOCK_N=sizes.row, STAGES=sizes.row_stages, num_warps=sizes.row_warps, num_stages=sizes.row_stages, **shared,
         )  # fmt: skip
         return scratch, splits
-    groups = triton.cdiv(min(segment.max_seqlen_q, queries), sizes.group)
-    blocks = triton.cdiv(segment.pages.capacity, sizes.rows)
+    most, blocks = min(segment.max_seqlen_q, queries), triton.cdiv(segment.pages.capacity, sizes.rows)
+    # A block of keys serves a group of queries.  Groups are as large as leaves every SM several programs.
+    wanted = max(min(most * segment.rows * blocks // (8 * programs), sizes.group), sizes.least_group)
+    groups = triton.cdiv(most, wanted)
+    group = triton.cdiv(most, groups)
     scratch = _scratch(queries, candidates, 1 + blocks, sizes, programs)
     width = 0 if suffix is None else paths.shape[1]
     rows_scores_kernel[(queries + segment.rows * groups * blocks,)](
         q_THD, w_TH, keys_XD, pages, paths, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,
-        candidates.path_T, *scratch[:4], D**-0.5, first, queries, groups, blocks, width, topk, *strides,
+        candidates.path_T, *scratch[:4], D**-0.5, first, queries, groups, group, blocks, width, topk, *strides,
         scratch.scores.stride(0),
-        BLOCK_N=sizes.rows, GROUP=sizes.group, CAUSAL=segment.causal, STAGES=sizes.rows_stages, num_warps=sizes.rows_warps,
-        num_stages=sizes.rows_stages, **shared,
+        BLOCK_N=sizes.rows, CAUSAL=segment.causal, STAGES=sizes.rows_stages, num_warps=sizes.rows_warps,
+        num_stages=sizes.rows_stages, maxnreg=sizes.rows_registers, **shared,
     )  # fmt: skip
     return scratch, 0
 
@@ -158,13 +166,21 @@ def launch_selection(
     segment, suffix = candidates.segment, candidates.suffix
     pages = segment.pages.table
     paths = pages if suffix is None else suffix.pages.table
+    visible = (candidates.paged_T, candidates.path_T)
+    if candidates.width <= sizes.one_launch:
+        block = max(128, triton.next_power_of_2(candidates.width))
+        select_kernel[(queries,)](
+            scratch.scores, candidates.rows_T, *visible, pages, paths, slots_TI, first, topk, scratch.scores.stride(0),
+            pages.stride(0), paths.stride(0), slots_TI.stride(0), PAGE_SIZE=segment.pages.page_size,
+            HAS_SUFFIX=suffix is not None, BLOCK_N=block, num_warps=max(4, min(16, block // 512)), **chained(slots_TI.device),
+        )  # fmt: skip
+        return
     slices, ranges = scratch.counts.shape[1], scratch.extremes.shape[1]
     numbers = (first, splits, ranges, topk, scratch.scores.stride(0))
     shared = {
         "SCORE_BLOCK": sizes.row if splits else sizes.rows, "BLOCK_E": min(512, triton.next_power_of_2(ranges)),
-        "BLOCK_N": sizes.block, "BINS": sizes.bins, "num_warps": 4, **chained(slots_TI.device),
+        "BLOCK_N": sizes.block, "BINS": sizes.bins, "num_warps": 8, **chained(slots_TI.device),
     }  # fmt: skip
-    visible = (candidates.paged_T, candidates.path_T)
     grid = (queries, slices)
     histogram_kernel[grid](scratch.scores, scratch.extremes, *visible, scratch.histogram, *numbers, **shared)
     border_kernel[grid](scratch.scores, scratch.extremes, *visible, *scratch[2:], *numbers, **shared)

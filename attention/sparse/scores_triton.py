@@ -165,7 +165,17 @@ def row_scores_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "queries", "groups", "blocks", "path_width", "stride_row", "stride_suffix", "topk"],
+    do_not_specialize=[
+        "first_token",
+        "queries",
+        "groups",
+        "group_size",
+        "blocks",
+        "path_width",
+        "stride_row",
+        "stride_suffix",
+        "topk",
+    ],
     do_not_specialize_on_alignment=["page_table", "cu_seqlens_q", "cache_seqlens", "paged_T", "path_T", "suffix"],
 )
 def rows_scores_kernel(
@@ -186,6 +196,7 @@ def rows_scores_kernel(
     first_token,  # of this launch, which scores `queries` tokens
     queries,
     groups,  # of a row's queries
+    group_size,
     blocks,  # of a row's keys
     path_width,  # the most keys of a path
     topk,
@@ -201,7 +212,6 @@ def rows_scores_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     BINS: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
@@ -222,8 +232,8 @@ def rows_scores_kernel(
     block = program // groups % blocks
     row = program // groups // blocks
     row_end = tl.load(cu_seqlens_q + row + 1)
-    begin = tl.maximum(tl.load(cu_seqlens_q + row), first_token) + group * GROUP
-    end = tl.minimum(tl.minimum(row_end, first_token + queries), begin + GROUP)
+    begin = tl.maximum(tl.load(cu_seqlens_q + row), first_token) + group * group_size
+    end = tl.minimum(tl.minimum(row_end, first_token + queries), begin + group_size)
     length = tl.load(cache_seqlens + row)
     start = block * BLOCK_N
     if CAUSAL:  # from the first query that sees the block

@@ -1,6 +1,8 @@
 """The kernels that select each query's best scores, exactly: ties go to the lower position, and slots leave in position order.
 
-Three launches, each with one or more programs a query; a program looks at a range (slice) of the query's scores.
+Rows of few candidates take one launch, `select_kernel`, whose programs keep a query's scores in registers and search the last
+selected score by halves.  Rows of many take three, each with one or more programs a query; a program looks at a range (slice)
+of the query's scores.
 - `histogram_kernel` counts the scores in equal bins between the query's smallest and largest score.
 - `border_kernel` finds the bin that the last selected score lies in.  Scores in higher bins are all selected; the scores in
   this bin, the border, are listed.  It also counts each slice's scores in higher bins.
@@ -195,16 +197,15 @@ def last_of_many(listed, length, wanted, BLOCK_N: tl.constexpr):
         score_N = tl.load(listed + start + n, mask=ok_N, other=0) >> 32
         low = tl.minimum(low, tl.min(tl.where(ok_N, score_N, 2147483647), 0))
         high = tl.maximum(high, tl.max(tl.where(ok_N, score_N, -2147483648), 0))
-    while low < high:  # at least `wanted` scores are `low` or better, and fewer are better than `high`
+    while low < high:  # at least `wanted` scores are `low` or better, and at most as many are better than `high`
         middle = low + (high - low + 1) // 2
         count = 0
         for start in tl.range(0, length, BLOCK_N, num_stages=1):
             ok_N = start + n < length
             score_N = tl.load(listed + start + n, mask=ok_N, other=0) >> 32
             count += tl.sum((ok_N & (score_N >= middle)).to(tl.int32), 0)
-        enough = count >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
+        low = tl.where(count >= wanted, middle, low)
+        high = tl.where(count > wanted, high, tl.where(count == wanted, middle, middle - 1))
     return low.to(tl.int32)
 
 
@@ -297,8 +298,9 @@ def compact_kernel(
             score_N = ordered_32(s_N)
             tie_N = (ok_N & (bin_N == border) & (score_N == last)).to(tl.int32)
             take_N = ok_N & ((bin_N > border) | ((bin_N == border) & (score_N > last)))
-            take_N = take_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= ties))
-            ties -= tl.minimum(tl.sum(tie_N, 0), ties)
+            if ties > 0:  # most slices hold no tie that is selected
+                take_N = take_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= ties))
+                ties -= tl.minimum(tl.sum(tie_N, 0), ties)
             s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < scored, other=0.0)
         paged_N = take_N & (key_N < paged)
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=paged_N, other=0)
@@ -308,3 +310,61 @@ def compact_kernel(
         to_N = at + tl.cumsum(take_N.to(tl.int32), 0) - 1
         tl.store(slots + token * stride_out + to_N, slot_N, mask=take_N)
         at += tl.sum(take_N.to(tl.int32), 0)
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "topk", "stride_row", "stride_suffix", "stride_out"],
+    do_not_specialize_on_alignment=["page_table", "rows_T", "paged_T", "path_T", "suffix"],
+)
+def select_kernel(
+    scores,  # [queries, stride_scores] float32
+    rows_T,  # [T] int32
+    paged_T,  # [T] int32
+    path_T,  # [T] int32
+    page_table,  # [R, W] int32
+    suffix,  # [T, P] int32 slots
+    slots,  # [T, I] int32
+    first_token,
+    topk,
+    stride_scores,
+    stride_row,
+    stride_suffix,
+    stride_out,
+    PAGE_SIZE: tl.constexpr,
+    HAS_SUFFIX: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # no row has more candidates
+    PDL: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    token = first_token + place
+    paged = tl.load(paged_T + token)
+    visible = paged + tl.load(path_T + token)
+    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
+    path = suffix + token * stride_suffix - paged
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.arange(0, BLOCK_N)
+    take_N = n < visible
+    if visible > topk:
+        s_N = tl.load(scores + place * stride_scores + n, mask=n < visible, other=0.0)
+        score_N = tl.where(n < visible, ordered_32(s_N), -2147483648)
+        low = tl.min(tl.where(n < visible, score_N, 2147483647), 0).to(tl.int64)
+        high = tl.max(score_N, 0).to(tl.int64)
+        while low < high:  # at least topk scores are `low` or better, and at most as many are better than `high`
+            middle = low + (high - low + 1) // 2
+            count = tl.sum((score_N >= middle.to(tl.int32)).to(tl.int32), 0)
+            low = tl.where(count >= topk, middle, low)
+            high = tl.where(count > topk, high, tl.where(count == topk, middle, middle - 1))
+        last = low.to(tl.int32)
+        better_N = score_N > last
+        tie_N = ((n < visible) & (score_N == last)).to(tl.int32)
+        tied = topk - tl.sum(better_N.to(tl.int32), 0)
+        take_N = better_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= tied))
+    paged_N = take_N & (n < paged)
+    page_N = tl.load(pages + n // PAGE_SIZE, mask=paged_N, other=0)
+    slot_N = page_N * PAGE_SIZE + n % PAGE_SIZE
+    if HAS_SUFFIX:
+        slot_N = tl.where(paged_N, slot_N, tl.load(path + n, mask=take_N & (n >= paged), other=0))
+    to_N = tl.cumsum(take_N.to(tl.int32), 0) - 1
+    tl.store(slots + token * stride_out + to_N, slot_N, mask=take_N)

@@ -24,6 +24,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.fp8_latent import FP8_LATENTS
 from specdec.attention.eager.dense import DenseAttention
 from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
 from specdec.bench.measurement import Divergence
@@ -34,6 +35,7 @@ NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 LOGIT_NOISE = {
     "fp8": 2.0**-6,
     "int8": 2.0**-8,
+    FP8_LATENTS: 2.0**-8,
 }  # how far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py
 
 

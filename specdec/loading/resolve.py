@@ -16,7 +16,7 @@ from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
-from specdec.models.kv import head_dims, heads_a_key, keeps_latents, most_read, split_widths
+from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
 from specdec.options import EngineOptions
 
 
@@ -172,10 +172,10 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),
         alibi=any(kind.alibi for c in configs for kind in c.layer_kinds),
-        cross=target.encoder is not None,
         encoder=target.encoder is not None,
         kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),
+        latent_rank=latent_rank(target),
         sparse=most_read(target) is not None,
         page_size=settings.options.page_size,
         tree=spec is not None and spec.topk > 1,

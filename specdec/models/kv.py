@@ -3,7 +3,8 @@
 This file knows model configs and caches; it knows neither pages nor requests.
 
 kv_cache_dtype is, in all functions, the setting of that name: "auto" stores keys and values in the model's own dtype, while
-"fp8" and "int8" quantise them.  A config's head_dim is the dimension of every key and value head; only with latent attention
+"fp8" and "int8" quantise them.  "fp8_ds_mla" quantises latents; a draft head with ordinary heads then stores its few keys and
+values in its own dtype.  A config's head_dim is the dimension of every key and value head; only with latent attention
 (MLA) it is the rotated part of a key, which is stored beside the latent.
 """
 
@@ -14,12 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
-from specdec.attention.caches.sparse_cache import SparseLatentLayout
+from specdec.attention.caches.sparse_cache import LatentFormat, SparseLatentLayout
 from specdec.attention.caches.split_cache import SplitLayout
 from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
@@ -30,6 +32,11 @@ from specdec.models.diffllama.config import DiffLlamaConfig
 def keeps_latents(config: ModelConfig) -> bool:
     """Whether the model stores one latent vector a token that all heads share (multi-head latent attention, MLA)."""
     return isinstance(config, DeepseekConfig)
+
+
+def latent_rank(config: ModelConfig) -> int:
+    """How many numbers of a token's latent are not rotated; 0 if the model keeps no latents."""
+    return config.rank if isinstance(config, DeepseekConfig) else 0
 
 
 def most_read(config: ModelConfig) -> int | None:
@@ -63,16 +70,18 @@ def cache_layout(
 ) -> CacheLayout:
     """What each layer of a model of that config keeps of a token.
 
-    dtype: the model's; latents are always stored in it.  scales: of an fp8 cache, the checkpoint's scales by layer.
+    dtype: the model's.  scales: of an fp8 cache, the checkpoint's scales by layer.
     """
     if isinstance(config, DeepseekConfig):
-        latents = LatentLayout(config.rank, config.head_dim, dtype)
+        latents: LatentFormat = LatentLayout(config.rank, config.head_dim, dtype)
+        if kv_cache_dtype == FP8_LATENTS:
+            latents = Fp8LatentLayout(config.rank, config.head_dim)
         if (index := config.indexer) is None:
             return latents
         return SparseLatentLayout(latents, index.head_dim, dtype, tuple(sorted(set(index.sources))))
-    if kv_cache_dtype == "auto" and config.value_width:
+    if kv_cache_dtype in ("auto", FP8_LATENTS) and config.value_width:
         return SplitLayout(config.num_kv_heads, config.head_dim, config.value_width, dtype)
-    if kv_cache_dtype == "auto":
+    if kv_cache_dtype in ("auto", FP8_LATENTS):
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
     assert not split_widths(config), "the capability table refuses 8-bit caches for such models"
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)

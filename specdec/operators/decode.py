@@ -58,7 +58,11 @@ class DecodePass(nn.Module):
             raise ValueError(f"{expected}; nearest setting that works: kv_cache_dtype='auto'")
         self.layout, self.backend = self._cache(0).layout, OperatorBackend()
         if type(self.layout) not in (HeadsLayout, QuantLayout, LatentLayout):
-            raise ValueError(f"no operator reads the cache of family {target.config.family!r} ({type(self.layout).__name__})")
+            got = f"family {target.config.family!r} with {type(self.layout).__name__}"
+            raise ValueError(
+                "target must keep keys and values or latents in a cache that operators read (HeadsLayout or LatentLayout), got "
+                f"{got}; nearest setting that works: run it by SpecDecoder"
+            )
 
     @classmethod
     def from_pretrained(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.attention import fake_flash
-from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LATENT, LAYERS, PASSES, Cell, World, label
+from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LAYERS, PASSES, Cell, World, label
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.paths import ROOT
 from torch import Tensor
@@ -84,7 +84,7 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
     refused = set(CELLS) - set(ANSWERED)
     for cell in refused:
         hold_refusal(cell.backend, cell.needs)
-    assert {cell.backend for cell in refused if cell.cache not in LATENT} == {"fa2", "fa3", "fa4"}
+    assert {cell.backend for cell in refused if not cell.rank} == {"fa2", "fa3", "fa4"}
     for cell in ANSWERED:
         assert choose_backend(cell.backend, cell.needs).name == cell.backend
     tested = {cell._replace(kind=kind) for cell in PASSES + CAPTURED for kind in KINDS}
@@ -110,6 +110,11 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "odd heads": dict(head_dims=(100,)),
     "no full layer": dict(kinds=(LAYERS["window"], LAYERS["chunk"])),
     "two at once": dict(mla=True, head_dims=(), kv_cache_dtype="fp8"),
+    "latents on Ampere": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", architecture=(8, 0)),
+    "keys as latents": dict(kv_cache_dtype="fp8_ds_mla"),
+    "wide values as latents": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8_ds_mla"),
+    "odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", latent_rank=320),
+    "int8 for odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="int8", latent_rank=320),
     "split heads in int8": dict(value_dims=(64,), kv_cache_dtype="int8"),
     "differential in fp8": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8"),
     "values too wide": dict(value_dims=(512,), differential=True),
@@ -146,9 +151,8 @@ LESSER = {  # what every backend does today: a row without it, what it says then
     "softcap": (dict(softcap=False), dict(softcap=True), "has no softcap, which these models use", None),
     "sinks": (dict(sinks=False), dict(sinks=True), "has no attention sinks, which these models use", None),
     "alibi": (dict(alibi=False), dict(alibi=True), "has no ALiBi, which these models use", None),
-    "cross": (dict(cross=False), dict(cross=True), "has no cross attention, which these models use", None),
     "encoder": (
-        dict(encoder=False), dict(encoder=True), "has no attention in both directions, which these models use", None,
+        dict(encoder=False), dict(encoder=True), "has no encoder attention or cross attention, which these models use", None,
     ),
     "tree": (dict(tree=False), dict(tree=True), "answers chains only", "topk=1"),
     "graphs": (dict(graphs=(False,)), dict(graphs="step"), "be captured with cuda_graphs='step'", "cuda_graphs=False"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from toolkit.attention import fake_flash
-from toolkit.deepseek import DeepseekZoo
+from toolkit.deepseek import save_deepseek
 from toolkit.driver import Driver
 from toolkit.families import COMMON, FAMILIES
 from toolkit.models import Zoo
@@ -171,7 +171,11 @@ LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(dtype="int8"), ValueError, "dtype must be 'auto', 'float32', .* got 'int8'; nearest .* dtype='auto'"),
     (dict(dtype=torch.int8), ValueError, "dtype must be 'auto', .* got torch.int8; nearest .* dtype='auto'"),
     (dict(attention="flash"), ValueError, "attention must be 'auto', .* or 'fa4', got 'flash'; nearest .* attention='auto'"),
-    (dict(kv_cache_dtype="int4"), ValueError, "kv_cache_dtype must be {}, {} or {}, got 'int4'".format(*map(repr, KV_DTYPES))),
+    (
+        dict(kv_cache_dtype="int4"),
+        ValueError,
+        "kv_cache_dtype must be {}, {}, {} or {}, got 'int4'".format(*map(repr, KV_DTYPES)),
+    ),
     (dict(cuda_graphs="yes"), ValueError, "cuda_graphs must be 'round', 'step' or False, got 'yes'"),
     (dict(cuda_graphs=True), ValueError, "got True; nearest setting that works: cuda_graphs='round'"),
     (dict(spec=(5, 4, 16)), TypeError, "spec must be a SpecConfig, got \\(5, 4, 16\\) of type tuple"),
@@ -194,18 +198,38 @@ def test_a_backend_that_cannot_run_here_is_refused(name: str) -> None:
     assert choice.name == "torch" and choice.reason
 
 
-def test_latents_in_8_bits_are_refused_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: an MLA target that keeps latents in its own dtype whatever it was asked, or an error after the weights."""
-    zoo = DeepseekZoo(tmp_path)
-    folder = zoo.target("v3")
+REFUSED = [  # target's changes, kv_cache_dtype, what is said after the backend's name, nearest setting
+    (dict(kv_lora_rank=128), "fp8", "keeps latents (MLA) in the model's own dtype or as fp8_ds_mla", "fp8_ds_mla"),
+    (dict(kv_lora_rank=128), "int8", "keeps latents (MLA) in the model's own dtype or as fp8_ds_mla", "fp8_ds_mla"),
+    (dict(), "int8", "keeps latents (MLA) in the model's own dtype or as fp8_ds_mla", "auto"),
+    (dict(), "fp8_ds_mla", "keeps latents of a multiple of 128 numbers as fp8_ds_mla, these have 16", "auto"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kept", "problem", "nearest"), REFUSED)
+def test_latents_in_8_bits_are_refused_at_the_door(
+    changes: dict[str, Any], kept: str, problem: str, nearest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: an MLA target that keeps latents another way than it was asked to, or an error after the weights."""
+    folder = save_deepseek(tmp_path, "v3", **changes)
     settings: dict[str, Any] = dict(device="cpu", max_seq_len=64)
+    said = re.escape(f"attention='torch' {problem}, got kv_cache_dtype='{kept}'; nearest setting that works: ")
     with monkeypatch.context() as patch:
         patch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
-        for kept in KV_DTYPES[1:]:
-            said = f"attention='torch' reads MLA's latent cache in the model's own dtype, got kv_cache_dtype='{kept}'; nearest"
-            with pytest.raises(ValueError, match=f"{said} setting that works: kv_cache_dtype='auto'$"):
-                SpecDecoder.from_pretrained(folder, kv_cache_dtype=kept, **settings)
-    assert SpecDecoder.from_pretrained(folder, kv_cache_dtype="auto", **settings).settings.options.kv_cache_dtype == "auto"
+        with pytest.raises(ValueError, match=f"^{said}kv_cache_dtype='{nearest}'$"):
+            SpecDecoder.from_pretrained(folder, kv_cache_dtype=kept, **settings)
+    decoder = SpecDecoder.from_pretrained(folder, kv_cache_dtype=nearest, **settings)
+    assert decoder.settings.options.kv_cache_dtype == nearest
+
+
+def test_8_bit_latents_are_refused_where_a_model_keeps_none(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: keys and values of ordinary heads kept in 16 bits although 8 were asked for."""
+    monkeypatch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
+    said = (
+        "keeps latents .* as fp8_ds_mla, which these models have none of, got kv_cache_dtype='fp8_ds_mla'; nearest setting that"
+    )
+    with pytest.raises(ValueError, match=f"{said} works: kv_cache_dtype='fp8'$"):
+        SpecDecoder.from_pretrained(zoo.target("llama"), kv_cache_dtype="fp8_ds_mla", device="cpu", max_seq_len=64)
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])

@@ -34,8 +34,11 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> DiffLlamaLM:
     return load_diffllama(folder, parse_diffllama(read_json(folder / "config.json"), str(folder)), 256, CPU, dtype)
 
 
-def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256) -> Tensor:
-    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored."""
+def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256, last: bool = False) -> Tensor:
+    """Logits of all tokens, one prompt after the other, through a cache that is NaN where nothing was stored.
+
+    last: of each chunk's last tokens alone, which the last layer is then asked for.
+    """
     config, P, width = model.config, 5, 12
     cache = make_cache(model, config, 400, "auto", model.norm.weight.dtype, CPU)
     cache.planes["kv"].fill_(torch.nan)
@@ -45,8 +48,10 @@ def run(model: DiffLlamaLM, prompts: list[list[int]], chunk: int = 256) -> Tenso
         live = [index for index, prompt in enumerate(prompts) if len(prompt) > start]
         packed = packed_prompts([prompts[i] for i in live], table[live], P, start, chunk)
         attn = PagedAttention(TorchBackend(), cache, *packed.tables)
-        logits = model.logits(model(packed.ids_T, packed.positions_T, attn).hidden_TH)
-        for index, part in zip(live, logits.split([len(prompts[i][start : start + chunk]) for i in live])):
+        rows_R = packed.last_B if last else None
+        logits = model.logits(model(packed.ids_T, packed.positions_T, attn, rows_R=rows_R).hidden_TH)
+        counts = [1 if last else len(prompts[i][start : start + chunk]) for i in live]
+        for index, part in zip(live, logits.split(counts)):
             parts[index].append(part)
     return torch.cat([part for row in parts for part in row])
 
@@ -72,6 +77,9 @@ def test_asked_rows_are_those_of_the_whole_pass(zoo: Zoo, name: str) -> None:
     """Keeps out: a last layer that answers other rows than those asked for, or stores the keys of those alone."""
     model, ids, rows_R = load(zoo.target(name)), torch.tensor(ragged_prompts(40, 4, seed=5)[-1]), torch.tensor([3, 0])
     with torch.inference_mode():
+        prompts = ragged_prompts(40, 4, seed=5)
+        ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+        torch.testing.assert_close(run(model, prompts, last=True), run(model, prompts)[ends], atol=1e-5, rtol=1e-5)
         whole, some = (
             model(ids, torch.arange(len(ids)), DenseAttention(model.config.layer_kinds), rows_R=rows).hidden_TH
             for rows in (None, rows_R)

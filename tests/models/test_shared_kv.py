@@ -130,7 +130,7 @@ def test_sharing_layers_store_nothing(zoo: SharingZoo, name: str) -> None:
     config, stored = model.config, sorted(set(SHARING[name][1]))
     a_layer = 2 * config.num_kv_heads * config.head_dim * 4
     assert kv_token_bytes(config, "auto", torch.float32) == len(stored) * a_layer
-    assert kv_read_bytes(config, "auto", torch.float32) == len(sources) * a_layer
+    assert kv_read_bytes(config, "auto", torch.float32, context=3) == 3 * len(sources) * a_layer
     cache = make_cache(model, config, 12, "auto", torch.float32, CPU)
     assert cache.bytes == 12 * len(stored) * a_layer
     assert all(cache.view(layer) is cache.view(source) for layer, source in enumerate(sources))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.deepseek import DEEPSEEKS, DeepseekZoo
+from toolkit.deepseek import DEEPSEEKS, DeepseekZoo, save_sparse
 from toolkit.models import Zoo
 from toolkit.oracles.sharing import SHARING, SharingZoo
 from toolkit.paths import ROOT
@@ -211,7 +211,7 @@ def test_a_saved_program_needs_the_operators_alone(zoo: Zoo, tmp_path: Path) -> 
     assert done.stdout == "True\n", done.stderr
 
 
-def test_what_a_decode_pass_cannot_do_is_refused(folder: Callable[[str], Path]) -> None:
+def test_what_a_decode_pass_cannot_do_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """Keeps out: a failure deep inside a trace where the setting's name would have said it."""
     llama, latents = load(folder("llama")), load(folder("v3-dense-tied"))
     with pytest.raises(TypeError, match="target must be a model of specdec's own families.*got Linear"):
@@ -222,6 +222,10 @@ def test_what_a_decode_pass_cannot_do_is_refused(folder: Callable[[str], Path]) 
         DecodePass(llama, PAGE, "fp8")
     with pytest.raises(ValueError, match="'auto' for a target of family 'deepseek_v3', got 'int8'; nearest setting.*='auto'"):
         DecodePass(latents, PAGE, "int8")
+    with pytest.raises(
+        ValueError, match="got family 'deepseek_v32' with SparseLatentLayout; nearest setting that works: run it by"
+    ):
+        DecodePass(load(save_sparse(tmp_path / "v32", "v32")), PAGE)
     with pytest.raises(ValueError, match="batch must be >= 1, got 0"):
         export_decode(DecodePass(llama, PAGE), batch=0)
 

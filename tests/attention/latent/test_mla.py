@@ -213,7 +213,7 @@ def test_the_store_kernel_does_what_its_definition_does() -> None:
     )
     want, got = (MLAView(torch.full((12, C + R), NAN, device=DEVICE), C) for _ in range(2))
     out = torch.full((T, 5, C + R), NAN, device=DEVICE)
-    launch_store_latent(got.latent, q_THQ[..., N:], latent_TL, slots_T, how, out[..., C:])
+    launch_store_latent(got, q_THQ[..., N:], latent_TL, slots_T, how, out[..., C:])
     with torch.enable_grad():  # the definition, on a GPU too
         store_latent(want, q_THQ[..., N:], latent_TL.clone(), slots_T, how)
     torch.testing.assert_close(got.latent, want.latent, equal_nan=True)

@@ -9,6 +9,8 @@ from toolkit.attention.answers import attended
 from toolkit.attention.caches import Scattered
 from torch import Tensor
 
+from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents
+from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import LayerKind, Scoring
@@ -25,25 +27,32 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def scattered(lens: list[int], P: int) -> tuple[Tensor, MLAView]:
+def scattered(lens: list[int], P: int, eight_bits: bool) -> tuple[Tensor, LatentView]:
     """Latents that are NaN wherever no row may read; idle entries name page 0."""
     pages = Scattered(lens, P, spare=1, idle_is_dummy=True, device="cuda")
-    return pages.table_BW, MLAView(pages.fill(C + R, dtype=torch.bfloat16), C)
+    latent_NL = pages.fill(C + R, dtype=torch.bfloat16)
+    if not eight_bits:
+        return pages.table_BW, MLAView(latent_NL, C)
+    sizes = torch.tensor([-3, -2, -1, 0, 1, 0, -1, -2, 0], device="cuda")  # so that a neighbour's scale would show
+    rows_NX = pack_latents(latent_NL * 2.0 ** sizes.repeat_interleave(64), C)
+    rows_NX[latent_NL.isnan().any(1)] = 0xFF
+    return pages.table_BW, Fp8LatentView(rows_NX, C)
 
 
-def check(q_THL: Tensor, view: MLAView, *segments: Segment, suffix: Segment | None = None) -> None:
+def check(q_THL: Tensor, view: LatentView, *segments: Segment, suffix: Segment | None = None) -> None:
     from specdec.attention.kernels.triton_backend import TritonBackend
 
     plan, oracle = AttentionPlan(segments, suffix=suffix), TorchBackend()
-    want = attended(oracle, q_THL.double(), MLAView(view.latent.double(), C), plan, SCALING)
+    want = attended(oracle, q_THL.double(), view, plan, SCALING)
     for programs in (1, None, 1000):
         backend = TritonBackend(programs)
         got = attended(backend, q_THL, view, plan, SCALING)
         assert (got.double() - want).norm() / want.norm() < 5e-3, programs
 
 
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize(("P", "hopper"), [(64, True), (5, True), (16, False)])
-def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bool) -> None:
+def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bool, eight_bits: bool) -> None:
     """Decode, chains, trees, first keys and empty rows.  Keeps out: Triton's kernel tested in the Hopper kernel's place."""
     from specdec.attention.latent import mla_launch
     from specdec.attention.latent.mla_launch import LatentTiles, latent_tiles
@@ -53,15 +62,16 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
         pytest.skip(f"needs a GPU of compute capability 9.x, this one has {generation}.x")
     chosen = set()
 
-    def spy(packed: int, dims: tuple[int, int], itemsize: int, local: bool, generation: int) -> LatentTiles:
-        tiles = latent_tiles(packed, dims, itemsize, local or not hopper, generation)
+    def spy(packed: int, dims: tuple[int, int], itemsize: int, local: bool, scaled: bool, generation: int) -> LatentTiles:
+        assert scaled == eight_bits
+        tiles = latent_tiles(packed, dims, itemsize, local or not hopper, scaled, generation)
         chosen.add((local, tiles.hopper))
         return tiles
 
     monkeypatch.setattr(mla_launch, "latent_tiles", spy)
     torch.manual_seed(P)
     lens = [1000, 64, 129, 7]
-    table, view = scattered(lens, P)
+    table, view = scattered(lens, P, eight_bits)
     for queries in (1, 6):
         q_THL = torch.randn(4 * queries, H, C + R, device="cuda", dtype=torch.bfloat16)
         check(q_THL, view, causal_segment(PageTable(table, P), ints(*lens), queries))

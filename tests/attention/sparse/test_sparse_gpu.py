@@ -31,6 +31,13 @@ def kernel_scores(world: IndexWorld, topk: int) -> Tensor:
     return launch_scores(*args)[0].scores
 
 
+def in_slices(world: IndexWorld) -> Segment:
+    """The selection of rows of many candidates, whatever the rows hold."""
+    from specdec.attention.sparse.launch import Sizes, launch_sparse_segment
+
+    return launch_sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK, Sizes(one_launch=0))
+
+
 @pytest.mark.parametrize("distinct", [0, 50, 1])
 @pytest.mark.parametrize(
     ("kind", "n", "page_size"), [("causal", 1, 64), ("causal", 1, 80), ("causal", 6, 16), ("ragged", 70, 64), ("tree", 12, 1)]
@@ -39,14 +46,16 @@ def test_selection_at_the_real_shape(kind: str, n: int, page_size: int, distinct
     """Keeps out: a wrong k-th score, ties by anything but position, NaN from slots that nobody may read."""
     world = IndexWorld.make(kind, [9000, 2048, 70, 2500, 4097], n, page_size, distinct=distinct, **SHAPE)
     with torch.no_grad():
-        got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, TOPK)
+        results = [sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, TOPK), in_slices(world)]
         scores = kernel_scores(world, TOPK)
     visible_T = world.candidates.visible_T
     many_T = visible_T > TOPK
     visible_TN = torch.arange(scores.shape[1], device="cuda") < visible_T[:, None]
     near = (scores.double() - world.scores()).abs()[visible_TN & many_T[:, None]]
     assert many_T.any() and near.max() < 2e-4, near.max()
-    same_rows(got, *world.segment_of(torch.where(many_T[:, None], scores, 0.0), TOPK))
+    want = world.segment_of(torch.where(many_T[:, None], scores, 0.0), TOPK)
+    for got in results:
+        same_rows(got, *want)
 
 
 def test_trees_and_chains_score_alike() -> None:
@@ -69,13 +78,17 @@ def test_trees_and_chains_score_alike() -> None:
             assert torch.equal(scores[i, :seen], tree_scores[node, :seen])
 
 
-def test_a_captured_graph_follows_the_lengths() -> None:
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_a_captured_graph_follows_the_lengths(one_launch: bool) -> None:
     """Keeps out: sizes read from the device while capturing; counts or lists left over from the replay before."""
     world = IndexWorld.make("causal", [9000, 3000, 5000], 1, 64, **SHAPE)
     lens_B = world.plan.segments[0].cache_seqlens
 
     def run() -> tuple[Tensor, Tensor]:
-        got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, TOPK)
+        if one_launch:
+            got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, TOPK)
+        else:
+            got = in_slices(world)
         return got.pages.table, got.cache_seqlens
 
     with torch.no_grad():

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
-from specdec.attention.caches.mla_cache import LatentLayout, MLAView
+from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
@@ -40,12 +42,13 @@ HAS_GPU = torch.cuda.is_available()
 H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
-LATENT = ("mla", "sparse")  # caches of latents, read in full or as an indexer chose
 SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
-CACHES = (*KV_DTYPES, *LATENT, "split", "differential")
+CACHES = (*KV_DTYPES, "mla", "sparse", "sparse fp8", "split", "differential")
+RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of the caches that keep latents
+SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer chose
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
-N, H, K, C, E = 4, 4, 2, 16, 8
+N, H, K, E = 4, 4, 2, 8
 D = 64 if HAS_GPU else 16  # builds of flash-attn 2 may lack smaller heads
 DIFFERENCE = (0.6, 0.7, 1e-5)  # a factor, a scale and an eps
 PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
@@ -58,7 +61,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # 
 
 
 class Cell(NamedTuple):
-    """cache: a kv_cache_dtype; one of LATENT; split: values of another width; or differential.
+    """cache: a kv_cache_dtype; mla; one of SPARSE; split: values of another width; or differential.
 
     capped: with softcap and sinks.  extra: one of EXTRAS.
     """
@@ -73,12 +76,21 @@ class Cell(NamedTuple):
     extra: str = ""
 
     @property
+    def rank(self) -> int | None:
+        """C; None: the cache keeps no latents."""
+        return RANKS.get(self.cache)
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        return FP8_LATENTS if self.cache == "sparse fp8" else self.cache if self.cache in KV_DTYPES else "auto"
+
+    @property
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
-            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.cache in LATENT else (D,),
-            kinds=(FULL, LAYERS[self.kind]), alibi=self.extra == "alibi", cross=self.extra == "cross",
-            encoder=self.extra == "encoder", softcap=self.capped, sinks=self.capped, mla=self.cache in LATENT,
-            sparse=self.cache == "sparse", kv_cache_dtype=self.cache if self.cache in KV_DTYPES else "auto",
+            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
+            alibi=self.extra == "alibi", encoder=self.extra in ("cross", "encoder"), softcap=self.capped,
+            sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
+            sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
             differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
@@ -94,9 +106,9 @@ def dtype_of(backend: str) -> torch.dtype:
 
 def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
     """What models with such a cache, and perhaps softcaps and sinks, have besides."""
-    if capped or cache in ("differential", "sparse"):
+    if capped or cache in ("differential", *SPARSE):
         return ("",)
-    return EXTRAS if cache in KV_DTYPES else ("", "alibi")
+    return EXTRAS if cache in ("auto", "fp8", "int8") else ("", "alibi")
 
 
 CELLS = [
@@ -129,8 +141,8 @@ class Absorbed(LayerInputs):
         self.q_THL, self.latent_TL = q_THL, latent_TL
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, MLAView)
-        call.view.latent.index_copy_(0, call.slots_T, self.latent_TL)
+        assert isinstance(call.view, LatentView)
+        call.view.put(call.slots_T, self.latent_TL)
         return call.attend(self.q_THL)
 
     def dense(self) -> DenseHeads:
@@ -167,20 +179,24 @@ class World:
         self.mask_NN = mask_of(list(PARENTS) if cell.tree else chain_shape(N)[0]).to(DEVICE)
         self.depth_N = self.mask_NN.sum(-1) - 1
         self.deepest = int(self.depth_N.max()) + 1
-        self.scoring = Scoring(0.25) if cell.cache in LATENT else PLAIN  # absorbed queries do not tell the scale
+        self.scoring = Scoring(0.25) if cell.rank else PLAIN  # absorbed queries do not tell the scale
         if cell.capped:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
         if cell.extra == "alibi":
             self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
-        self.heads_kv, self.head_dim = (1, C + D) if cell.cache in LATENT else (K, D)
+        self.heads_kv, self.head_dim = (1, cell.rank + D) if cell.rank else (K, D)
         self.fill()
 
     def new_cache(self, num_slots: int) -> KVCache:
         kinds, device = tuple(replace(kind, alibi=self.cell.extra == "alibi") for kind in LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
-            return KVCache(LatentLayout(C, D, self.dtype), kinds, num_slots, device=device)
-        if self.cell.cache == "sparse":  # such layers have no windows
-            layout = SparseLatentLayout(LatentLayout(C, D, self.dtype), sparse_cells.DIM, self.dtype)
+            return KVCache(LatentLayout(RANKS["mla"], D, self.dtype), kinds, num_slots, device=device)
+        if self.cell.cache == FP8_LATENTS:
+            return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], D), kinds, num_slots, device=device)
+        if self.cell.cache in SPARSE:  # such layers have no windows
+            rank = RANKS[self.cell.cache]
+            latents = LatentLayout(rank, D, self.dtype) if self.cell.cache == "sparse" else Fp8LatentLayout(rank, D)
+            layout = SparseLatentLayout(latents, sparse_cells.DIM, self.dtype)
             return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)
         if self.cell.cache == "split":
             return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
@@ -195,10 +211,11 @@ class World:
 
     def write(self, layer: int, slots_T: Tensor, kv_T2KD: Tensor, cache: KVCache | None = None) -> None:
         view = (cache or self.cache).view(layer)
-        if self.cell.cache == "mla":
-            view.latent[slots_T] = kv_T2KD.flatten(1)  # type: ignore[attr-defined]
+        if isinstance(view, LatentView):
+            view.put(slots_T, kv_T2KD.flatten(1))
         elif isinstance(view, SparseLatentView) and view.index_keys is not None:
-            view.latents.latent[slots_T], view.index_keys[slots_T] = sparse_cells.split(kv_T2KD.flatten(1), C + D)[:2]
+            latent_TL, view.index_keys[slots_T] = sparse_cells.split(kv_T2KD.flatten(1), self.head_dim)[:2]
+            view.latents.put(slots_T, latent_TL)
         elif self.cell.cache == "split":
             view.write_heads(slots_T, *split_row(kv_T2KD))  # type: ignore[attr-defined]
         else:
@@ -220,7 +237,8 @@ class World:
         return int(self.sources.page_B[b]) * LONGEST + torch.arange(TEXTS[b], device=DEVICE)
 
     def fresh(self, tokens: int) -> Tensor:
-        shapes = {"mla": (1, C + D), "sparse": (1, C + D + sparse_cells.WIDTH), "split": (K * (D + E),)}
+        shapes = {"split": (K * (D + E),)} | dict.fromkeys(RANKS, (1, self.head_dim))
+        shapes |= dict.fromkeys(SPARSE, (1, self.head_dim + sparse_cells.WIDTH))
         return self.rand(tokens, *shapes.get(self.cell.cache, (2, K, D)))
 
     def slots(self, b: int, count: int) -> Tensor:
@@ -244,10 +262,11 @@ class World:
         """One pass: every layer stores its tokens, and attends; the layer that shares attends with other queries."""
         outs = []
         for layer, fresh in enumerate(kv):
-            if self.cell.cache == "mla":
+            if self.cell.cache in SPARSE:
+                rank = RANKS[self.cell.cache]
+                outs.append(attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), rank), scoring=self.scoring))
+            elif self.cell.rank:
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
-            elif self.cell.cache == "sparse":
-                outs.append(attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), C), scoring=self.scoring))
             elif self.cell.cache == "split":
                 outs.append(attn(layer, SplitInputs(DenseHeads(q_THD, *split_row(fresh))), scoring=self.scoring))
             else:
@@ -256,7 +275,7 @@ class World:
                 if self.cell.cache == "differential":
                     inputs = DifferentialInputs(qkv_TXD, prep, difference())
                 outs.append(attn(layer, inputs, scoring=self.scoring))
-        if self.cell.cache in KV_DTYPES:
+        if self.cell.cache in KV_DTYPES and not self.cell.rank:
             outs.append(attn(len(kv), QueryInputs(-q_THD, HeadPrep(None, 0)), scoring=self.scoring))
         if self.cell.extra == "cross":
             outs.append(attn(0, CrossInputs(q_THD), scoring=self.scoring))

@@ -1,0 +1,142 @@
+"""Long prompts over 8-bit latents: the latents of a pass are converted once, to a workspace that all its queries read.
+
+The kernels multiply codes with their scales as they load them, once for each tile of queries.  For a few queries a row that
+costs less than writing converted latents to memory and reading them again; for many queries it costs more.  The rule is one
+number, UPCONVERT_FROM.
+
+The workspace holds the latents of as many rows as fit, one row after the other, each from a page's first slot on.  Rows that do
+not fit are converted and attended to afterwards, in the same memory.
+
+Shapes: B rows, T queries, N slots of the workspace, C latent rank, R rotated dim, L = C + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import Backend
+from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.kinds import Scoring
+from specdec.attention.pages import PageTable
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState, merge_states
+from specdec.ops.launch import use_kernels
+
+# Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".
+UPCONVERT_FROM = 32
+WORKSPACE_TOKENS = 65536  # with DeepSeek's dims they take 75 MB in bf16; a single row may be longer
+PAGE = 64  # tokens of a workspace's page: what the kernels load fastest
+
+
+def first_rows(lens: Sequence[int], tokens: int) -> list[int]:
+    """The first row of each row's chunk: neighbouring rows form a chunk as long as together they have at most `tokens` tokens.
+
+    A row that alone has more forms a chunk of its own.
+    """
+    firsts: list[int] = []
+    total = 0
+    for row, length in enumerate(lens):
+        fits = row > 0 and total + length <= tokens
+        total = total + length if fits else length
+        firsts.append(firsts[-1] if fits else row)
+    return firsts
+
+
+def workspace_starts(lens_B: Tensor, firsts: Sequence[int], page_size: int = 1) -> Tensor:
+    """[B]: where each row begins in the workspace, if every row begins at a page's first slot and every chunk at slot 0.
+
+    Example: rows of 10, 15, 20 and 5 tokens, in two chunks of two rows, start at 0, 10, 0 and 20.
+    """
+    taken_B = -(-lens_B // page_size) * page_size
+    before_B = taken_B.cumsum(0, dtype=lens_B.dtype) - taken_B
+    return before_B - torch.cat([before_B[first : first + 1] for first in firsts])
+
+
+def upconvert(view: LatentView, pages: PageTable, lens_B: Tensor, starts_B: Tensor, most: int, out_NL: Tensor) -> None:
+    """Writes the first lens_B[b] latents of row b to out_NL, from starts_B[b] on, in the dtype of out_NL.
+
+    lens_B and starts_B: int32.  most: no row has more latents; known to the host.  Nothing else is written.
+    """
+    if use_kernels(out_NL):
+        from specdec.attention.latent.upconvert_triton import launch_upconvert
+
+        launch_upconvert(view, pages, lens_B, starts_B, most, out_NL)
+        return
+    place_X = torch.arange(most, device=out_NL.device)
+    for row, (length, start) in enumerate(zip(lens_B.tolist(), starts_B.tolist(), strict=True)):
+        slots_X = pages._replace(table=pages.table[row : row + 1]).slots_at(place_X[None, :length])[0]
+        out_NL[start : start + length] = view.latents(slots_X, out_NL.dtype)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that are converted together.
+
+    lens_B: int32, the rows' lengths; 0 for rows of other chunks.
+    segment: what the pass's queries read of the workspace.
+    """
+
+    lens_B: Tensor
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A prompt's converted latents, and who reads them.  All layers of a pass use it one after the other.
+
+    prompt: the segment as given, over the cache.
+    most: no row has more latents.
+    """
+
+    prompt: Segment
+    most: int
+    starts_B: Tensor
+    chunks: tuple[Chunk, ...]
+    latent_NL: Tensor
+
+    @classmethod
+    def of_plan(cls, plan: AttentionPlan, view: LatentView, dtype: torch.dtype) -> Workspace | None:
+        """The workspace of a plan's pass; None if its queries read the cache itself.
+
+        Only prompts have so many queries a row, and a prompt's plan is one causal segment.  In a captured graph it does not say
+        how much of a row is cached, so nobody would know the workspace's size.
+        """
+        prompt = plan.segments[0]
+        converts = view.parts.scales_NG is not None and prompt.max_seqlen_q >= UPCONVERT_FROM
+        if not converts or len(plan.parts) > 1 or not prompt.causal or prompt.max_cached is None or prompt.starts_T is not None:
+            return None
+        return cls.of(prompt, view.width, dtype)
+
+    @classmethod
+    def of(cls, prompt: Segment, width: int, dtype: torch.dtype) -> Workspace:
+        """The workspace of a causal segment that says how much of it was cached before.  It reads nothing from the device."""
+        assert prompt.max_cached is not None and prompt.causal and prompt.starts_T is None
+        lens_B, B = prompt.cache_seqlens, prompt.rows
+        most = min(prompt.max_cached + prompt.max_seqlen_q, prompt.pages.capacity)
+        room = -(-most // PAGE) * PAGE
+        firsts = first_rows([room] * B, WORKSPACE_TOKENS)
+        starts_B = workspace_starts(lens_B, firsts, PAGE)
+        table_BW = starts_B[:, None] // PAGE + torch.arange(room // PAGE, dtype=torch.int32, device=lens_B.device)
+        row_B, chunks = torch.arange(B, device=lens_B.device), []
+        for first in dict.fromkeys(firsts):
+            rows = firsts.count(first)
+            own_B = lens_B if rows == B else torch.where((row_B >= first) & (row_B < first + rows), lens_B, 0)
+            chunks.append(Chunk(own_B, replace(prompt, pages=PageTable(table_BW, PAGE), cache_seqlens=own_B)))
+        slots = room * max(firsts.count(first) for first in firsts)
+        memory_NL = torch.empty(slots, width, dtype=dtype, device=lens_B.device)
+        return cls(prompt, most, starts_B, tuple(chunks), memory_NL)
+
+    def state(self, backend: Backend, q_THL: Tensor, view: LatentView, scoring: Scoring) -> AttentionState:
+        """The state of absorbed queries over the whole prompt."""
+        state: AttentionState | None = None
+        for chunk in self.chunks:
+            upconvert(view, self.prompt.pages, chunk.lens_B, self.starts_B, self.most, self.latent_NL)
+            part = backend.run(q_THL, MLAView(self.latent_NL, view.rank), chunk.segment, scoring)
+            state = part if state is None else merge_states(state, part)
+        assert state is not None
+        return state

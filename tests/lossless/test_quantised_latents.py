@@ -1,0 +1,105 @@
+"""Whole engines on 8-bit latents (fp8_ds_mla): the text is the target's own over such a cache, whatever the tree.
+
+The oracle and its bounds are those of test_quantised_kv.py; what it rounds are latents, before heads are made of them.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit.deepseek import DeepseekZoo
+from toolkit.driver import Driver
+from toolkit.models import ragged_prompts
+from toolkit.oracles.stored import is_clearly_the_oracle_s_text
+
+from specdec import SamplingParams, SpecConfig
+from specdec.attention.caches.fp8_latent import Fp8LatentLayout
+from specdec.attention.latent import mla, upconvert
+from specdec.config import GraphMode
+from specdec.engine.pages.groups import ALL
+from specdec.loading.memory import kv_page_bytes
+
+TARGET = "v3-wide-latents"
+CASES = [("eagle3", (4, 4, 16), 16), ("eagle3", (4, 1, 5), 1), ("eagle1", (3, 8, 24), 5)]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> DeepseekZoo:
+    return DeepseekZoo(tmp_path_factory.mktemp("latents"))
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(("head", "shape", "page_size"), CASES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("expand_above", "upconvert_from"), [(6, 3), (1000, 3), (1000, 1000)])
+def test_text_is_the_target_s_over_rounded_latents(
+    zoo: DeepseekZoo,
+    head: str,
+    shape: tuple[int, int, int],
+    page_size: int,
+    expand_above: int,
+    upconvert_from: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts expanded, converted first, and read as they are.  Keeps out: a prompt that reads its own latents unrounded, a
+    commit that leaves scales behind, a workspace of another layer's latents.
+    """
+    monkeypatch.setattr(mla, "EXPAND_ABOVE", expand_above)
+    monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
+    monkeypatch.setattr(upconvert, "UPCONVERT_FROM", upconvert_from)
+    monkeypatch.setattr(upconvert, "WORKSPACE_TOKENS", 64)
+    definition, converted = upconvert.upconvert, []
+    monkeypatch.setattr(upconvert, "upconvert", lambda *args: (converted.append(args), definition(*args)))
+    settings = dict(page_size=page_size, max_batch_size=3, kv_cache_dtype="fp8_ds_mla")
+    decoder = zoo.decoder(TARGET, head, SpecConfig(*shape), **settings)
+    assert isinstance(Driver(decoder).cache("target").layout, Fp8LatentLayout)
+    Driver(decoder).set_chunk(10)
+    prompts = ragged_prompts(40, 6, seed=7)
+    sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 18)]
+    outputs = decoder.generate(prompts, sampling)
+    plain = decoder.generate(prompts, sampling, speculate=False)
+    clear = [is_clearly_the_oracle_s_text(decoder, out) for out in outputs]
+    for out, other, is_clear in zip(outputs, plain, clear, strict=True):
+        assert out.token_ids == other.token_ids or not is_clear
+        is_clearly_the_oracle_s_text(decoder, other)
+    assert sum(clear) >= 2, "too many near-ties: choose other prompts"
+    assert sum(out.stats.drafted for out in outputs) > 0 and bool(converted) == (upconvert_from < 1000)
+    Driver(decoder).assert_nothing_leaked()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["round", "step", False])
+@pytest.mark.parametrize(("shape", "page_size"), [((4, 4, 16), 16), ((3, 1, 4), 5)])
+def test_captured_rounds_write_the_same(
+    zoo: DeepseekZoo, shape: tuple[int, int, int], page_size: int, graphs: GraphMode
+) -> None:
+    """In float32 on a GPU.  Keeps out: a workspace in a captured pass, scales of the pass that was captured."""
+    settings = dict(page_size=page_size, max_batch_size=3, device="cuda", cuda_graphs=graphs, kv_cache_dtype="fp8_ds_mla")
+    decoder = zoo.decoder(TARGET, "eagle3", SpecConfig(*shape), **settings)
+    outputs = decoder.generate(ragged_prompts(40, 6, seed=7), SamplingParams(max_tokens=24))
+    assert sum([is_clearly_the_oracle_s_text(decoder, out) for out in outputs]) >= 2
+
+
+def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: DeepseekZoo, tmp_path: Path) -> None:
+    """Keeps out: a pool sized for 16 bits, and a draft head with ordinary heads that is given latents to keep."""
+    decoder = zoo.decoder(TARGET, "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype="fp8_ds_mla")
+    caches = Driver(decoder).caches
+    taken = sum(plane.nbytes for cache in caches for plane in cache.planes.values())
+    assert decoder.head is not None
+    configs = [decoder.model.config, decoder.head.config.model]
+    assert taken == Driver(decoder).pages_allocated * kv_page_bytes(configs, decoder.settings, (ALL,))[0]
+    assert caches[0].layout.layer_bytes(0) == 128 + 4 + 2 * 8 and caches[0].planes["latent"].dtype == torch.uint8
+
+
+def test_moves_copy_bytes() -> None:
+    """Keeps out: bytes converted to numbers on the way, where a NaN may become another NaN; half a row left behind."""
+    from specdec.attention.caches.kv_cache import KVCache
+    from specdec.attention.kinds import FULL
+
+    cache = KVCache(Fp8LatentLayout(128, 16), [FULL] * 2, 20)
+    rows = cache.planes["latent"]
+    rows.copy_(torch.randint(0, 256, rows.shape, generator=torch.Generator().manual_seed(0)))
+    before, slots = rows.clone(), torch.tensor([[5, 2, 7, 0], [9, 13, 11, 19]])
+    cache.move(slots, torch.tensor([[0, 2, 3], [0, 1, 3]]))
+    assert rows[:, [5, 2, 7]].equal(before[:, [5, 7, 0]]) and rows[:, [9, 13, 11]].equal(before[:, [9, 13, 19]])
+    untouched = [slot for slot in range(20) if slot not in (2, 7, 11)]
+    assert rows[:, untouched].equal(before[:, untouched])
