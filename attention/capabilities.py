@@ -60,8 +60,7 @@ class Capability:
     fp8_from: the lowest compute capability for float8, in KV or latents.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").
     sparse: whether it reads latents that an indexer chose for each query.
-    alibi, cross, encoder: whether it adds ALiBi's slopes times distances, reads an encoder's texts for a decoder, and computes
-        an encoder's attention, which looks in both directions.
+    alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
     tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
@@ -83,9 +82,8 @@ class Capability:
     ours: tuple[str, ...] = ()
     softcap: bool = True
     sinks: bool = True
-    alibi: bool = True
-    cross: bool = True
-    encoder: bool = True
+    alibi: bool = False
+    encoder: bool = False
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
@@ -102,37 +100,28 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring", sparse=True, split_heads=True,
+            mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
-            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True,
+            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2), alibi=True,
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, encoder=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
             head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
-            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa3", "flash_attn_interface", "H200", package="flash-attn-3", least_version=(3, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
-            alibi=False, cross=False, encoder=False,
         ),
         Capability(
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), unread_pages=(80, 112, 128, 144), kinds=("full",), ours=("window", "chunk"),
-            alibi=False, cross=False, encoder=False,
         ),
     )
 }  # fmt: skip
 BACKENDS = tuple(TABLE)
-PREFERRED = (
-    "triton",
-    "torch",
-    "fa4",
-    "fa3",
-    "fa2",
-)  # the order in which errors suggest a backend instead of one that can't run
+PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2")  # the order in which errors suggest a backend that can run
 
 
 def kind_name(kind: LayerKind) -> str:
@@ -267,7 +256,7 @@ def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     """Limits that no backend in the table has today; a new backend may have them."""
     for what, wanted, has in (
         ("softcap", n.softcap, c.softcap), ("attention sinks", n.sinks, c.sinks), ("ALiBi", n.alibi, c.alibi),
-        ("cross attention", n.cross, c.cross), ("attention in both directions", n.encoder, c.encoder),
+        ("encoder attention or cross attention", n.encoder, c.encoder),
     ):  # fmt: skip
         if wanted and not has:
             yield Fault(f"has no {what}, which these models use")

@@ -22,8 +22,7 @@ class AttentionNeeds:
     architecture: the GPU's compute capability; None on a CPU.
     gpu: the kind of GPU, as gpu_kind names it.
     head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
-    alibi: whether layers have ALiBi's slopes.  encoder, cross: whether the target has an encoder, whose attention looks in both
-        directions, and whose output each layer of the decoder reads.
+    alibi, encoder: whether layers have ALiBi's slopes, and whether the target has an encoder, which its decoder's layers read.
     value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
     differential: whether these values are those of differential attention.
     kv_cache_dtype: as in EngineOptions.
@@ -48,7 +47,6 @@ class AttentionNeeds:
     softcap: bool = False
     sinks: bool = False
     alibi: bool = False
-    cross: bool = False
     encoder: bool = False
     kv_cache_dtype: str = "auto"
     mla: bool = False

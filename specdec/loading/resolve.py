@@ -173,7 +173,6 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         softcap=any(c.softcap is not None for c in configs),
         sinks=any(c.has_sinks for c in configs),
         alibi=any(kind.alibi for c in configs for kind in c.layer_kinds),
-        cross=target.encoder is not None,
         encoder=target.encoder is not None,
         kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),

@@ -143,9 +143,8 @@ LESSER = {  # what every backend does today: a row without it, what it says then
     "softcap": (dict(softcap=False), dict(softcap=True), "has no softcap, which these models use", None),
     "sinks": (dict(sinks=False), dict(sinks=True), "has no attention sinks, which these models use", None),
     "alibi": (dict(alibi=False), dict(alibi=True), "has no ALiBi, which these models use", None),
-    "cross": (dict(cross=False), dict(cross=True), "has no cross attention, which these models use", None),
     "encoder": (
-        dict(encoder=False), dict(encoder=True), "has no attention in both directions, which these models use", None,
+        dict(encoder=False), dict(encoder=True), "has no encoder attention or cross attention, which these models use", None,
     ),
     "tree": (dict(tree=False), dict(tree=True), "answers chains only", "topk=1"),
     "graphs": (dict(graphs=(False,)), dict(graphs="step"), "be captured with cuda_graphs='step'", "cuda_graphs=False"),

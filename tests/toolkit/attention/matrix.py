@@ -89,8 +89,8 @@ class Cell(NamedTuple):
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
-            alibi=self.extra == "alibi", cross=self.extra == "cross", encoder=self.extra == "encoder",
-            softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
+            alibi=self.extra == "alibi", encoder=self.extra in ("cross", "encoder"), softcap=self.capped,
+            sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
             sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
             differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
@@ -107,9 +107,9 @@ def dtype_of(backend: str) -> torch.dtype:
 
 def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
     """What models with such a cache, and perhaps softcaps and sinks, have besides."""
-    if capped or cache in ("differential", "sparse"):
+    if capped or cache in ("differential", *SPARSE):
         return ("",)
-    return EXTRAS if cache in KV_DTYPES else ("", "alibi")
+    return EXTRAS if cache in ("auto", "fp8", "int8") else ("", "alibi")
 
 
 CELLS = [
