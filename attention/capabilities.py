@@ -103,8 +103,9 @@ TABLE = {
             mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
-            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2), alibi=True,
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, encoder=True,
+            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, alibi=True,
+            encoder=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
