@@ -60,8 +60,8 @@ def compile_only(names: set[str]) -> None:
     JITFunction.__getitem__ = of_grid  # type: ignore[method-assign]
 
 
-def layer(d: Dims) -> None:
-    """The launches of a layer for single queries, a chain and a tree."""
+def layer(d: Dims, width: int) -> None:
+    """The launches of a layer for single queries, a chain and a tree.  width: pages of a row, few or many."""
     from specdec.attention.caches.mla_cache import MLAView
     from specdec.attention.kernels.triton_plan import TritonPlan
     from specdec.attention.kinds import Scoring
@@ -78,7 +78,7 @@ def layer(d: Dims) -> None:
         module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
     mla_launch.gpu_generation = lambda device: 9  # type: ignore[assignment]
     keys, latents = (torch.zeros(64 * d.P, width, dtype=d.dtype) for width in (d.I, d.C + d.R))
-    pages, lens_B = PageTable(torch.zeros(3, 8, dtype=torch.int32), d.P), torch.full((3,), 4, dtype=torch.int32)
+    pages, lens_B = PageTable(torch.zeros(3, width, dtype=torch.int32), d.P), torch.full((3,), 4, dtype=torch.int32)
     table = rotary_table(100.0 ** -(torch.arange(d.R // 2) / (d.R // 2)), 64).to(d.dtype)
     for queries, tree in ((1, False), (3, False), (4, True)):
         T = 3 * queries
@@ -123,6 +123,6 @@ if __name__ == "__main__":
     compiled_names: set[str] = set()
     compile_only(compiled_names)
     with torch.inference_mode():
-        for dims in (TINY, REAL):
-            layer(dims)
+        for dims, width in ((TINY, 8), (REAL, 8), (REAL, 512)):
+            layer(dims, width)
     print(*sorted(compiled_names))
