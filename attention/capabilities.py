@@ -63,8 +63,7 @@ class Capability:
     alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
-    tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
-        reads shared prefixes.
+    tree, graphs, shared_prefixes: whether it answers trees, which modes of cuda_graphs it allows, whether it shares prefixes.
     """
 
     name: str
@@ -103,8 +102,9 @@ TABLE = {
             mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
-            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2), alibi=True,
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, encoder=True,
+            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], mla="plain", sparse=True,
+            head_dims=HeadDims(8, 256, 2), kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, split_heads=True,
+            alibi=True, encoder=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
