@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
@@ -18,7 +17,8 @@ import torch
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
-from specdec.attention.kinds import FULL, LayerKind
+from specdec.attention.kinds import LayerKind
+from specdec.attention.needs import AttentionNeeds
 from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")
@@ -63,7 +63,8 @@ class Capability:
     alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
-    tree, graphs, shared_prefixes: whether it answers trees, which modes of cuda_graphs it allows, whether it shares prefixes.
+    tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
+        reads shared prefixes.
     """
 
     name: str
@@ -102,9 +103,9 @@ TABLE = {
             mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
-            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], mla="plain", sparse=True,
-            head_dims=HeadDims(8, 256, 2), kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, split_heads=True,
-            alibi=True, encoder=True,
+            "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
+            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, alibi=True,
+            encoder=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -122,65 +123,6 @@ TABLE = {
 }  # fmt: skip
 BACKENDS = tuple(TABLE)
 PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2")  # the order in which errors suggest a backend that can run
-
-
-@dataclass(frozen=True)
-class AttentionNeeds:
-    """What a pair of models and its settings need of attention.
-
-    architecture: the GPU's compute capability; None on a CPU.
-    gpu: the kind of GPU, as gpu_kind names it.
-    head_dims, kinds: of all layers of both models.  A layer of latent attention has no head dim here.
-    alibi, encoder: whether layers have ALiBi's slopes, and whether the target has an encoder, which its decoder's layers read.
-    value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
-    differential: whether these values are those of differential attention.
-    kv_cache_dtype: as in EngineOptions.
-    mla, latent_rank, sparse: whether the target's layers keep latents, the latents' rank, and whether an indexer chooses those
-        that a query reads.
-    tree: whether draft trees branch.
-    graphs: the setting cuda_graphs.
-    rows: the most sequences in a batch.
-    tokens: the most tokens of one sequence.
-    kv_heads: the target's number of kv heads.
-    packed: the target's queries of one sequence in one verify pass, times the query heads that share a kv head.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    architecture: tuple[int, int] | None = None
-    gpu: str = ""
-    head_dims: tuple[int, ...] = (128,)
-    value_dims: tuple[int, ...] = ()
-    differential: bool = False
-    kinds: tuple[LayerKind, ...] = (FULL,)
-    softcap: bool = False
-    sinks: bool = False
-    alibi: bool = False
-    encoder: bool = False
-    kv_cache_dtype: str = "auto"
-    mla: bool = False
-    latent_rank: int = 512
-    sparse: bool = False
-    page_size: int = 16
-    tree: bool = True
-    graphs: GraphMode = False
-    shared_prefixes: bool = False
-    rows: int = 1
-    tokens: int = 0
-    kv_heads: int = 1
-    packed: int = 1
-
-
-def architecture_of(device: torch.device) -> tuple[int, int] | None:
-    """The GPU's compute capability (major, minor); None for a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-@cache
-def gpu_kind(device: torch.device) -> str:
-    """The kind of GPU by which measured rules are kept: "H100" or "H200"; the empty string for any other device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
-    return next((kind for kind in MEASURED if kind in name), "")
 
 
 def kind_name(kind: LayerKind) -> str:

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.capabilities import gpu_kind
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.flash.backend import FlashBackend
 from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.attention.needs import gpu_kind
 
 spec = importlib.util.spec_from_file_location("attention_cells", Path(__file__).with_name("attention.py"))
 assert spec is not None and spec.loader is not None

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.capabilities import TABLE, gpu_kind
+from specdec.attention.capabilities import TABLE
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
 from specdec.attention.kinds import Scoring
+from specdec.attention.needs import gpu_kind
 from specdec.attention.segment import Segment
 from specdec.attention.state import AttentionState
 

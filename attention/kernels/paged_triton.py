@@ -170,8 +170,7 @@ def paged_attention_kernel(
     split, splits = tl.program_id(1), tl.num_programs(1)
 
     first = tl.load(cu_seqlens_q + row)
-    queries = tl.load(cu_seqlens_q + row + 1) - first
-    length = tl.load(cache_seqlens + row)
+    queries, length = tl.load(cu_seqlens_q + row + 1) - first, tl.load(cache_seqlens + row)
     packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query_M = packed_M // GROUP
     head_M = kv_head * GROUP + packed_M % GROUP

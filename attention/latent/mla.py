@@ -28,6 +28,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.inputs import DenseHeads, LayerCall, LayerInputs
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.prep import LatentPrep
@@ -117,6 +118,7 @@ def store_latent(
     if use_operator(latent_TL):
         from specdec.attention.operators.latent import LATENT_STORE
 
+        assert isinstance(view, MLAView), "no operator stores latents in 8 bits; DecodePass refuses such caches"
         turn, out_THR = prep.rotation, q_THR if out_THR is None else out_THR
         LATENT_STORE(q_THR, latent_TL, view.latent, out_THR, slots_T, turn.positions_T, turn.table_P2D, prep.norm_C, prep.eps)
         return

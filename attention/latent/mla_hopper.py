@@ -6,9 +6,7 @@ the keys, then half of the values' columns.  A block of 64 latents is loaded by 
 one page, and by asynchronous copies otherwise; the next block is loaded while the current one is computed.
 
 Latents in 8 bits (caches/fp8_latent.py) are loaded as codes, into registers while a block's first product runs, and multiplied
-with their scales and written to shared memory while its second product runs.  They become float16 there, because that takes a
-third of the instructions that bfloat16 takes; queries and weights are scaled by powers of two into a range where float16 is at
-least as precise as bfloat16 was.  The rotated parts stay bfloat16.
+with their scales and written to shared memory in 16 bits while its second product runs.
 
 Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
 of a latent.
@@ -97,6 +95,17 @@ def _start_loading(
 
 
 @gluon.jit
+def _wait_for_keys(bar, phase, by_engine):
+    """Waits until a block's keys have arrived, as `_start_loading` sent for them."""
+    if by_engine:
+        mbarrier.wait(bar, phase)
+    else:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        _barrier()
+
+
+@gluon.jit
 def _load_codes(
     latent, scales, page_N, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
     wide: gl.constexpr,
@@ -115,48 +124,11 @@ def _load_codes(
 
 @gluon.jit
 def _store_values(to, codes, scale_NG, wide: gl.constexpr):
-    """Writes a block of codes [N, C], multiplied with their scales, to `to`, which is float16.
-
-    Scales are limited so that 448 times a scale is finite in float16.
-    """
+    """Writes a block of codes [N, C], multiplied with their scales in float32, to `to`."""
     GROUPED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0])
-    codes_NGE = gl.convert_layout(codes.reshape([64, 4, 128]), GROUPED, assert_trivial=True)
-    scale_NG = gl.minimum(scale_NG, 146.0).to(gl.float16)
-    scale_NGE, codes_NGE = gl.broadcast(gl.expand_dims(scale_NG, 2), codes_NGE)
-    x_NGE = gl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        .reg .b32 a, b;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 a, low;
-        cvt.rn.f16x2.e4m3x2 b, high;
-        mul.rn.f16x2 $0, a, $3;
-        mul.rn.f16x2 $1, b, $4;
-        }""",
-        "=r,=r,r,r,r",
-        [codes_NGE, scale_NGE],
-        dtype=gl.float16,
-        is_pure=True,
-        pack=4,
-    )
-    to.store(gl.convert_layout(x_NGE.reshape([64, 512]), wide, assert_trivial=True))
-
-
-@gluon.jit
-def _load_queries(to_c, to_r, base, ok_M, wide: gl.constexpr, narrow: gl.constexpr):
-    """Writes a tile's queries, divided by a power of two a row so that they fit float16, and returns these powers [M].
-
-    base, ok_M: in the layout SliceLayout(1, wide).
-    """
-    c = gl.arange(0, 512, layout=gl.SliceLayout(0, wide))
-    q_MC = gl.load(base[:, None] + c[None, :], mask=ok_M[:, None] & (c < 512)[None, :], other=0.0).to(gl.float32)
-    unit_M = gl.exp2(gl.floor(gl.log2(gl.maximum(gl.max(gl.abs(q_MC), 1), 1e-6))) - 14)
-    to_c.store((q_MC / unit_M[:, None]).to(to_c.dtype))
-    base, ok_M = gl.convert_layout(base, gl.SliceLayout(1, narrow)), gl.convert_layout(ok_M, gl.SliceLayout(1, narrow))
-    r = gl.arange(0, 64, layout=gl.SliceLayout(0, narrow))
-    q_MR = gl.load(base[:, None] + 512 + r[None, :], mask=ok_M[:, None] & (r < 64)[None, :], other=0.0).to(gl.float32)
-    to_r.store((q_MR / gl.convert_layout(unit_M, gl.SliceLayout(1, narrow))[:, None]).to(to_r.dtype))
-    return unit_M
+    x_NGE = gl.convert_layout(codes.to(gl.float32).reshape([64, 4, 128]), GROUPED, assert_trivial=True)
+    x_NGE *= gl.expand_dims(scale_NG, 2)
+    to.store(gl.convert_layout(x_NGE.to(to.dtype).reshape([64, 512]), wide, assert_trivial=True))
 
 
 @gluon.jit(
@@ -180,14 +152,12 @@ def latent_hopper_kernel(
     if CAUSAL:
         tile = tiles - 1 - tile
     row = gl.program_id(0) // tiles
-    split = gl.program_id(1)
-    splits = gl.num_programs(1)
+    split, splits = gl.program_id(1), gl.num_programs(1)
     first = gl.load(cu_seqlens_q + row)
     queries = gl.load(cu_seqlens_q + row + 1) - first
     length = gl.load(cache_seqlens + row)
     packed_M = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    query_M = packed_M // HEADS
-    end = length
+    query_M, end = packed_M // HEADS, length
     if CAUSAL:
         end = length - gl.maximum(queries - 1 - (tile * 64 + 63) // HEADS, 0)
     end = gl.where(tile * 64 < queries * HEADS, end, 0)
@@ -200,12 +170,10 @@ def latent_hopper_kernel(
     pages = page_table + row.to(gl.int64) * stride_row
     engine_end = high if TMA else low  # the copy engine loads the full blocks that end at or before this key
 
-    TO: gl.constexpr = gl.float16 if SCALED else q.dtype.element_ty
-    LIFT: gl.constexpr = 14.0 if SCALED else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
-    q_c = gl.allocate_shared_memory(TO, [64, 512], SHARED)
+    q_c = gl.allocate_shared_memory(q.dtype.element_ty, [64, 512], SHARED)
     q_r = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
-    p_s = gl.allocate_shared_memory(TO, [64, 64], SHARED)
-    c_s = gl.allocate_shared_memory(TO, [2, 64, 512], SHARED)
+    p_s = gl.allocate_shared_memory(q.dtype.element_ty, [64, 64], SHARED)
+    c_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 512], SHARED)
     r_s = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, 64], SHARED)
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(2):
@@ -224,20 +192,17 @@ def latent_hopper_kernel(
     narrow_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, NARROW)
     packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
+    _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
+    packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
+    base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
+    _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
+    async_copy.commit_group()
     if SCALED:
-        unit_M = _load_queries(q_c, q_r, base, packed // HEADS < queries, WIDE, NARROW)
-        scale2 = (gl.convert_layout(unit_M, gl.SliceLayout(1, S)) * (scale * LOG2E))[:, None]
         codes, scale_NG = _load_codes(latent, scales, wide_N, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, WIDE)
         _copy_keys(r_s.index(0), rope, narrow_N, low, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
         async_copy.commit_group()
         _store_values(c_s.index(0), codes, scale_NG, WIDE)
     else:
-        scale2 = scale * LOG2E
-        _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
-        packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
-        base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
-        _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
-        async_copy.commit_group()
         _start_loading(
             c_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, low,
             high, LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
@@ -253,17 +218,13 @@ def latent_hopper_kernel(
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
     acc_MC = gl.zeros([64, 512], gl.float32, layout=A)
     nothing = gl.zeros([64, 64], gl.float32, layout=S)
+    scale2 = scale * LOG2E
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
         to_c, to_r, bar = c_s.index((block + 1) % 2), r_s.index((block + 1) % 2), bars.index((block + 1) % 2)
         if not SCALED:
-            if start + 64 <= engine_end:
-                mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
-            else:
-                async_copy.wait_group(0)
-                fence_async_shared()
-                _barrier()
+            _wait_for_keys(bars.index(block % 2), (block // 2) % 2, start + 64 <= engine_end)
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
         if SCALED:
@@ -289,10 +250,10 @@ def latent_hopper_kernel(
             s_MN = gl.where(key_N[None, :] < last_M[:, None], s_MN, -float("inf"))
         new_M = gl.maximum(top_M, gl.max(s_MN, 1))
         shift_M = gl.where(new_M == -float("inf"), 0.0, new_M)
-        p_MN = gl.exp2(s_MN - (shift_M - LIFT)[:, None])
+        p_MN = gl.exp2(s_MN - shift_M[:, None])
         decay_M = gl.exp2(top_M - shift_M)
         top_M = new_M
-        p_s.store(p_MN.to(TO))
+        p_s.store(p_MN.to(q.dtype.element_ty))
         fence_async_shared()
         _barrier()
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
@@ -307,7 +268,7 @@ def latent_hopper_kernel(
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)
-    gl.store(lse + state_M, gl.where(some_M, (top_M + gl.log2(safe_M) - LIFT) * LN2, -float("inf")), mask=ok_M)
+    gl.store(lse + state_M, gl.where(some_M, (top_M + gl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
     at_M = gl.convert_layout(state_M * 512, gl.SliceLayout(1, A))
     c = gl.arange(0, 512, layout=gl.SliceLayout(0, A))
     gl.store(

@@ -19,15 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec import __version__, shipped
-from specdec.attention.capabilities import (
-    BACKENDS,
-    TABLE,
-    AttentionNeeds,
-    architecture_of,
-    choose_backend,
-    problem_of,
-)
+from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability_table import table_as_markdown
+from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from specdec.attention.capabilities import AttentionNeeds, BackendChoice, architecture_of, choose_backend, gpu_kind
+from specdec.attention.capabilities import BackendChoice, choose_backend
+from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.models.checkpoints.loader import DTYPES

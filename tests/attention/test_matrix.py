@@ -21,17 +21,9 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.attend import make_backend
-from specdec.attention.capabilities import (
-    BACKENDS,
-    GRAPH_MODES,
-    KINDS,
-    TABLE,
-    AttentionNeeds,
-    choose_backend,
-    installed,
-    why_not,
-)
+from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, TABLE, choose_backend, installed, why_not
 from specdec.attention.kinds import FULL
+from specdec.attention.needs import AttentionNeeds
 from specdec.bench.near_tie import explain_divergence
 from specdec.bench.session import Session
 from specdec.shipped import draft_folder, target_folder

@@ -20,7 +20,8 @@ from toolkit.models import Zoo
 from transformers import CONFIG_MAPPING
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.attention.capabilities import KV_DTYPES, AttentionNeeds, choose_backend
+from specdec.attention.capabilities import KV_DTYPES, choose_backend
+from specdec.attention.needs import AttentionNeeds
 from specdec.loading.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import read_target_config

@@ -16,9 +16,10 @@ from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.capabilities import TABLE, AttentionNeeds, choose_backend, installed
+from specdec.attention.capabilities import TABLE, choose_backend, installed
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
+from specdec.attention.needs import AttentionNeeds
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import Segment

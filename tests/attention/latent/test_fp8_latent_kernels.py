@@ -42,8 +42,7 @@ def scattered(lens: list[int], P: int, seed: int, C: int = C, R: int = R) -> tup
     pages = Scattered(lens, P, spare=1, idle_is_dummy=True, seed=seed, device=DEVICE)
     latent_NL = pages.fill(C + R)
     latent_NL[:, :C] *= 10.0 ** (torch.arange(C, device=DEVICE) // 128 - 1)  # so that a neighbour's scale would show
-    rows_NX = pack_latents(latent_NL, C)
-    rows_NX[latent_NL.isnan().any(1)] = 0xFF
+    rows_NX = torch.where(latent_NL.isnan().any(1, keepdim=True), 0xFF, pack_latents(latent_NL, C))
     return PageTable(pages.table_BW, P), Fp8LatentView(rows_NX, C)
 
 

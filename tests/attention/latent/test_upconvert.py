@@ -38,8 +38,7 @@ def scattered(lens: list[int], P: int) -> tuple[PageTable, Fp8LatentView]:
     """Rows of bytes in which every bit is set where nobody may read."""
     pages = Scattered(lens, P, spare=1, idle_is_dummy=True, seed=P, device=DEVICE)
     latent_NL = pages.fill(C + R)
-    rows_NX = pack_latents(latent_NL, C)
-    rows_NX[latent_NL.isnan().any(1)] = 0xFF
+    rows_NX = torch.where(latent_NL.isnan().any(1, keepdim=True), 0xFF, pack_latents(latent_NL, C))
     return PageTable(pages.table_BW, P), Fp8LatentView(rows_NX, C)
 
 

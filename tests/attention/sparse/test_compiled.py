@@ -16,4 +16,6 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run([sys.executable, "-P", str(script)], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = "border_kernel compact_kernel histogram_kernel latent_attention_kernel latent_hopper_kernel latent_merge_kernel "
-    assert set(done.stdout.split()) == set((wanted + "row_scores_kernel rows_scores_kernel store_index_kernel").split())
+    assert set(done.stdout.split()) == set(
+        (wanted + "row_scores_kernel rows_scores_kernel store_index_kernel store_latent_kernel upconvert_kernel").split()
+    )

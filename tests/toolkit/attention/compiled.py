@@ -7,10 +7,12 @@ own: in it Triton believes that there is a GPU, and every launch compiles its ke
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+GROUP = 128  # latents are kept in 8 bits if their rank is a multiple of this
 SHARED_MEMORY = 232448  # bytes that one block may take on compute capability 9.0
 
 
@@ -91,6 +93,30 @@ def layer(d: Dims) -> None:
         rows = launch.launch_sparse_segment(q_TJI, weights_TJ, keys, Candidates.of(plan, T), d.topk, programs=132)
         q_THL = torch.zeros(T, d.H, d.C + d.R, dtype=d.dtype)
         mla_launch.attend_latent(q_THL, MLAView(latents, d.C), TritonPlan((rows,)), Scoring(0.1), 132)
+        if d.C % GROUP == 0:
+            eight_bits(d, q_THL, TritonPlan((rows,)), pages, Rotation(table, at_T))
+
+
+def eight_bits(d: Dims, q_THL: Tensor, plan: Any, pages: Any, rotation: Any) -> None:
+    """The same rows over latents in 8 bits, whole segments of few and many queries, their store, and their conversion."""
+    from specdec.attention.caches.fp8_latent import Fp8LatentView, row_bytes
+    from specdec.attention.kernels.triton_plan import TritonPlan
+    from specdec.attention.kinds import LayerKind, Scoring
+    from specdec.attention.latent import mla_launch, mla_store_triton, upconvert_triton
+    from specdec.attention.latent.prep import LatentPrep
+    from specdec.attention.plan import causal_segment
+
+    for module in (mla_store_triton, upconvert_triton):
+        module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    T, lens_B = q_THL.shape[0], torch.full((3,), 4, dtype=torch.int32)
+    view = Fp8LatentView(torch.zeros(64 * d.P, row_bytes(d.C, d.R), dtype=torch.uint8), d.C)
+    whole = causal_segment(pages, lens_B, T // 3)
+    for one in (plan, TritonPlan((whole,)), TritonPlan((whole.local(LayerKind(window=5), torch.zeros(T, dtype=torch.int64)),))):
+        mla_launch.attend_latent(q_THL, view, one, Scoring(0.1), 132)
+    prep, slots_T = LatentPrep(rotation, q_THL[0, 0, : d.C], 1e-6), torch.zeros(T, dtype=torch.int64)
+    fresh_TL, q_THR = q_THL[:, 0].contiguous(), q_THL[..., d.C :]
+    mla_store_triton.launch_store_latent(view, q_THR, fresh_TL, slots_T, prep, q_THR)
+    upconvert_triton.launch_upconvert(view, pages, lens_B, lens_B, 4, torch.zeros(64, d.C + d.R, dtype=d.dtype))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
-from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, AttentionNeeds, why_not
+from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, why_not
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.encoder.inputs import CrossInputs
@@ -29,6 +29,7 @@ from specdec.attention.encoder.sources import Sources
 from specdec.attention.encoder.texts import attend_texts, encoder_segment
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, QueryInputs, SplitInputs
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.needs import AttentionNeeds
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
