@@ -5,11 +5,7 @@ warps, and the other four repeat their work; larger tiles do not fit the registe
 the keys, then half of the values' columns.  A block of 64 latents is loaded by the GPU's copy engine (TMA) if it lies within
 one page, and by asynchronous copies otherwise; the next block is loaded while the current one is computed.
 
-Latents in 8 bits (caches/fp8_latent.py) are loaded as codes, into registers while a block's first product runs, and multiplied
-with their scales and written to shared memory in 16 bits while its second product runs.
-
-Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim, G = 4 scales
-of a latent.
+Shapes: M = 64 packed queries x heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
 """
 
 import triton.language as tl
@@ -45,19 +41,11 @@ def _copy_rows(to, base_N, ok_N, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _pages_of(pages, start, high, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
-    """The page numbers of the 64 keys from `start` on."""
-    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    return gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
-
-
-@gluon.jit
-def _copy_keys(
-    to, keys, page_N, start, high, STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
-):
+def _copy_keys(to, latent, pages, start, high, stride, PAGE_SIZE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """Copies the 64 keys from `start` on, from pages of any size."""
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    base_N = keys + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * STRIDE
+    page_N = gl.load(pages + key_N // PAGE_SIZE, mask=key_N < high, other=0)
+    base_N = latent + (page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE) * stride
     _copy_rows(to, base_N, key_N < high, COLUMNS, layout)
 
 
@@ -67,68 +55,25 @@ def _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE: gl.c
     slot = gl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
     mbarrier.expect(bar, 64 * 576 * 2)
     _fetch(tiles_c, [slot, 0], bar, to_c)
-    _fetch(tiles_r, [slot, 0], bar, to_r)
+    _fetch(tiles_r, [slot, 512], bar, to_r)
 
 
 @gluon.jit
 def _start_loading(
-    to_c, to_r, bar, latent, rope, tiles_c, tiles_r, pages, wide_N, narrow_N, start, high,
-    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr, TMA: gl.constexpr,
-    WIDE: gl.constexpr, NARROW: gl.constexpr,
+    to_c, to_r, bar, latent, tiles_c, tiles_r, pages, start, high, stride,
+    PAGE_SIZE: gl.constexpr, TMA: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block.
-
-    wide_N, narrow_N: the keys' page numbers, read before: without TMA each key may lie in a page of its own.
-    """
+    """Starts to load a block of keys into its buffers.  With TMA, the copy engine loads all but a row's last block."""
     if TMA:
         if start + 64 <= high:
             _fetch_keys(to_c, to_r, bar, tiles_c, tiles_r, pages, start, PAGE_SIZE)
         else:
-            last_wide_N = _pages_of(pages, start, high, PAGE_SIZE, WIDE)
-            last_narrow_N = _pages_of(pages, start, high, PAGE_SIZE, NARROW)
-            _copy_keys(to_c, latent, last_wide_N, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
-            _copy_keys(to_r, rope, last_narrow_N, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+            _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
+            _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
     else:
-        _copy_keys(to_c, latent, wide_N, start, high, LATENT_STRIDE, PAGE_SIZE, 512, WIDE)
-        _copy_keys(to_r, rope, narrow_N, start, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
+        _copy_keys(to_c, latent, pages, start, high, stride, PAGE_SIZE, 512, WIDE)
+        _copy_keys(to_r, latent + 512, pages, start, high, stride, PAGE_SIZE, 64, NARROW)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _wait_for_keys(bar, phase, by_engine):
-    """Waits until a block's keys have arrived, as `_start_loading` sent for them."""
-    if by_engine:
-        mbarrier.wait(bar, phase)
-    else:
-        async_copy.wait_group(0)
-        fence_async_shared()
-        _barrier()
-
-
-@gluon.jit
-def _load_codes(
-    latent, scales, page_N, start, high, STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    wide: gl.constexpr,
-):  # fmt: skip
-    """The codes [N, C] of the 64 keys from `start` on, and their scales [N, G]; zeros from `high` on."""
-    GROUPS: gl.constexpr = gl.SliceLayout(2, gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0]))
-    key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
-    slot_N, ok_N = page_N.to(gl.int64) * PAGE_SIZE + key_N % PAGE_SIZE, key_N < high
-    c = gl.arange(0, 512, layout=gl.SliceLayout(0, wide))
-    codes = gl.load(latent + (slot_N * STRIDE)[:, None] + c[None, :], mask=ok_N[:, None] & (c < 512)[None, :], other=0.0)
-    slot_N, ok_N = gl.convert_layout(slot_N, gl.SliceLayout(1, GROUPS)), gl.convert_layout(ok_N, gl.SliceLayout(1, GROUPS))
-    g = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
-    at_NG = scales + (slot_N * SCALES_STRIDE)[:, None] + g[None, :]
-    return codes, gl.load(at_NG, mask=ok_N[:, None] & (g < 4)[None, :], other=0.0)
-
-
-@gluon.jit
-def _store_values(to, codes, scale_NG, wide: gl.constexpr):
-    """Writes a block of codes [N, C], multiplied with their scales in float32, to `to`."""
-    GROUPED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [8, 1, 1], [2, 1, 0])
-    x_NGE = gl.convert_layout(codes.to(gl.float32).reshape([64, 4, 128]), GROUPED, assert_trivial=True)
-    x_NGE *= gl.expand_dims(scale_NG, 2)
-    to.store(gl.convert_layout(x_NGE.to(to.dtype).reshape([64, 512]), wide, assert_trivial=True))
 
 
 @gluon.jit(
@@ -136,13 +81,12 @@ def _store_values(to, codes, scale_NG, wide: gl.constexpr):
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q"],
 )
 def latent_hopper_kernel(
-    q, latent, rope, scales, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
-    stride_qt, stride_qh, stride_row, tiles, first_state, states,
-    LATENT_STRIDE: gl.constexpr, ROPE_STRIDE: gl.constexpr, SCALES_STRIDE: gl.constexpr, SCALED: gl.constexpr,
+    q, latent, latent_tiles, rope_tiles, page_table, cache_seqlens, cu_seqlens_q, out, lse, scale,
+    stride_qt, stride_qh, stride_slot, stride_row, tiles, first_state, states,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, LEAST: gl.constexpr,
     TMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The arguments are those of latent_attention_kernel, without first keys.  TMA: only without scales."""
+    """The arguments are those of latent_attention_kernel, without first keys."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -152,12 +96,14 @@ def latent_hopper_kernel(
     if CAUSAL:
         tile = tiles - 1 - tile
     row = gl.program_id(0) // tiles
-    split, splits = gl.program_id(1), gl.num_programs(1)
+    split = gl.program_id(1)
+    splits = gl.num_programs(1)
     first = gl.load(cu_seqlens_q + row)
     queries = gl.load(cu_seqlens_q + row + 1) - first
     length = gl.load(cache_seqlens + row)
     packed_M = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    query_M, end = packed_M // HEADS, length
+    query_M = packed_M // HEADS
+    end = length
     if CAUSAL:
         end = length - gl.maximum(queries - 1 - (tile * 64 + 63) // HEADS, 0)
     end = gl.where(tile * 64 < queries * HEADS, end, 0)
@@ -188,8 +134,6 @@ def latent_hopper_kernel(
         gl.store(lse + state_M, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)), mask=ok_M)
         return
     blocks = gl.maximum(gl.cdiv(high - low, 64), 1)  # at least 1: into a loop that may not run the compiler puts a wait
-    wide_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, WIDE)
-    narrow_N = _pages_of(pages, low, low if TMA else high, PAGE_SIZE, NARROW)
     packed = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     base = q + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
     _copy_rows(q_c, base, packed // HEADS < queries, 512, WIDE)
@@ -197,19 +141,10 @@ def latent_hopper_kernel(
     base = q + 512 + (first + packed // HEADS).to(gl.int64) * stride_qt + (packed % HEADS) * stride_qh
     _copy_rows(q_r, base, packed // HEADS < queries, 64, NARROW)
     async_copy.commit_group()
-    if SCALED:
-        codes, scale_NG = _load_codes(latent, scales, wide_N, low, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, WIDE)
-        _copy_keys(r_s.index(0), rope, narrow_N, low, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
-        async_copy.commit_group()
-        _store_values(c_s.index(0), codes, scale_NG, WIDE)
-    else:
-        _start_loading(
-            c_s.index(0), r_s.index(0), bars.index(0), latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, low,
-            high, LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
-        )  # fmt: skip
-    if not TMA:  # page numbers are read one block ahead, so that the copies of the block can start at once
-        wide_N = _pages_of(pages, low + 64, high, PAGE_SIZE, WIDE)
-        narrow_N = _pages_of(pages, low + 64, high, PAGE_SIZE, NARROW)
+    _start_loading(
+        c_s.index(0), r_s.index(0), bars.index(0), latent, latent_tiles, rope_tiles, pages, low, high,
+        stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
+    )  # fmt: skip
     async_copy.wait_group(0)
     fence_async_shared()
     _barrier()
@@ -222,25 +157,20 @@ def latent_hopper_kernel(
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
-        to_c, to_r, bar = c_s.index((block + 1) % 2), r_s.index((block + 1) % 2), bars.index((block + 1) % 2)
-        if not SCALED:
-            _wait_for_keys(bars.index(block % 2), (block // 2) % 2, start + 64 <= engine_end)
+        if start + 64 <= engine_end:
+            mbarrier.wait(bars.index(block % 2), (block // 2) % 2)
+        else:
+            async_copy.wait_group(0)
+            fence_async_shared()
+            _barrier()
         s = warpgroup_mma(q_c, c_NC.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), s, is_async=True)
-        if SCALED:
-            codes, scale_NG = _load_codes(
-                latent, scales, wide_N, start + 64, high, LATENT_STRIDE, SCALES_STRIDE, PAGE_SIZE, WIDE
-            )  # fmt: skip
-            _copy_keys(to_r, rope, narrow_N, start + 64, high, ROPE_STRIDE, PAGE_SIZE, 64, NARROW)
-            async_copy.commit_group()
-        elif block + 1 < blocks:
+        if block + 1 < blocks:
+            to = (block + 1) % 2
             _start_loading(
-                to_c, to_r, bar, latent, rope, latent_tiles, rope_tiles, pages, wide_N, narrow_N, start + 64, high,
-                LATENT_STRIDE, ROPE_STRIDE, PAGE_SIZE, TMA, WIDE, NARROW,
+                c_s.index(to), r_s.index(to), bars.index(to), latent, latent_tiles, rope_tiles, pages, start + 64, high,
+                stride_slot, PAGE_SIZE, TMA, WIDE, NARROW,
             )  # fmt: skip
-        if not TMA:
-            wide_N = _pages_of(pages, start + 128, high, PAGE_SIZE, WIDE)
-            narrow_N = _pages_of(pages, start + 128, high, PAGE_SIZE, NARROW)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > whole:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
@@ -258,12 +188,8 @@ def latent_hopper_kernel(
         _barrier()
         acc_MC *= gl.convert_layout(decay_M, gl.SliceLayout(1, A))[:, None]
         acc = warpgroup_mma(p_s, c_NC, acc_MC, is_async=True)
-        if SCALED:  # while the product runs
-            _store_values(to_c, codes, scale_NG, WIDE)
+        total_M = total_M * decay_M + gl.sum(p_MN, 1)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
-        if SCALED:
-            async_copy.wait_group(0)
-            fence_async_shared()
         _barrier()  # all warps are done with this block, so its buffer may be overwritten
 
     some_M = total_M > 0
@@ -278,7 +204,8 @@ def latent_hopper_kernel(
     )
 
 
-def blocks_of(latent: Tensor, rope: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The copy engine's descriptors of a block's latents and of their rotated part."""
-    wide, narrow = (TensorDescriptor(x, list(x.shape), list(x.stride()), [64, x.shape[1]], TILE) for x in (latent, rope))
+def blocks_of(latent: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The copy engine's descriptors of a block's latents (first C columns) and of their rotated part."""
+    shape, stride = list(latent.shape), list(latent.stride())
+    wide, narrow = (TensorDescriptor(latent, shape, stride, [64, columns], TILE) for columns in (512, 64))
     return wide, narrow

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.kernels.tiles_triton import padded
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import Scoring
@@ -93,19 +94,24 @@ def _launch_paged(
     )  # fmt: skip
     shared = {
         "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
-        "LEAST": tiles.least, "num_warps": tiles.warps, **keys.options, **chained(q_THL.device),
+        "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        by_engine = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
-        blocks = blocks_of(*keys.pointers[:2]) if by_engine else keys.pointers[:2]
-        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
+        assert isinstance(view, MLAView), "the Hopper kernel reads latents in 16 bits"
+        by_engine, latent = segment.pages.page_size % tiles.block_n == 0, view.latent
+        blocks = blocks_of(latent) if by_engine else (latent, latent)
+        strides = (*q_THL.stride()[:2], latent.stride(0), segment.pages.table.stride(0))
+        latent_hopper_kernel[grid](
+            q_THL, latent, *blocks, *tables, *state, scale, *strides, num_tiles, first, states, TMA=by_engine, **shared
+        )
         return
     latent_attention_kernel[grid](
         q_THL, *keys.pointers, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
         RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), HAS_STARTS=starts_T is not None,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages, **shared,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages,
+        **keys.options, **shared,
     )  # fmt: skip
 
 
@@ -179,7 +185,7 @@ def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool,
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     if wanted < 64:
         return LatentTiles(wanted, 32, 4, 2, 256)
-    hopper = generation == 9 and dims == (512, 576) and not local and has_gluon()
+    hopper = generation == 9 and dims == (512, 576) and not local and not scaled and has_gluon()
     return LatentTiles(64, 64 if generation >= 9 else 32, 8, 2, 256, hopper)
 
 

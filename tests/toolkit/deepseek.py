@@ -53,7 +53,7 @@ DEEPSEEKS: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
     ),
     "v3-wide-latents": (  # wide enough to be kept in 8 bits; dense, because a router turns small errors into large ones
         V3,
-        dict(q_lora_rank=20, first_k_dense_replace=3, kv_lora_rank=128, rope_parameters=YARN),
+        dict(q_lora_rank=20, first_k_dense_replace=3, kv_lora_rank=128, qk_rope_head_dim=6, rope_parameters=YARN),
     ),
 }  # fmt: skip
 

@@ -51,8 +51,10 @@ class World:
         H, K, D, E, paired = heads
         pages = Scattered([L] * B, P, extra=N, seed=B + L, device=DEVICE)
         row = pages.fill(2 * K * D if paired else K * (D + E), dtype=dtype)
-        self.view: SplitView | PairedView = PairedView(row.unflatten(1, (2, K, D)))
-        if not paired:
+        self.view: SplitView | PairedView
+        if paired:
+            self.view = PairedView(row.unflatten(1, (2, K, D)))
+        else:
             self.view = SplitLayout(K, D, E, dtype).view(0, {"kv": row})
         self.lens_B, table = pages.lens_B, PageTable(pages.table_BW, P)
         self.q_THD = pages.randn(B * (L + N if kind == "prompts" else N), H, D, dtype=dtype)

@@ -201,7 +201,7 @@ def test_one_compilation_serves_every_batch(make: Callable[..., Segment]) -> Non
     counts = []
     for B, L in ((1, 40), (2, 700), (16, 16), (1, 1)):
         w = world("chain", B, L + 1, 2, P=4, heads=(6, 2, 24), dtype=torch.float32)
-        attend(w._replace(plan=AttentionPlan((make(w.table, w.lens_B, 2, 4),))))
+        attend(w._replace(plan=AttentionPlan((make(PageTable(w.table, 4), w.lens_B, 2),))))
         kernel = triton_backend.paged_attention_kernel
         counts.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
     assert len(set(counts)) == 1, counts

@@ -4,6 +4,7 @@ makes of them.
 Shapes: B sequences, N tokens of each, T = B * N, H heads, K kv heads, D head dim, C latent rank, X keys of a sequence.
 """
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -50,7 +51,8 @@ SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an index
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
 N, H, K, E = 4, 4, 2, 8
-D = 64 if HAS_GPU else 16  # builds of flash-attn 2 may lack smaller heads
+D = 16
+R = 14  # of latents: with it, a row of 8-bit latents is a multiple of 16 bytes, as GPUs need it
 DIFFERENCE = (0.6, 0.7, 1e-5)  # a factor, a scale and an eps
 PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
 SOFTCAP, SINKS = 3.0, (0.5, -1.0, 0.0, 2.0)
@@ -156,6 +158,7 @@ def split_row(row: Tensor) -> tuple[Tensor, Tensor]:
     return k.unflatten(1, (K, D)), v.unflatten(1, (K, E))
 
 
+@functools.cache  # made before a capture, in which nothing may be copied from the host
 def difference() -> Difference:
     factor, scale, eps = DIFFERENCE
     return Difference(torch.tensor(factor, device=DEVICE), scale, eps)
@@ -185,18 +188,18 @@ class World:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
         if cell.extra == "alibi":
             self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
-        self.heads_kv, self.head_dim = (1, cell.rank + D) if cell.rank else (K, D)
+        self.heads_kv, self.head_dim = (1, cell.rank + R) if cell.rank else (K, D)
         self.fill()
 
     def new_cache(self, num_slots: int) -> KVCache:
         kinds, device = tuple(replace(kind, alibi=self.cell.extra == "alibi") for kind in LAYERS.values()), DEVICE
         if self.cell.cache == "mla":
-            return KVCache(LatentLayout(RANKS["mla"], D, self.dtype), kinds, num_slots, device=device)
+            return KVCache(LatentLayout(RANKS["mla"], R, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == FP8_LATENTS:
-            return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], D), kinds, num_slots, device=device)
+            return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], R), kinds, num_slots, device=device)
         if self.cell.cache in SPARSE:  # such layers have no windows
             rank = RANKS[self.cell.cache]
-            latents = LatentLayout(rank, D, self.dtype) if self.cell.cache == "sparse" else Fp8LatentLayout(rank, D)
+            latents = LatentLayout(rank, R, self.dtype) if self.cell.cache == "sparse" else Fp8LatentLayout(rank, R)
             layout = SparseLatentLayout(latents, sparse_cells.DIM, self.dtype)
             return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)
         if self.cell.cache == "split":
