@@ -6,16 +6,15 @@ all kinds are answered in one pass.  On a CPU: torch, ours under Triton's interp
 bfloat16 need a GPU, where fa4 runs if it is installed.
 """
 
+import json
 import re
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from toolkit.attention import fake_flash
 from toolkit.attention.matrix import ANSWERED, CAPTURED, CELLS, H100, HAS_GPU, LAYERS, PASSES, Cell, World, label
-from toolkit.models import Zoo, ragged_prompts
 from toolkit.paths import ROOT
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from specdec.attention.kinds import FULL
 from specdec.attention.needs import AttentionNeeds
 from specdec.bench.near_tie import explain_divergence
 from specdec.bench.session import Session
-from specdec.shipped import draft_folder, target_folder
+from specdec.shipped import draft_folder, prompts_file, target_folder
 
 
 @pytest.fixture(autouse=True)
@@ -240,20 +239,15 @@ def test_a_captured_pass_equals_dense_masked_attention(cell: Cell) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", GRAPH_MODES)
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
-def test_the_whole_runtime_on_flash_attn(name: str, graphs: Any, tmp_path: Path) -> None:
+def test_the_whole_runtime_on_flash_attn(name: str, graphs: Any) -> None:
     """Keeps out: a library that is compiled, or asks the device, in a capture; text of its own beyond near-ties."""
     package = TABLE[name].package
     if not installed(package or ""):
         pytest.skip(f"{package} is not installed")
-    zoo, sampling = Zoo(tmp_path), SamplingParams(max_tokens=48, ignore_eos=True)
-    prompts = ragged_prompts(300, 11)
-    settings: dict[str, Any] = dict(device="cuda", dtype="bfloat16", max_seq_len=512, page_size=256)
-    ours, flash = (
-        SpecDecoder.from_pretrained(
-            zoo.target("wide heads"), zoo.head("wide heads", "eagle3"), spec=SpecConfig(3, 8, 48), **settings, **more
-        )
-        for more in ({}, dict(attention=name, cuda_graphs=graphs))
-    )
+    sampling, prompts = SamplingParams(max_tokens=48), [json.loads(line)["prompt"] for line in open(prompts_file())][:11]
+    settings: dict[str, Any] = dict(device="cuda", dtype="bfloat16", max_seq_len=256, page_size=256, spec=SpecConfig(3, 8, 48))
+    ours = SpecDecoder.from_pretrained(target_folder(), draft_folder(), **settings)
+    flash = SpecDecoder.from_pretrained(target_folder(), draft_folder(), **settings, attention=name, cuda_graphs=graphs)
     assert (ours.settings.attention_backend.name, flash.settings.attention_backend.name) == ("triton", name)
     plain = ours.generate(prompts, sampling, speculate=False)
     for fast in (flash.generate(prompts, sampling), flash.generate(prompts, sampling, speculate=False)):
