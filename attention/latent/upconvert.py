@@ -107,7 +107,7 @@ class Workspace:
         how much of a row is cached, so nobody would know the workspace's size.
         """
         prompt = plan.segments[0]
-        converts = view.parts.scales_NG is not None and prompt.max_seqlen_q >= UPCONVERT_FROM
+        converts = view.rounds and prompt.max_seqlen_q >= UPCONVERT_FROM
         if not converts or len(plan.parts) > 1 or not prompt.causal or prompt.max_cached is None or prompt.starts_T is not None:
             return None
         return cls.of(prompt, view.width, dtype)

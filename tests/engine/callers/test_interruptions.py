@@ -152,8 +152,9 @@ def test_ctrl_c_at_any_moment_leaves_a_decoder_that_answers(zoo: Zoo, decoder: S
         with redirect_stderr(io.StringIO()), patch.object(sys, "unraisablehook", lambda _unraisable: None):
             while interrupts < 300:
                 try:
-                    # One that is swallowed, in a finalizer for example, is followed by others.
-                    signal.setitimer(signal.ITIMER_REAL, 1e-6 + rng.random() * 2e-3, 5e-3)
+                    # One that is swallowed, in a finalizer for example, is followed by others; by then the first one's handler
+                    # below has certainly run, also on a busy machine.
+                    signal.setitimer(signal.ITIMER_REAL, 1e-6 + rng.random() * 2e-3, 0.5)
                     while True:
                         call(rng.randrange(3))
                 except KeyboardInterrupt:
