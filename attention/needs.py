@@ -5,6 +5,7 @@ This module knows no backend; attention/capabilities.py says which backend meets
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -71,4 +72,4 @@ def architecture_of(device: torch.device) -> tuple[int, int] | None:
 def gpu_kind(device: torch.device) -> str:
     """The kind of GPU by which measured rules are kept: "H100" or "H200"; the empty string for any other device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
-    return next((kind for kind in MEASURED if kind in name), "")
+    return next((kind for kind in MEASURED if kind in re.split(r"\W+", name)), "")

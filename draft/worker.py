@@ -42,7 +42,7 @@ FEW_ROWS = 64
 class DraftWorker:
     """Runs a head over the running batch.
 
-    The head's cache has the same slots as the target's, so one page table serves both models.
+    In each group of layers the head's cache has the same slots as the target's, so one page table a group serves both models.
     """
 
     def __init__(self, head: DraftHead, cache: KVCache, backend: Backend, topk: int) -> None:

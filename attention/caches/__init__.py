@@ -1,1 +1,1 @@
-"""The KV caches, addressed by slot: 16-bit keys and values, 8-bit keys and values, and latents."""
+"""The KV caches, addressed by slot: keys and values, latents, and an indexer's keys, in the model's own dtype or in 8 bits."""

@@ -75,11 +75,6 @@ class KVCache:
         return self.planes_of[group]
 
     @property
-    def num_slots(self) -> int:
-        """The number of slots of each layer, in a cache whose layers all belong to one group."""
-        return next(iter(self.planes.values())).shape[1]
-
-    @property
     def bytes(self) -> int:
         """Bytes of all planes."""
         return sum(tensor.nbytes for planes in self.planes_of.values() for tensor in planes.values())

@@ -1,6 +1,6 @@
 """The attention backends `fa2`, `fa3` and `fa4`: flash-attn reads the paged keys of full layers, Triton kernels do the rest.
 
-The rest is: a tree's suffix, the merge of its state and of sinks, and segments with first keys.  Windowed and chunked layers
+The rest is: a tree's suffix, the merge of its state, and segments with first keys.  Windowed and chunked layers
 have such segments, and so do shared prefixes: their first key differs from query to query, which flash-attn's interface can't
 express.
 

@@ -40,7 +40,7 @@ from specdec.ops.launch import use_kernels
 from specdec.ops.operator import is_traced, use_operator
 
 # Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".  Prompts in captured
-# graphs (at most 256 tokens) must stay below it: the host decides into how many chunks the cached part of a row is cut, and a
+# graphs must not pass it (`most_captured_cost`): the host decides into how many chunks the cached part of a row is cut, and a
 # graph would freeze that number.
 EXPAND_ABOVE = 512
 EXPANDED_TOKENS = 4096  # cached latents expanded at once, over all rows: with DeepSeek's 128 heads they take 400 MB in bf16

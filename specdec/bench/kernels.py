@@ -16,7 +16,10 @@ from specdec.bench.budget import ATTENTION, COPY, GEMM, KINDS, NORM, OTHER, TRAC
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
     (COPY, r"memcpy|memset"),
     (NORM, r"norm|rope|rotate|silu"),
-    (ATTENTION, r"attention|suffix|store|flash|fmha"),
+    (
+        ATTENTION,
+        r"attention|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|^(histogram|border|compact|select)_kernel",
+    ),
     (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear"),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|tables|tokens|accept|move|rows"),
     (TREE, r"gather|scatter|index|search|softmax|reduce"),
@@ -90,7 +93,10 @@ def phases_of(names: Sequence[str]) -> list[str]:
 
     The part that ends in an accept is the verify, the part after the accept is the extend, and the others are the next draft.
     """
-    marks = [i for i, name in enumerate(names) if name in MARKS]
+    marks: list[int] = []
+    for i, name in enumerate(names):  # with two groups of layers there are two tables, made one right after the other
+        if name in MARKS and not (marks and marks[-1] == i - 1 and names[i - 1] == name):
+            marks.append(i)
     if not any(names[i] == ACCEPT for i in marks):
         return [""] * len(names)
     phases = []

@@ -32,11 +32,8 @@ from specdec.bench.session import Session
 from specdec.config import SamplingParams
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
-LOGIT_NOISE = {
-    "fp8": 2.0**-6,
-    "int8": 2.0**-8,
-    FP8_LATENTS: 2.0**-8,
-}  # how far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py
+# How far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py; of latents: benchmarks/latent_quality.py.
+LOGIT_NOISE = {"fp8": 2.0**-6, "int8": 2.0**-8, FP8_LATENTS: 2.0**-8}
 
 
 def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:

@@ -85,12 +85,13 @@ def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: 
     num_pages = share_memory(memory, wanted, page_bytes, needed)
     plan = PoolPlan(groups, num_pages, page_bytes)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
-        raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype")
+        also = ", max_batch_size or max_seq_len, by which an encoder's texts take memory" if configs[0].encoder else ""
+        raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype{also}")
     return plan
 
 
 def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:
-    """The bytes of one page of each group: keys and values that group's layers store in both models."""
+    """The bytes of one page of each group, of what the group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
     for config in configs:
         layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)

@@ -31,6 +31,7 @@ from specdec.checks import require_choice, require_int
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import DTYPES
+from specdec.models.config import ModelConfig
 from specdec.models.kv import keeps_latents, make_cache, split_widths
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
@@ -109,6 +110,8 @@ class DecodePass(nn.Module):
             itself.  Node i is stored where the token i places after the stored ones belongs; its position is its depth after
             them.  None: the tokens follow one another.
         """
+        if mask_BNN is None:
+            refuse_long(self.target.config, tokens_BN.shape[1])
         shape, pages = tokens_BN.shape, PageTable(page_table_BW, self.page_size)
         slots_BN = pages.next_tokens(lens_B, shape[1]).slots
         plan = chain_plan(pages, lens_B, shape[1]) if mask_BNN is None else tree_plan(pages, lens_B, slots_BN, mask_BNN)
@@ -185,6 +188,15 @@ class GivenCache(KVCache):
         return self.layout.view(source, self.layers[source])
 
 
+def refuse_long(config: ModelConfig, num_tokens: int) -> None:
+    """ValueError for more tokens of a sequence than a target of latent attention reads without expanding its heads."""
+    if keeps_latents(config) and num_tokens > EXPAND_ABOVE:
+        raise ValueError(
+            f"num_tokens must be at most {EXPAND_ABOVE} with latent attention, got {num_tokens}; nearest: passes of "
+            f"{EXPAND_ABOVE} tokens, one after the other"
+        )
+
+
 @torch.no_grad()
 def export_decode(
     decode: DecodePass,
@@ -204,6 +216,8 @@ def export_decode(
     for name, size in given.items():
         if size is not None:
             require_int(name, size, 1)
+    if not trees:
+        refuse_long(decode.target.config, num_tokens or 1)
     B, N, W = batch or 2, num_tokens or 3, table_width or 5
     device = decode.target.lm_head.weight.device
     tokens_BN = torch.zeros(B, N, dtype=torch.int64, device=device)

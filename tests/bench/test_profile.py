@@ -124,6 +124,11 @@ def test_every_instant_of_a_trace_is_counted_once() -> None:
         ("move_kernel", TREE),
         ("merge_kernel", TREE),
         ("next_tokens_kernel", TREE),
+        ("sinks_kernel", ATTENTION),
+        ("subtract_kernel", ATTENTION),
+        ("rows_scores_kernel", ATTENTION),
+        ("select_kernel", ATTENTION),
+        ("histogram_kernel", ATTENTION),
         ("silu_mul_kernel", NORM),
         ("Memset (Device)", COPY),
         ("stop_kernel", OTHER),
@@ -146,6 +151,8 @@ def test_phases_are_told_by_the_kernels_that_begin_them() -> None:
     assert words(tree * 2) == (draft + ["build"] + verify + accept + extend) * 2
     chain = "next_tokens * * next_tokens * accept next_tokens * "
     assert words("* " + chain * 2)[1:] == (["draft"] * 3 + ["verify"] * 2 + ["accept, commit"] + ["extend"] * 2) * 2
+    two_groups = "next_tokens next_tokens * accept "
+    assert words(two_groups * 2) == (["decode"] * 3 + ["accept, commit"]) * 2
     one_level = "next_tokens * accept next_tokens * "
     assert words(one_level * 2) == (["verify"] * 2 + ["accept, commit"] + ["extend"] * 2) * 2
     assert words("next_tokens * * accept " * 2) == (["decode"] * 3 + ["accept, commit"]) * 2

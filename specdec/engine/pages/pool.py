@@ -3,8 +3,8 @@
 A sequence gets all the pages that it can ever need when it is admitted.  So a running sequence never finds the pool empty, and
 no round has to wait until the host appends pages.  Nobody touches a page that its sequence never reaches.
 
-Where no layer reads further back than a span of keys, a sequence reuses a ring of pages: when nobody can read a page's tokens
-any more, the sequence writes its next tokens into that page.
+For layers that read no further back than a span of keys, a sequence reuses a ring of pages: when nobody can read a page's
+tokens any more, the sequence writes its next tokens into that page.
 """
 
 from __future__ import annotations
