@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_internals import target_cache
 from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -89,7 +90,7 @@ def decoder_of(pair: Path, shape: tuple[int, int, int], cache: str) -> SpecDecod
 def logit_error(pair: Path, outputs: list[Generation]) -> dict[str, float]:
     """How far rounding latents moves logits, beside their standard deviation."""
     decoder = decoder_of(pair, SHAPES[0], "fp8_ds_mla")
-    model, store = decoder.model, as_stored(decoder.engine.runner.workers.verifier.cache)
+    model, store = decoder.model, as_stored(target_cache(decoder))
     errors, spreads = [], []
     for out in outputs[:8]:
         ids = torch.tensor([*out.prompt_token_ids, *out.token_ids])
