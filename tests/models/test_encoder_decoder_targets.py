@@ -90,3 +90,13 @@ def test_the_start_is_named_by_the_checkpoint(bart: Path, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({**raw, "decoder_start_token_id": 40}))
     with pytest.raises(ValueError, match="decoder_start_token_id must be at most 39, got 40"):
         choose_target(tmp_path)
+
+
+def test_an_encoder_with_fewer_tokens_is_refused(tmp_path: Path) -> None:
+    """Keeps out: a prompt that the decoder's vocabulary allows, and that reads past the end of the encoder's table."""
+    folder = save_encoder_decoder(tmp_path / "t5gemma", "t5gemma")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["encoder"]["vocab_size"] -= 1
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="the encoder's vocab_size must be at least the decoder's, 40, got 39"):
+        choose_target(folder)

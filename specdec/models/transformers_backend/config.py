@@ -56,6 +56,12 @@ def read_transformers_config(folder: Path) -> ModelConfig:
     own = decoder_config(config) if has_encoder else config
     if has_encoder:
         whole({"decoder_layers": num_decoder_layers(config)}, "decoder_layers", where, most=MOST_LAYERS)
+        reads = getattr(getattr(config, "encoder", config), "vocab_size", own.vocab_size)
+        if reads < own.vocab_size:  # prompts are checked against the decoder's vocabulary
+            raise ValueError(
+                f"{where}: the encoder's vocab_size must be at least the decoder's, {own.vocab_size}, got {reads}: a prompt's "
+                "token could lie outside of the encoder's table"
+            )
     kinds = layer_kinds(own, where) if own is not config or not has_encoder else (FULL,) * config.decoder_layers
     traced = trace(config, where)
     most, why = _max_position(own)
