@@ -81,12 +81,8 @@ class LayerCall(NamedTuple):
 
     def attend(self, q_THD: Tensor, view: KVView | None = None) -> Tensor:
         """[T, H, E]: the asked-for queries' attention by the layer's plan.  view: read in place of the layer's own."""
-        return self.finish(self.state(q_THD, view)).out_THD
-
-    def state(self, q_THD: Tensor, view: KVView | None = None) -> AttentionState:
-        """The state of the whole plan, without sinks, for layers that go on with it."""
         prepared = self.prepared.of(self.kind, self.backend)
-        return self.backend.attend(q_THD, self.view if view is None else view, prepared, self.scoring)
+        return self.finish(self.backend.attend(q_THD, self.view if view is None else view, prepared, self.scoring)).out_THD
 
     def finish(self, state: AttentionState) -> AttentionState:
         """Adds the layer's sinks, after all states have been merged.  Nobody else adds any."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import Candidates
-from specdec.attention.sparse.indexer import IndexRows, indexer_scores, select_rows, to_slots
+from specdec.attention.sparse.indexer import NOTHING, IndexRows, indexer_scores, select_rows, to_slots
 from specdec.ops.launch import use_kernels
 
 GATHERED = 1 << 24  # numbers of keys that the pure version gathers at once
@@ -60,7 +60,7 @@ def _every_candidate(candidates: Candidates, part: slice) -> IndexRows:
     """All candidates of some queries, as rows of positions."""
     visible_t = candidates.visible_T[part]
     place_N = torch.arange(candidates.width, dtype=torch.int32, device=visible_t.device)
-    return IndexRows(torch.where(place_N < visible_t[:, None], place_N, -1), visible_t)
+    return IndexRows(torch.where(place_N < visible_t[:, None], place_N, NOTHING), visible_t)
 
 
 def _slots(rows: IndexRows, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
