@@ -38,6 +38,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A kernel that reads where it must not breaks the process: every later test in it would fail with the same error.
+
+    So the process ends here, after printing the fault.  Under xdist only this test counts as failed (its worker
+    "crashed"), and a new worker runs the rest.
+    """
+    outcome = yield
+    fault = call.excinfo and str(call.excinfo.value)
+    if fault and any(words in fault for words in ("misaligned address", "illegal memory access", "device-side assert")):
+        print(f"\n{item.nodeid} broke the device:\n{outcome.get_result().longreprtext}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Models, prompts and texts that lie beside the repository."""
