@@ -93,8 +93,10 @@ class CausalLM(Target):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied = config.tie_embeddings
-        self.lm_head = Linear.of(self.embed_tokens.weight) if tied else Linear(config.hidden_size, config.vocab_size)
+        if config.tie_embeddings:
+            self.lm_head = Linear.of(self.embed_tokens.weight)
+        else:
+            self.lm_head = Linear.vocabulary(config.hidden_size, config.vocab_size, config.shard)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)
 
     def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:

@@ -25,6 +25,7 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.kv_source import KEY, parse_kv_source
+from specdec.parallel.shard import Shard
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -67,6 +68,8 @@ class ModelConfig:
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
+    shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
+    kv_copies: how many neighbouring ranks hold the same key/value heads.
     """
 
     family: str
@@ -96,6 +99,8 @@ class ModelConfig:
     has_experts: bool = False
     value_width: int = 0
     encoder: EncoderConfig | None = None
+    shard: Shard = Shard()
+    kv_copies: int = 1
 
     def __post_init__(self) -> None:
         if set(self.layer_kinds) <= {FULL}:  # a copy of another config may have another number of layers

@@ -100,8 +100,8 @@ class MixtureOfExperts(nn.Module):
         assert experts is not None
         E, H, I = experts.count, config.hidden_size, experts.intermediate_size
         self.gate = Router(H, experts)
-        self.gate_up_proj = LinearStack(E, H, {"gate_proj": I, "up_proj": I})
-        self.down_proj = LinearStack(E, I, {"down_proj": H})
+        self.gate_up_proj = LinearStack(E, H, {"gate_proj": I, "up_proj": I}, config.shard, "column")
+        self.down_proj = LinearStack(E, I, {"down_proj": H}, config.shard, "row")
         self.shared_experts = MLP(replace(config, intermediate_size=I * experts.shared))
 
     def forward(self, x_TH: Tensor) -> Tensor:

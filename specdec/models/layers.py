@@ -61,7 +61,8 @@ def projection(config: ModelConfig, in_features: int, num_kv_heads: int) -> Line
     """The fused projection to queries, keys and values.  num_kv_heads: 0 for a layer that projects queries only."""
     heads = {"q_proj": config.num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     parts = {name: count * config.head_dim for name, count in heads.items() if count}
-    return Linear(in_features, parts, bias=config.qkv_bias)
+    copies = {"k_proj": config.kv_copies, "v_proj": config.kv_copies}
+    return Linear.column(in_features, parts, config.shard, config.qkv_bias, copies)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -119,7 +120,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
         self.head_dim = config.head_dim
         self.qkv_proj = projection(config, in_features, self.num_kv_heads)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
 
@@ -138,8 +139,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = Linear(config.hidden_size, parts, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear.column(config.hidden_size, parts, config.shard, config.mlp_bias)
+        self.down_proj = Linear.row(config.intermediate_size, config.hidden_size, config.shard, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj.gated(x))

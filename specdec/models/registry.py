@@ -39,7 +39,7 @@ class _Native(NamedTuple):
     """One of our own modules: how it reads a config.json's object, and how it loads a folder."""
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
-    load: Callable[[Path, Any, int, torch.device, torch.dtype], Target]
+    load: Callable[..., Target]
 
 
 def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:

@@ -104,7 +104,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
                 module.weight.normal_(std=0.02)
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        head.lm_head.tensors()["weight"].copy_(model.lm_head.rows(draft_ids_V.to(device)))
+        head.lm_head.tensors()["weight"].tensor.copy_(model.lm_head.rows(draft_ids_V.to(device)))
         if isinstance(model, CausalLM):  # the final norm of another model implementation may be of another kind
             head.norm.weight.copy_(model.norm.weight)
     head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
@@ -181,9 +181,9 @@ def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
     attention, mlp = head.self_attn, head.mlp
     matrices = {"fc": head.fc, "lm_head": head.lm_head}
     matrices |= {"midlayer.self_attn.o_proj": attention.o_proj, "midlayer.mlp.down_proj": mlp.down_proj}
-    weights = {name: matrix.tensors()["weight"] for name, matrix in matrices.items()}
+    weights = {name: matrix.tensors()["weight"].tensor for name, matrix in matrices.items()}
     for prefix, fused in {"midlayer.self_attn": attention.qkv_proj, "midlayer.mlp": mlp.gate_up_proj}.items():
-        weights |= {f"{prefix}.{part}": fused.tensors(part)["weight"] for part in fused.parts.sizes}
+        weights |= {f"{prefix}.{part}": fused.tensors(part)["weight"].tensor for part in fused.parts.sizes}
     weights |= {"norm": head.norm.weight.detach()}
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         weights[f"midlayer.{name}"] = getattr(head, name).weight.detach()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.models.linear import Linear, LinearStack
+from specdec.parallel.shard import Shard
 
 
 def rand(*shape: int) -> Tensor:
@@ -17,11 +18,13 @@ def test_each_part_computes_its_own_rows(bias: bool) -> None:
     """Keeps out: a part that is filled into another part's rows, or a bias that does not follow its part."""
     sizes, x = {"q": 6, "none": 0, "k": 2, "v": 3}, rand(4, 5)
     fused = Linear(5, sizes, bias)
-    given = {name: {ending: torch.empty_like(stored) for ending, stored in fused.tensors(name).items()} for name in sizes}
+    given = {
+        name: {ending: torch.empty_like(stored.tensor) for ending, stored in fused.tensors(name).items()} for name in sizes
+    }
     for name, endings in given.items():
         for ending in endings:
             endings[ending] = rand(*fused.tensors(name)[ending].shape) + len(name)
-            fused.tensors(name)[ending].copy_(endings[ending])
+            fused.tensors(name)[ending].tensor.copy_(endings[ending])
     want = torch.cat([F.linear(x, part["weight"], part.get("bias")) for part in given.values()], dim=-1)
     assert fused.out_features == 11 and torch.allclose(fused(x), want, atol=1e-6)
     assert torch.equal(fused.rows(torch.tensor([6, 0])), torch.stack([given["k"]["weight"][0], given["q"]["weight"][0]]))
@@ -32,8 +35,8 @@ def test_a_gate_opens_the_other_half() -> None:
     """Keeps out: gate and up in the wrong order."""
     fused, x = Linear(5, {"gate": 3, "up": 3}), rand(4, 5)
     gate, up = rand(3, 5), rand(3, 5) + 1
-    fused.tensors("up")["weight"].copy_(up)
-    fused.tensors("gate")["weight"].copy_(gate)
+    fused.tensors("up")["weight"].tensor.copy_(up)
+    fused.tensors("gate")["weight"].tensor.copy_(gate)
     with torch.no_grad():
         assert torch.allclose(fused.gated(x), F.silu(x @ gate.T) * (x @ up.T), atol=1e-5)
 
@@ -49,8 +52,8 @@ def test_a_shared_weight_is_one_tensor() -> None:
 
 def test_a_stack_keeps_matrices_apart() -> None:
     """Keeps out: an expert that is filled into another one's rows."""
-    stack = LinearStack(2, 5, {"gate": 3, "up": 3})
+    stack = LinearStack(2, 5, {"gate": 3, "up": 3}, Shard(), "column")
     for index in range(2):
         for place, part in enumerate(("gate", "up")):
-            stack.tensors(index, part)["weight"].fill_(10 * index + place)
+            stack.tensors(index, part)["weight"].tensor.fill_(10 * index + place)
     assert stack.weight_NOI[..., 0].tolist() == [[0, 0, 0, 1, 1, 1], [10, 10, 10, 11, 11, 11]]

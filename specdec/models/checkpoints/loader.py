@@ -17,7 +17,9 @@ from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.checkpoints.swapped import refuse_head_tensors
 from specdec.models.config import ModelConfig, parse_config, read_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
-from specdec.models.linear import WHOLE, Linear
+from specdec.models.linear import ONLY, Linear, LinearStack, Stored
+from specdec.models.sharding import share_of
+from specdec.parallel.shard import WHOLE, Shard
 
 M = TypeVar("M", bound=nn.Module)
 Arrange = Callable[[Tensor], Tensor]
@@ -51,11 +53,16 @@ def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
     return module.to(dtype).eval().requires_grad_(False)
 
 
-def load_target(folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape."""
+def load_target(
+    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
+) -> CausalLM:
+    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
+
+    config: the whole model's.  shard: this rank's share of it.
+    """
     checkpoint = open_target(folder)
     expect_sizes(checkpoint, config)
-    model = build(lambda: CausalLM(config, max_positions), device, dtype)
+    model = build(lambda: CausalLM(share_of(config, shard), max_positions), device, dtype)
     for index, layer in enumerate(model.layers):
         fill_layer(layer, checkpoint, f"model.layers.{index}")
     fill_ends(model, checkpoint)
@@ -107,10 +114,15 @@ def copy_(target: Tensor, checkpoint: Checkpoint, name: str, arrange: Arrange | 
 
     arrange: brings its rows into our order.
     """
-    stored = checkpoint.take(name, tuple(target.shape))
+    copy_run(Stored(target, tuple(target.shape)), checkpoint, name, arrange)
+
+
+def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
+    """Copies what this rank holds of one tensor.  See `copy_`."""
+    whole = checkpoint.take(name, stored.shape)
     with torch.no_grad():
-        target.copy_(stored if arrange is None else arrange(stored))
-    checkpoint.landed(name, target)
+        stored.tensor.copy_(stored.run(whole if arrange is None else arrange(whole)))
+    checkpoint.landed(name, stored.tensor)
 
 
 def fill_linear(linear: Linear, checkpoint: Checkpoint, names: str | Mapping[str, str], arrange: Arrange | None = None) -> None:
@@ -118,9 +130,19 @@ def fill_linear(linear: Linear, checkpoint: Checkpoint, names: str | Mapping[str
 
     arrange: brings the rows of each part, of the weight and of the bias, into our order.
     """
-    for part, name in ({WHOLE: names} if isinstance(names, str) else names).items():
-        for ending, target in linear.tensors(part).items():
-            copy_(target, checkpoint, f"{name}.{ending}", arrange)
+    for part, name in ({ONLY: names} if isinstance(names, str) else names).items():
+        for ending, stored in linear.tensors(part).items():
+            copy_run(stored, checkpoint, f"{name}.{ending}", arrange)
+        for ending in linear.unread:
+            checkpoint.ignore(f"{name}.{ending}")
+
+
+def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
+    """Fills matrices whose names are a number below the prefix, and then the name of a part."""
+    for index in range(len(stack.weight_NOI)):
+        for part in stack.parts.sizes:
+            for ending, stored in stack.tensors(index, part).items():
+                copy_run(stored, checkpoint, f"{prefix}.{index}.{part}.{ending}")
 
 
 def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arrange | None = None) -> None:

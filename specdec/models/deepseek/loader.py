@@ -4,30 +4,45 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, copy_, fill_ends, fill_linear, fill_mlp, fill_norm, open_target
+from specdec.models.checkpoints.loader import (
+    build,
+    copy_,
+    copy_run,
+    fill_ends,
+    fill_linear,
+    fill_mlp,
+    fill_norm,
+    fill_stack,
+    open_target,
+)
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.modules import DeepseekLayer, DeepseekLM, LatentAttention
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP
+from specdec.models.sharding import share_of
+from specdec.parallel.shard import WHOLE, Shard
 
 
 def load_deepseek(
-    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype
+    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> DeepseekLM:
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
+
+    config: the whole model's.  shard: this rank's share of it.
 
     Layers of multi-token prediction, which the config counts after the others, are left where they are.
     """
     assert isinstance(config, DeepseekConfig)
     checkpoint = open_target(folder)
     _expect_sizes(checkpoint, config)
-    model = build(lambda: DeepseekLM(config, max_positions), device, dtype)
+    model = build(lambda: DeepseekLM(cast(DeepseekConfig, share_of(config, shard)), max_positions), device, dtype)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DeepseekLayer)
         _fill_layer(layer, checkpoint, f"model.layers.{index}", config)
@@ -88,9 +103,9 @@ def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: 
     rotated = config.head_dim if config.interleaved else 0
     queries = partial(halved, heads=config.num_heads, rotated=rotated)
     if attention.q_b_proj is None:
-        copy_(in_proj.tensors("q")["weight"], checkpoint, f"{prefix}.q_proj.weight", queries)
+        copy_run(in_proj.tensors("q")["weight"], checkpoint, f"{prefix}.q_proj.weight", queries)
         if (bias := in_proj.tensors("q").get("bias")) is not None:
-            bias.zero_()  # transformers gives q_proj none
+            bias.tensor.zero_()  # transformers gives q_proj none
     else:
         assert attention.q_a_layernorm is not None
         fill(in_proj, names={"q": f"{prefix}.q_a_proj"})
@@ -110,11 +125,11 @@ def _fill_indexer(attention: LatentAttention, checkpoint: Checkpoint, prefix: st
     assert index is not None and norm is not None and q_b_proj is not None
     key, weights = attention.in_proj.tensors("index_key"), attention.in_proj.tensors("index_weights")
     arrange = partial(halved, rotated=config.head_dim if index.interleaved else 0, first=True)
-    copy_(key["weight"], checkpoint, f"{prefix}.wk.weight", partial(arrange, heads=1))
-    copy_(weights["weight"], checkpoint, f"{prefix}.weights_proj.weight")
+    copy_run(key["weight"], checkpoint, f"{prefix}.wk.weight", partial(arrange, heads=1))
+    copy_run(weights["weight"], checkpoint, f"{prefix}.weights_proj.weight")
     for bias in (key.get("bias"), weights.get("bias")):
         if bias is not None:
-            bias.zero_()  # transformers gives the indexer none
+            bias.tensor.zero_()  # transformers gives the indexer none
     fill_linear(q_b_proj, checkpoint, {"index_q": f"{prefix}.wq_b"}, partial(arrange, heads=index.heads))
     for name, vector in norm.named_parameters():
         copy_(vector, checkpoint, f"{prefix}.k_norm.{name}", partial(arrange, heads=1))
@@ -141,8 +156,6 @@ def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) ->
         correction_E = checkpoint.take(name, tuple(moe.gate.correction_E.shape))
         moe.gate.correction_E = nn.Buffer(correction_E.to(moe.gate.weight.device, torch.float32))
         checkpoint.landed(name, moe.gate.correction_E)
-    for index in range(moe.gate.config.count):
-        for stack, part in ((moe.gate_up_proj, "gate_proj"), (moe.gate_up_proj, "up_proj"), (moe.down_proj, "down_proj")):
-            for ending, target in stack.tensors(index, part).items():
-                copy_(target, checkpoint, f"{prefix}.experts.{index}.{part}.{ending}")
+    for stack in (moe.gate_up_proj, moe.down_proj):
+        fill_stack(stack, checkpoint, f"{prefix}.experts")
     fill_mlp(moe.shared_experts, checkpoint, f"{prefix}.shared_experts")

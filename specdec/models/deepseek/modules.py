@@ -28,7 +28,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, RMSNorm
-from specdec.models.linear import Linear
+from specdec.models.linear import ONLY, Linear
 from specdec.ops.rope import Rotation
 
 LATENT_EPS = 1e-6  # eps of the norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
@@ -60,14 +60,17 @@ class LatentAttention(nn.Module):
         own = config.indexer if config.indexer is not None and config.indexer.has_own(layer) else None
         J, I = (own.heads, own.head_dim) if own else (0, 0)
         parts = {"q": config.q_rank or self.queries, "latent": C + R, "index_key": I, "index_weights": J}
-        self.in_proj = Linear(config.hidden_size, parts, bias=config.qkv_bias)
+        shard, whole = config.shard, config.shard.size  # latents, and the indexer's choice, are the same on all ranks
+        copies = dict.fromkeys(parts, whole) | ({} if config.q_rank else {"q": 1})
+        self.in_proj = Linear.column(config.hidden_size, parts, shard, config.qkv_bias, copies)
         self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_EPS) if config.q_rank else None
-        self.q_b_proj = Linear(config.q_rank, {"q": self.queries, "index_q": J * I}) if config.q_rank else None
+        own_queries = {"q": self.queries, "index_q": J * I}
+        self.q_b_proj = Linear.column(config.q_rank, own_queries, shard, False, {"index_q": whole}) if config.q_rank else None
         self.k_norm = IndexNorm(I) if own else None
         self.kv_a_layernorm = RMSNorm(C, LATENT_EPS)
-        self.kv_b_proj = Linear(C, H * (N + V))
+        self.kv_b_proj = Linear.column(C, {ONLY: H * (N + V)}, shard)
         self.num_heads = H
-        self.o_proj = Linear(H * V, config.hidden_size, bias=config.o_bias)
+        self.o_proj = Linear.row(H * V, config.hidden_size, shard, config.o_bias)
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""

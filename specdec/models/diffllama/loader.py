@@ -23,16 +23,21 @@ from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig, lambda_init
 from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLayer, DiffLlamaLM
 from specdec.models.layers import MLP
+from specdec.models.sharding import share_of
+from specdec.parallel.shard import WHOLE, Shard
 
 
 def load_diffllama(
-    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype
+    folder: Path, config: ModelConfig, max_positions: int, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> DiffLlamaLM:
-    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape."""
+    """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
+
+    config: the whole model's.  shard: this rank's share of it.
+    """
     assert isinstance(config, DiffLlamaConfig)
     checkpoint = open_target(folder)
     expect_sizes(checkpoint, config)
-    model = build(lambda: DiffLlamaLM(config, max_positions), device, dtype)
+    model = build(lambda: DiffLlamaLM(share_of(config, shard), max_positions), device, dtype)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DiffLlamaLayer)
         prefix = f"model.layers.{index}"
@@ -40,16 +45,18 @@ def load_diffllama(
         fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
         attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
         assert isinstance(attention, DifferentialAttention) and isinstance(mlp, MLP)
-        _fill_attention(attention, checkpoint, f"{prefix}.self_attn", index)
+        _fill_attention(attention, checkpoint, f"{prefix}.self_attn", index, config)
         fill_mlp(mlp, checkpoint, f"{prefix}.mlp")
     fill_ends(model, checkpoint)
     checkpoint.finish()
     return model
 
 
-def _fill_attention(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: str, index: int) -> None:
+def _fill_attention(
+    attention: DifferentialAttention, checkpoint: Checkpoint, prefix: str, index: int, config: ModelConfig
+) -> None:
     """Stacks q, k and v in one weight, the heads of a pair side by side."""
-    fill_parts(attention.qkv_proj, checkpoint, prefix, partial(paired, num_kv_heads=attention.num_kv_heads))
+    fill_parts(attention.qkv_proj, checkpoint, prefix, partial(paired, num_kv_heads=config.num_kv_heads))
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     attention.factor = nn.Buffer(_factor(attention, checkpoint, prefix, index))
 

@@ -33,7 +33,7 @@ class DifferentialAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = projection(config, config.hidden_size, self.num_kv_heads)
-        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        self.o_proj = Linear.row(self.num_heads * self.head_dim, config.hidden_size, config.shard, config.o_bias)
         self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32))
         self.scale, self.eps = 1 - lambda_init(layer), config.rms_norm_eps
 

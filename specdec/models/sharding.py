@@ -1,0 +1,44 @@
+"""What a rank's share of a model is, in the words of its config.  Knows no weights and no process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specdec.models.config import ModelConfig
+from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.diffllama.config import DiffLlamaConfig
+from specdec.parallel.shard import Shard
+
+
+def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The config of one rank's share: its heads, and its part of every MLP.  config: the whole model's.
+
+    Ranks share the heads evenly.  Where there are fewer key/value heads than ranks, neighbours hold the same one.
+    ValueError says which sizes do not fit, and the nearest number of ranks that does.
+    """
+    if shard.size == 1:
+        return config
+    if why := misfit(config, shard.size):
+        fits = [size for size in range(shard.size, 0, -1) if not misfit(config, size)]
+        raise ValueError(f"tensor_parallel_size {shard.size} does not fit {why}; nearest setting that works: {fits[0]}")
+    own = {"num_heads": shard.share(config.num_heads), "intermediate_size": shard.share(config.intermediate_size)}
+    own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
+    local = replace(config, shard=shard, **own)  # type: ignore[arg-type]
+    if isinstance(local, DeepseekConfig) and (experts := local.experts) is not None:
+        return replace(local, experts=replace(experts, intermediate_size=shard.share(experts.intermediate_size)))
+    return local
+
+
+def misfit(config: ModelConfig, size: int) -> str:
+    """Which size of the model `size` ranks can't share evenly; empty if they can share all."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size:
+        return f"{heads} attention heads"
+    if kv_heads % size and size % kv_heads:
+        return f"{kv_heads} key/value heads"
+    if isinstance(config, DiffLlamaConfig) and kv_heads % (2 * size):
+        return f"{kv_heads} key/value heads, of which each rank needs whole pairs"
+    widths = {"intermediate_size": config.intermediate_size}
+    if isinstance(config, DeepseekConfig) and config.experts is not None:
+        widths["moe_intermediate_size"] = config.experts.intermediate_size
+    return next((f"{name} {width}" for name, width in widths.items() if width % size), "")
