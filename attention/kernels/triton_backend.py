@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.latent_view import LatentView
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
@@ -50,7 +50,7 @@ class TritonBackend(Backend):
     def __init__(self, programs: int | None = None) -> None:
         self.programs = programs
 
-    def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+    def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, MHAView | QuantView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep)
 

@@ -132,6 +132,26 @@ PASSES = [cell for cell in ANSWERED if cell.kind == "full" and not cell.graphs] 
 CAPTURED = [cell for cell in ANSWERED if cell.kind == "full" and cell.graphs]
 
 
+def combinations_of(cell: Cell) -> set[tuple[Any, ...]]:
+    """A cell's backend with every three of the other things in which passes differ."""
+    others = [(name, getattr(cell, name)) for name in ("cache", "page_size", "tree", "capped", "extra")]
+    return {(cell.backend, *three) for three in itertools.combinations(others, 3)}
+
+
+def covering(cells: list[Cell]) -> list[Cell]:
+    """Some of the cells, which hold every combination that any of them holds."""
+    held = {cell: combinations_of(cell) for cell in cells}
+    missing, chosen = set().union(*held.values()), set()
+    while missing:
+        best = max(cells, key=lambda cell: len(held[cell] & missing))
+        chosen.add(best)
+        missing -= held[best]
+    return [cell for cell in cells if cell in chosen]
+
+
+WALKED = PASSES if HAS_GPU else covering(PASSES)  # Triton's interpreter takes a second for a cell
+
+
 def label(cell: Cell) -> str:
     shape = ("tree" if cell.tree else "chain") + ("-capped" if cell.capped else "") + (f"-{cell.extra}" if cell.extra else "")
     return f"{cell.backend}-{cell.cache}-{cell.page_size}-{shape}" + (f"-{cell.graphs}" if cell.graphs else "")
