@@ -16,8 +16,9 @@ from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.yarn import YarnRope, yarn_frequencies
-from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.norm import rms_norm
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
+from specdec.parallel.group import ALONE, Group
 
 
 class Embedding(nn.Embedding):
@@ -28,19 +29,26 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) over the last dimension: x / sqrt(mean(x^2) + eps) * weight."""
+    """Root-mean-square norm (arXiv 1910.07467) over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
+
+    group: the ranks that hold the layer before the norm together.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.group: Group = ALONE
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch."""
-        return add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
+        """The pair (x + delta, the norm of x + delta), each [T, H], from one kernel launch.
+
+        delta: this rank's term of what the layer before computed.
+        """
+        return self.group.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
 
 
 class HeadsRMSNorm(nn.Module):

@@ -1,12 +1,16 @@
-"""What a rank's share of a model is, in the words of its config.  Knows no weights and no process."""
+"""What a rank's share of a model is, in the words of its config, and whom its layers exchange with.  Knows no weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
+from specdec.models.layers import RMSNorm
+from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
 
 
@@ -27,6 +31,13 @@ def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
     if isinstance(local, DeepseekConfig) and (experts := local.experts) is not None:
         return replace(local, experts=replace(experts, intermediate_size=shard.share(experts.intermediate_size)))
     return local
+
+
+def join(model: nn.Module, group: Group) -> None:
+    """Tells the layers of a rank's share which ranks hold the rest: norms add up the terms of the layer before them."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.group = group
 
 
 def misfit(config: ModelConfig, size: int) -> str:

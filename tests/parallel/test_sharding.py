@@ -8,13 +8,15 @@ import pytest
 import torch
 from toolkit.deepseek import DeepseekZoo, SparseZoo
 from toolkit.models import Zoo
+from toolkit.ranks import ThreadGroup, on_ranks
 from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM
 from specdec.models.config import ModelConfig
 from specdec.models.registry import _native, choose_target
-from specdec.models.sharding import misfit, share_of
+from specdec.models.sharding import join, misfit, share_of
+from specdec.models.target import TargetOutput
 from specdec.parallel.shard import WHOLE, Shard
 
 T = 9
@@ -66,6 +68,33 @@ def test_terms_of_all_ranks_add_up(zoo: type[Zoo], name: str, size: int, folder_
     if not whole.config.tie_embeddings:
         logits_TV = torch.cat([rank.logits(x_TH) for rank in ranks], dim=-1)
         torch.testing.assert_close(logits_TV, whole.logits(x_TH), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("zoo", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_ranks_compute_the_whole_model(zoo: type[Zoo], name: str, size: int, folder_of: Any) -> None:
+    """Keeps out: an output that is captured, or handed on, before the terms of all ranks are in it."""
+    whole = load(folder := folder_of(zoo, name))
+    if misfit(whole.config, size):
+        return
+    ids_T, positions_T = torch.randint(0, 40, (T,), generator=torch.Generator().manual_seed(size)), torch.arange(T)
+
+    def passed(model: CausalLM) -> TargetOutput:
+        return model(ids_T, positions_T, DenseAttention(model.config.layer_kinds), (0, 2), torch.tensor([3, T - 1]))
+
+    def on_rank(group: ThreadGroup) -> TargetOutput:
+        model = load(folder, Shard(group.rank, group.size))
+        join(model, group)
+        out = passed(model)
+        assert group.exchanges == 2 * model.config.num_layers
+        return out
+
+    with torch.inference_mode():
+        want = passed(whole)
+    outs = on_ranks(size, on_rank)
+    for out in outs:
+        torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-4)
+        assert all(torch.equal(mine, first) for mine, first in zip(out, outs[0]))
 
 
 def test_a_rank_holds_its_share(folder_of: Any) -> None:

@@ -1,0 +1,52 @@
+"""Ranks in threads of one process: what several processes would compute, without starting any."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specdec.parallel.group import Group
+
+Result = TypeVar("Result")
+PATIENCE = 60.0  # seconds that a rank waits for the others: one of them has failed
+
+
+class ThreadGroup(Group):
+    """A rank that is a thread.  shared: one tensor's place for each rank."""
+
+    def __init__(self, rank: int, shared: list[Tensor | None], barrier: Barrier) -> None:
+        self.rank, self.size = rank, len(shared)
+        self._shared, self._barrier = shared, barrier
+        self.exchanges = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.exchanges += 1
+        self._shared[self.rank] = x
+        self._barrier.wait(PATIENCE)
+        everything = torch.stack([one for one in self._shared if one is not None])
+        self._barrier.wait(PATIENCE)  # nobody may write before all have read
+        return everything
+
+
+def on_ranks(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
+    """What `work` gives on each of `size` ranks.  An error of one rank ends the others' waiting."""
+    shared: list[Tensor | None] = [None] * size
+    barrier = Barrier(size)
+
+    def one(rank: int) -> Result:
+        try:
+            with torch.inference_mode():
+                return work(ThreadGroup(rank, shared, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        done = [pool.submit(one, rank) for rank in range(size)]
+        failed = [error for error in (each.exception() for each in done) if error is not None]
+        if failed:
+            raise min(failed, key=lambda error: isinstance(error, BrokenBarrierError))  # the others only waited for it
+        return [each.result() for each in done]
