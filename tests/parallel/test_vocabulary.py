@@ -1,0 +1,50 @@
+"""Tokens of a vocabulary that is cut over ranks: what one rank with all logits would choose."""
+
+import pytest
+import torch
+from toolkit.ranks import ThreadGroup, on_ranks
+from torch import Tensor
+
+from specdec.ops.topk import greedy_tokens, top_tokens
+from specdec.parallel.vocabulary import Vocabulary
+
+R = 7
+
+
+def logits_of(V: int, seed: int) -> Tensor:
+    """Few distinct values, so that ties lie on several ranks; a row of one value; rows with NaN, inf, and -inf alone."""
+    logits_RV = torch.randint(-3, 4, (R, V), generator=torch.Generator().manual_seed(seed)).float()
+    logits_RV[1] = 0.0
+    logits_RV[2, V // 2], logits_RV[3, V - 1], logits_RV[4] = torch.nan, torch.inf, -torch.inf
+    return logits_RV
+
+
+@pytest.mark.parametrize(("V", "size"), [(40, 2), (41, 4), (9, 4), (5, 4), (1000, 3)])
+def test_greedy_tokens(V: int, size: int) -> None:
+    """Keeps out: ties across a border that go to the higher id; ids counted from a rank's own first; an empty run that wins."""
+    logits_RV, offsets_V = logits_of(V, size), torch.randint(0, 9, (V,))
+
+    def choose(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+        own = Vocabulary.of(V, group)
+        logits_RW = logits_RV[:, own.first : own.first + own.own]
+        return own.greedy(logits_RW, finite=True), own.greedy(logits_RW, offsets_V)
+
+    for finite, moved in on_ranks(size, choose):
+        assert torch.equal(finite, greedy_tokens(logits_RV, finite=True))
+        assert torch.equal(moved, greedy_tokens(logits_RV, offsets_V))
+
+
+@pytest.mark.parametrize(("V", "size", "k"), [(40, 2, 3), (41, 4, 8), (9, 4, 5), (5, 4, 5), (1000, 3, 10)])
+def test_top_tokens(V: int, size: int, k: int) -> None:
+    """Keeps out: a rank that may give fewer than k although it holds them all; probabilities of one rank's tokens alone."""
+    logits_RV = torch.randn(R, V, generator=torch.Generator().manual_seed(V)).mul(4).round().div(4)
+    logits_RV[1] = 0.0
+
+    def choose(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+        own = Vocabulary.of(V, group)
+        return own.top(logits_RV[:, own.first : own.first + own.own], k)
+
+    logp, ids = top_tokens(logits_RV, k)
+    for mine in on_ranks(size, choose):
+        assert torch.equal(mine[1], ids)
+        torch.testing.assert_close(mine[0], logp)
