@@ -44,10 +44,10 @@ def mix_64(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
-    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id)."""
+def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id), of the V ids from `first` on."""
     key_R = mix_64(mix_64(seed_R + _GOLDEN) + position_R * _GOLDEN)
-    tokens_V = torch.arange(1, vocab_size + 1, device=seed_R.device)
+    tokens_V = torch.arange(first + 1, first + vocab_size + 1, device=seed_R.device)
     bits_RV = _shift_right(mix_64(key_R[:, None] + tokens_V * _GOLDEN), 12)
     uniform_RV = (bits_RV.double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
     return -torch.log(-torch.log(uniform_RV)).float()
@@ -71,8 +71,12 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))
 
 
-def sample_rows(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool) -> Tensor:
+def sample_rows(
+    logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool, vocabulary: Vocabulary | None = None
+) -> Tensor:
     """[R] int64: one token per row, an exact sample of softmax(filter(logits / temperature)), or the argmax at temperature 0.
+
+    A row whose logits are not finite may give any token.
 
     position_R: int64, the absolute position of the token to be sampled.
     filtered: whether any row has top_k or top_p set; if not, the sort that they need is left out.

@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.ops.topk import stable_topk, with_offsets
+from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
 
 
@@ -52,14 +53,29 @@ class Vocabulary(NamedTuple):
 
     def greedy(self, logits_RW: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False) -> Tensor:
         """[R] int64: as `greedy_tokens` of whole logits.  offsets_V: of the whole vocabulary."""
+        if self.group.size == 1:
+            return greedy_tokens(logits_RW, offsets_V, finite=finite)
         values_R1, ids_R1 = self.best(logits_RW.float(), 1)
         tokens_R = with_offsets(ids_R1[:, 0], offsets_V)
         return torch.where(values_R1[:, 0].isfinite(), tokens_R, -1) if finite else tokens_R
 
-    def top(self, logits_RW: Tensor, k: int, offsets_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(log-probabilities [R, k] float32, ids [R, k] int64): as `top_tokens` of whole logits."""
+    def top(
+        self, logits_RW: Tensor, k: int, offsets_V: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probabilities [R, k] float32, ids [R, k] int64): as `top_tokens` of whole logits.  out: memory for the two."""
+        if self.group.size == 1:
+            return top_tokens(logits_RW, k, offsets_V, out)
         logits_RW = logits_RW.float()
         values_Rk, ids_Rk = self.best(logits_RW, k)
         best_R1 = values_Rk[:, :1]
         total_R = self.group.sum((logits_RW - best_R1).exp().sum(-1))
-        return (values_Rk - best_R1) - total_R.log()[:, None], with_offsets(ids_Rk, offsets_V)
+        result = (values_Rk - best_R1) - total_R.log()[:, None], with_offsets(ids_Rk, offsets_V)
+        return result if out is None else (out[0].copy_(result[0]), out[1].copy_(result[1]))
+
+    def whole(self, logits_RW: Tensor) -> Tensor:
+        """[R, V]: the logits of all ranks."""
+        if self.group.size == 1:
+            return logits_RW
+        most = -(-self.size // self.group.size)
+        padded_RW = F.pad(logits_RW, (0, most - self.own))
+        return self.group.gather(padded_RW).transpose(0, 1).flatten(1)[:, : self.size]
