@@ -71,13 +71,12 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))
 
 
-def sample_rows(
-    logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool, vocabulary: Vocabulary | None = None
+def sampling_scores(
+    logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool, first: int = 0
 ) -> Tensor:
-    """[R] int64: one token per row, an exact sample of softmax(filter(logits / temperature)), or the argmax at temperature 0.
+    """[R, V] float32, whose argmax is a sample of softmax(filter(logits / temperature)), or the logits' argmax at temperature 0.
 
-    A row whose logits are not finite may give any token.
-
+    logits_RV: of the V ids from `first` on.  filtered: needs the logits of all ids.
     position_R: int64, the absolute position of the token to be sampled.
     filtered: whether any row has top_k or top_p set; if not, the sort that they need is left out.
 
@@ -88,5 +87,10 @@ def sample_rows(
     scaled_RV = logits_RV / torch.where(greedy_R, 1.0, sampling.temperature_R)[:, None]
     if filtered:
         scaled_RV = filter_logits(scaled_RV, sampling)
-    noise_RV = gumbel_noise(sampling.seed_R, position_R, logits_RV.shape[-1])
-    return torch.where(greedy_R, logits_RV.argmax(-1), (scaled_RV + noise_RV).argmax(-1))
+    noise_RV = gumbel_noise(sampling.seed_R, position_R, logits_RV.shape[-1], first)
+    return torch.where(greedy_R[:, None], logits_RV, scaled_RV + noise_RV)
+
+
+def sample_rows(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool) -> Tensor:
+    """[R] int64: one token per row, an exact sample of softmax(filter(logits / temperature)), or the argmax at temperature 0."""
+    return sampling_scores(logits_RV, sampling, position_R, filtered).argmax(-1)
