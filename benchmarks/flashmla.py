@@ -7,9 +7,9 @@ FOLDER holds the package `flash_mla`, or vLLM's build of its operators (`_flashm
 of 512 + 64, bf16, scattered pages of 64, and 2,048 keys where a query reads chosen keys.
 
 Times are medians of CUDA-graph replays, per layer.  A graph holds several layers with caches of their own, so that a layer
-finds its latents in memory and not in L2, as in a model.  FlashMLA divides its work by the rows' lengths with a kernel that runs
-once a pass, here before the graph.  Each side leaves outputs and lse as it computes them.  `apart` is the relative distance of
-the outputs of the two sides.
+finds its latents in memory and not in L2, as in a model.  FlashMLA divides its work by the rows' lengths with a kernel that
+runs once a pass, here before the graph.  Each side leaves outputs and lse as it computes them.  `apart` is the relative
+distance of the outputs of the two sides.
 
 FlashMLA reads chosen keys from 656 bytes a token (fp8_ds_mla) with its decode kernel, and from latents in 16 bits with its
 prefill kernel, which divides no query's keys over the GPU.
