@@ -137,6 +137,6 @@ def check_conventions(q_THL: Tensor, view: LatentView, like: Segment) -> None:
     empty = (float(state.lse_TH[n:].max()), float(state.out_THD[n:].abs().max()))
     if abs(got - want) > 1e-2 * want or empty != (-math.inf, 0.0):
         raise RuntimeError(
-            f"flashmla: the installed library answers lse {got:.4f} where the natural log is {want:.4f}, and lse, output {empty} "
-            "where no key is read; expected (-inf, 0.0).  Nearest setting that works: attention='triton'"
+            f"flashmla: the installed library answers lse {got:.4f} where the natural log is {want:.4f}, and lse, output "
+            f"{empty} where no key is read; expected (-inf, 0.0).  Nearest setting that works: attention='triton'"
         )

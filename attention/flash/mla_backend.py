@@ -26,7 +26,6 @@ from specdec.attention.latent.mla_launch import merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState
 
-
 KEPT_ROWS = 256  # rounds have no more rows of slots; the schedules of longer calls, which prompts make, are not kept
 
 

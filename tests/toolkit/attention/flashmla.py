@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -63,16 +64,13 @@ def flash_mla_sparse_fwd(
     return out, most, lse
 
 
-OPERATORS = SimpleNamespace(
-    get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache, flash_mla_sparse_fwd=flash_mla_sparse_fwd
-)
-
-
-def library() -> ModuleType | SimpleNamespace | None:
-    """The package, or vLLM's operators under its names; None if neither is there."""
-    if importlib.util.find_spec("flash_mla"):
+def library() -> ModuleType | None:
+    """The package; or vLLM's operators, which from then on are imported under its name; None if neither is there."""
+    try:
         return importlib.import_module("flash_mla")
-    if not importlib.util.find_spec(FILE):
-        return None
+    except ImportError:
+        if not importlib.util.find_spec(FILE):
+            return None
     importlib.import_module(FILE)
-    return OPERATORS
+    sys.modules["flash_mla"] = sys.modules[__name__]
+    return sys.modules[__name__]

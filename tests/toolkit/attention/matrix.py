@@ -276,7 +276,9 @@ class World:
         for layer, fresh in enumerate(kv):
             if self.cell.cache in SPARSE:
                 assert self.cell.rank
-                outs.append(attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), self.cell.rank), scoring=self.scoring))
+                outs.append(
+                    attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), self.cell.rank), scoring=self.scoring)
+                )
             elif self.cell.rank:
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
             elif self.cell.cache == "split":

@@ -37,7 +37,9 @@ def layer_inputs(q_THL: Tensor, token_TX: Tensor, rank: int) -> SparseLatentInpu
 
     latent_TL, key_TI, q_TJI, weights_TJ = split(token_TX, L)
     same_HXC = torch.eye(rank, **options).repeat(2, 1).expand(H, -1, -1)
-    latents = LatentInputs(q_THL.clone(), latent_TL.clone(), same_HXC, LatentPrep(still(L - rank), torch.ones(rank, **options), 1e-6))
+    latents = LatentInputs(
+        q_THL.clone(), latent_TL.clone(), same_HXC, LatentPrep(still(L - rank), torch.ones(rank, **options), 1e-6)
+    )
     norm, bias = torch.ones(DIM, **options), torch.zeros(DIM, **options)
     index = IndexInputs(q_TJI.clone(), key_TI, weights_TJ, IndexPrep(still(min(L - rank, DIM)), norm, bias, 1e-6, HEADS**-0.5))
     return SparseLatentInputs(latents, TOPK, index)
