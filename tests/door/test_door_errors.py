@@ -172,9 +172,9 @@ LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(dtype="int8"), ValueError, "dtype must be 'auto', 'float32', .* got 'int8'; nearest .* dtype='auto'"),
     (dict(dtype=torch.int8), ValueError, "dtype must be 'auto', .* got torch.int8; nearest .* dtype='auto'"),
     (
-        dict(attention="flash"),
+        dict(attention="paged"),
         ValueError,
-        "attention must be 'auto', .* or 'flashmla', got 'flash'; nearest .* attention='auto'",
+        "attention must be 'auto', .* or 'flashmla', got 'paged'; nearest .* attention='auto'",
     ),
     (
         dict(kv_cache_dtype="int4"),
