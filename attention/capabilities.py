@@ -50,6 +50,7 @@ class Capability:
     architectures: the major numbers of the GPU's compute capability that work; empty: any.
     dtypes: the dtypes in which it computes.
     head_dims: the head dims that it takes; None: any.
+    page_sizes: the page sizes that it takes; empty: any, as far as page_multiple and unread_pages let it.
     page_multiple: page sizes must be a multiple of this.
     unread_pages: page sizes that it can't use, because at these sizes it also reads the unwritten slots of a page, which may
         hold NaN.
@@ -58,6 +59,8 @@ class Capability:
         prefixes too.
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
     fp8_from: the lowest compute capability for float8, in KV or latents.
+    heads: whether it reads ordinary heads; if not, specdec's Triton kernels read those of a draft head.
+    latent_dims: the rank and the rotated dim of the latents that it takes; None: any.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").
     sparse: whether it reads latents that an indexer chose for each query.
     alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
@@ -76,6 +79,7 @@ class Capability:
     architectures: tuple[int, ...] = ()
     dtypes: tuple[torch.dtype, ...] = HALVES
     head_dims: HeadDims | None = None
+    page_sizes: tuple[int, ...] = ()
     page_multiple: int = 1
     unread_pages: tuple[int, ...] = ()
     kinds: tuple[str, ...] = KINDS
@@ -86,6 +90,8 @@ class Capability:
     encoder: bool = False
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     fp8_from: tuple[int, int] | None = None
+    heads: bool = True
+    latent_dims: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
     sparse: bool = False
     split_heads: bool = False
@@ -119,10 +125,15 @@ TABLE = {
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), unread_pages=(80, 112, 128, 144), kinds=("full",), ours=("window", "chunk"),
         ),
+        Capability(
+            "flashmla", "flash_mla", "H200", package="flash_mla", architectures=(9,), head_dims=HeadDims(8, 256, 2),
+            page_sizes=(64,), kinds=("full",), ours=("window", "chunk"), kv_cache_dtypes=("auto", FP8_LATENTS),
+            fp8_from=FP8_LEAST_ARCHITECTURE, heads=False, latent_dims=(512, 64), mla="plain", sparse=True,
+        ),
     )
 }  # fmt: skip
 BACKENDS = tuple(TABLE)
-PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2")  # the order in which errors suggest a backend that can run
+PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2", "flashmla")  # the order in which errors suggest a backend that can run
 
 
 def kind_name(kind: LayerKind) -> str:
@@ -186,6 +197,9 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if n.page_size in c.unread_pages:
         problem = f"reads pages of {listed(c.unread_pages)} tokens whole, unwritten slots included, got page_size={n.page_size}"
         yield Fault(problem, "page_size=64", replace(n, page_size=64))
+    if c.page_sizes and n.page_size not in c.page_sizes:
+        problem, fits = f"reads pages of {listed(c.page_sizes)} tokens, got page_size={n.page_size}", c.page_sizes[0]
+        yield Fault(problem, f"page_size={fits}", replace(n, page_size=fits))
     if n.page_size % c.page_multiple:
         fits = -(-n.page_size // c.page_multiple) * c.page_multiple
         problem = f"reads pages of a multiple of {c.page_multiple} tokens, got page_size={n.page_size}"
@@ -194,6 +208,11 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if not set(asked) & set(c.kinds) and not n.mla:
         yield Fault(f"reads {', '.join(c.kinds)} layers, and these models have {' and '.join(asked)} layers only")
     yield from _kv_faults(c, n)
+    if not n.mla and not c.heads:
+        yield Fault("reads latents (MLA), which these models have none of")
+    if n.mla and c.latent_dims and (n.latent_rank, n.rope_dim) != c.latent_dims:
+        takes, got = (" + ".join(map(str, dims)) for dims in (c.latent_dims, (n.latent_rank, n.rope_dim)))
+        yield Fault(f"reads latents of {takes} numbers, got {got}")
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
     if n.sparse and not c.sparse:

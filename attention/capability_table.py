@@ -53,13 +53,17 @@ def _package(c: Capability) -> str:
 
 
 def _pages(c: Capability) -> str:
+    if c.page_sizes:
+        return listed(c.page_sizes)
     if c.unread_pages:
         return f"any but {listed(c.unread_pages)}"
     return "any" if c.page_multiple == 1 else f"multiples of {c.page_multiple}"
 
 
 def _kind(c: Capability, kind: str) -> str:
-    return "yes" if kind in c.kinds else "our kernel" if kind in c.ours else "no"
+    if kind in c.kinds:
+        return "yes" if c.heads else "latents; heads by our kernel"
+    return "our kernel" if kind in c.ours else "no"
 
 
 def _kv(c: Capability, kv: str) -> str:
@@ -70,7 +74,8 @@ def _kv(c: Capability, kv: str) -> str:
 
 def _mla(c: Capability) -> str:
     """The cell on latent caches, which are kept in one of two ways."""
-    own = f"latents in the model's own dtype or {FP8_LATENTS}"
+    of = "" if c.latent_dims is None else f" of {' + '.join(map(str, c.latent_dims))} numbers"
+    own = f"latents{of} in the model's own dtype or {FP8_LATENTS}"
     return {"any scoring": own, "plain": f"{own}, without softcap, sinks or ALiBi", "": "no"}[c.mla]
 
 

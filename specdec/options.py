@@ -112,7 +112,7 @@ class EngineOptions:
     attention: str = option(
         "auto",
         "which attention backend reads the cached keys and values; `specdec doctor --table` says what each can do",
-        choices=("auto", "torch", "triton", "fa2", "fa3", "fa4"),
+        choices=("auto", "torch", "triton", "fa2", "fa3", "fa4", "flashmla"),
     )
     cuda_graphs: GraphMode = option(
         "round",

@@ -78,6 +78,15 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     return result
 
 
+def merge_suffix(q_THL: Tensor, view: LatentView, suffix: Segment, scale: float, prefix: AttentionState) -> AttentionState:
+    """The state over a suffix and a prefix, whose state is given: contiguous, in any float type."""
+    assert suffix.rows == q_THL.shape[0], "a suffix has a row for each query"
+    assert prefix.out_THD.is_contiguous() and prefix.lse_TH.is_contiguous()
+    result = AttentionState.empty(tuple(prefix.out_THD.shape), q_THL.dtype, q_THL.device)
+    _launch_merge(q_THL, view, suffix, scale, prefix, result, 1)
+    return result
+
+
 def _launch_paged(
     q_THL: Tensor, view: LatentView, segment: Segment, scale: float, state: AttentionState,
     shape: tuple[LatentTiles, int], first: int, states: int,

@@ -177,6 +177,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         kv_cache_dtype=settings.options.kv_cache_dtype,
         mla=keeps_latents(target),
         latent_rank=latent_rank(target),
+        rope_dim=target.head_dim if keeps_latents(target) else 0,
         sparse=most_read(target) is not None,
         page_size=settings.options.page_size,
         tree=spec is not None and spec.topk > 1,

@@ -89,7 +89,7 @@ def test_every_cell_is_answered_or_refused_with_the_nearest_setting(monkeypatch:
     refused = set(CELLS) - set(ANSWERED)
     for cell in refused:
         hold_refusal(cell.backend, cell.needs)
-    assert {cell.backend for cell in refused if not cell.rank} == {"fa2", "fa3", "fa4"}
+    assert {cell.backend for cell in refused if not cell.rank} == {"fa2", "fa3", "fa4", "flashmla"}
     for cell in ANSWERED:
         assert choose_backend(cell.backend, cell.needs).name == cell.backend
     tested = {cell._replace(kind=kind) for cell in PASSES + CAPTURED for kind in KINDS}
@@ -121,6 +121,7 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "keys as latents": dict(kv_cache_dtype="fp8_ds_mla"),
     "wide values as latents": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8_ds_mla"),
     "odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="fp8_ds_mla", latent_rank=320),
+    "other rotated parts": dict(mla=True, head_dims=(), page_size=64, rope_dim=32),
     "int8 for odd latents": dict(mla=True, head_dims=(), kv_cache_dtype="int8", latent_rank=320),
     "split heads in int8": dict(value_dims=(64,), kv_cache_dtype="int8"),
     "differential in fp8": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8"),
@@ -142,7 +143,7 @@ def test_what_the_cells_hold_fixed(name: str, change: str, monkeypatch: pytest.M
     assert choose_backend("auto", replace(needs, kv_cache_dtype="auto")).reason
 
 
-@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "triton"])
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flashmla", "triton"])
 @pytest.mark.parametrize("version", [None, "1.9"])
 def test_a_missing_or_old_package(name: str, version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: an ImportError out of the first prompt."""

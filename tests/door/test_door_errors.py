@@ -171,7 +171,11 @@ LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(device="meta"), ValueError, "device must be 'auto', .* got 'meta'"),
     (dict(dtype="int8"), ValueError, "dtype must be 'auto', 'float32', .* got 'int8'; nearest .* dtype='auto'"),
     (dict(dtype=torch.int8), ValueError, "dtype must be 'auto', .* got torch.int8; nearest .* dtype='auto'"),
-    (dict(attention="flash"), ValueError, "attention must be 'auto', .* or 'fa4', got 'flash'; nearest .* attention='auto'"),
+    (
+        dict(attention="paged"),
+        ValueError,
+        "attention must be 'auto', .* or 'flashmla', got 'paged'; nearest .* attention='auto'",
+    ),
     (
         dict(kv_cache_dtype="int4"),
         ValueError,
@@ -190,7 +194,7 @@ def test_from_pretrained(zoo: Zoo, settings: dict[str, Any], error: type[Excepti
         zoo.decoder("llama", "eagle3", **settings)
 
 
-@pytest.mark.parametrize("name", ["triton", "fa2", "fa3", "fa4"])
+@pytest.mark.parametrize("name", ["triton", "fa2", "fa3", "fa4", "flashmla"])
 def test_a_backend_that_cannot_run_here_is_refused(name: str) -> None:
     """Keeps out: a silent fall back to another backend."""
     with pytest.raises(ValueError, match=f"attention='{name}' .*nearest"):

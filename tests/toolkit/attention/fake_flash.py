@@ -18,20 +18,22 @@ from torch import Tensor
 from specdec.attention import capabilities
 from specdec.attention.flash import adapters
 from specdec.attention.kinds import Scoring
+from toolkit.attention import fake_flashmla
 from toolkit.oracles.attention import causal_mask, dense_attention
 
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "triton": "3.6.0"}
+VERSIONS["flash_mla"] = "1.0.0"
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all three packages importable, and the capability table find them."""
+    """Makes all three packages, and flash_mla, importable, and the capability table find them."""
     fa2, fa3, cute, interface = (
         ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
     )
     fa2.flash_attn_with_kvcache, fa2.flash_attn_varlen_func = fa2_with_kvcache, fa2_varlen  # type: ignore[attr-defined]
     fa3.flash_attn_with_kvcache = fa3_with_kvcache  # type: ignore[attr-defined]
     interface.flash_attn_varlen_func = fa4_varlen  # type: ignore[attr-defined]
-    for module in (fa2, fa3, cute, interface):
+    for module in (fa2, fa3, cute, interface, fake_flashmla.module()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(capabilities, "installed", VERSIONS.get)
     adapters._fa4.cache_clear()

@@ -46,13 +46,13 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
 SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
 CACHES = (*KV_DTYPES, "mla", "sparse", "sparse fp8", "split", "differential")
-RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of the caches that keep latents
+RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of caches of latents, where a backend takes any
 SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer chose
 PAGE_SIZES = (1, 4, 256)
 LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
 N, H, K, E = 4, 4, 2, 8
 D = 16
-R = 10  # of latents: with it, no row of latents is a multiple of 16 bytes, by which kernels like to read
+ROPE_DIM = 10  # of latents: with it, no row of latents is a multiple of 16 bytes, by which kernels like to read
 DIFFERENCE = (0.6, 0.7, 1e-5)  # a factor, a scale and an eps
 PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
 SOFTCAP, SINKS = 3.0, (0.5, -1.0, 0.0, 2.0)
@@ -81,7 +81,14 @@ class Cell(NamedTuple):
     @property
     def rank(self) -> int | None:
         """C; None: the cache keeps no latents."""
-        return RANKS.get(self.cache)
+        dims = TABLE[self.backend].latent_dims
+        return dims[0] if dims and self.cache in RANKS else RANKS.get(self.cache)
+
+    @property
+    def rope_dim(self) -> int:
+        """R, of latents."""
+        dims = TABLE[self.backend].latent_dims
+        return dims[1] if dims else ROPE_DIM
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -92,7 +99,7 @@ class Cell(NamedTuple):
         return AttentionNeeds(
             H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
             alibi=self.extra == "alibi", encoder=self.extra in ("cross", "encoder"), softcap=self.capped,
-            sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
+            sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0, rope_dim=self.rope_dim,
             sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
             differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
@@ -115,9 +122,12 @@ def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
 
 
 CELLS = [
-    Cell(*values)
-    for values in itertools.product(BACKENDS, KINDS, CACHES, PAGE_SIZES, (False, True), (False, True), GRAPH_MODES, EXTRAS)
-    if values[7] in extras_of(values[2], values[5])
+    Cell(backend, *values)
+    for backend in BACKENDS
+    for values in itertools.product(
+        KINDS, CACHES, (*PAGE_SIZES, *TABLE[backend].page_sizes), (False, True), (False, True), GRAPH_MODES, EXTRAS
+    )
+    if values[6] in extras_of(values[1], values[4])
 ]
 
 
@@ -216,20 +226,18 @@ class World:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
         if cell.extra == "alibi":
             self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
-        self.heads_kv, self.head_dim = (1, cell.rank + R) if cell.rank else (K, D)
+        self.heads_kv, self.head_dim = (1, cell.rank + cell.rope_dim) if cell.rank else (K, D)
         self.fill()
 
     def new_cache(self, num_slots: int) -> KVCache:
         kinds, device = tuple(replace(kind, alibi=self.cell.extra == "alibi") for kind in LAYERS.values()), DEVICE
-        if self.cell.cache == "mla":
-            return KVCache(LatentLayout(RANKS["mla"], R, self.dtype), kinds, num_slots, device=device)
-        if self.cell.cache == FP8_LATENTS:
-            return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], R), kinds, num_slots, device=device)
-        if self.cell.cache in SPARSE:  # such layers have no windows
-            rank = RANKS[self.cell.cache]
-            latents = LatentLayout(rank, R, self.dtype) if self.cell.cache == "sparse" else Fp8LatentLayout(rank, R)
+        if self.cell.rank:
+            dims, in_bytes = (self.cell.rank, self.cell.rope_dim), self.cell.kv_cache_dtype == FP8_LATENTS
+            latents = Fp8LatentLayout(*dims) if in_bytes else LatentLayout(*dims, self.dtype)
+            if self.cell.cache not in SPARSE:
+                return KVCache(latents, kinds, num_slots, device=device)
             layout = SparseLatentLayout(latents, sparse_cells.DIM, self.dtype)
-            return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)
+            return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)  # such layers have no windows
         if self.cell.cache == "split":
             return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == "differential":
@@ -295,8 +303,10 @@ class World:
         outs = []
         for layer, fresh in enumerate(kv):
             if self.cell.cache in SPARSE:
-                rank = RANKS[self.cell.cache]
-                outs.append(attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), rank), scoring=self.scoring))
+                assert self.cell.rank
+                outs.append(
+                    attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), self.cell.rank), scoring=self.scoring)
+                )
             elif self.cell.rank:
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
             elif self.cell.cache == "split":
