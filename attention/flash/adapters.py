@@ -58,9 +58,9 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     """The package flash_attn_interface.  It returns four values when asked for lse; lse is +inf if no row of the call has a
     key.
 
-    Over an fp8 cache its kernel multiplies float8 queries by float8 keys, and float8 weights by float8 values.  It takes a factor
-    for each row and kv head: of the queries, which are rounded here; of keys and values, for which each row names the layer's.
-    Its output is then bfloat16.
+    Over an fp8 cache its kernel multiplies float8 queries by float8 keys, and float8 weights by float8 values.  It takes a
+    factor for each row and kv head: of the queries, which are rounded here; of keys and values, for which each row names the
+    layer's.  Its output is then bfloat16.
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
@@ -150,7 +150,7 @@ def check_conventions(name: str, q_THD: Tensor, view: FlashView, like: Segment) 
     empty = (float(lse_TH[n : 2 * n].max()), float(out_THD[n : 2 * n].abs().max()))
     if not (apart <= 1e-2 and values_apart <= 2e-2 and empty == (-math.inf, 0.0)):
         raise RuntimeError(
-            f"{name}: the installed library answers lse {float(lasts[0, 0]):.4f} where the natural log is {float(want[0, 0]):.4f} "
-            f"(all heads: {apart:.1%} apart, their values {values_apart:.1%}), and lse, output {empty} where no key is read; "
-            f"expected (-inf, 0.0).  Nearest setting that works: attention='triton'"
+            f"{name}: the installed library answers lse {float(lasts[0, 0]):.4f} where the natural log is "
+            f"{float(want[0, 0]):.4f} (all heads: {apart:.1%} apart, their values {values_apart:.1%}), and lse, output {empty} "
+            f"where no key is read; expected (-inf, 0.0).  Nearest setting that works: attention='triton'"
         )

@@ -1,4 +1,4 @@
-"""The kernels of queries.py.  One launch where a row holds few queries; for long prompts, one for the largest numbers before it.
+"""The kernels of queries.py.  One launch where a row holds few queries; of long prompts another one finds the largest numbers.
 
 Order of chained launches (specdec/ops/launch.py): both kernels trigger early and read nothing before their wait.
 
@@ -113,9 +113,7 @@ def float8_queries_kernel(
         tl.store(to_M[:, None] + d[None, :], x_MD.to(out.dtype.element_ty), mask=ok_MD)
 
 
-def launch_float8_queries(
-    q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor]:
+def launch_float8_queries(q_THD: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """`float8_queries` in one launch, or in two."""
     (T, H, D), R = q_THD.shape, cu_seqlens_q.shape[0] - 1
     assert q_THD.stride(2) == 1 and H % num_kv_heads == 0 and cu_seqlens_q.dtype == torch.int32

@@ -119,7 +119,11 @@ def fp8_world(page_size: int, head_dim: int) -> tuple[Tensor, Tensor, QuantView]
 def uneven_queries(count: int, head_dim: int) -> Tensor:
     """Queries of heads and rows that differ in size, so that a scale of another one shows."""
     sizes_T = torch.tensor([0.5, 1.0, 2.0, 4.0]).repeat_interleave(-(-count // 4))[:count].to(DEVICE, DTYPE)
-    return queries(count, head_dim) * sizes_T[:, None, None] * torch.tensor([1, 1, 0.25, 0.25], device=DEVICE, dtype=DTYPE)[:, None]
+    return (
+        queries(count, head_dim)
+        * sizes_T[:, None, None]
+        * torch.tensor([1, 1, 0.25, 0.25], device=DEVICE, dtype=DTYPE)[:, None]
+    )
 
 
 @needs_fa3

@@ -105,9 +105,9 @@ class Cell(NamedTuple):
     @property
     def needs(self) -> AttentionNeeds:
         return AttentionNeeds(
-            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (self.head_dim,), kinds=(FULL, LAYERS[self.kind]),
-            alibi=self.extra == "alibi", encoder=self.extra in ("cross", "encoder"), softcap=self.capped,
-            sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
+            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (self.head_dim,),
+            kinds=(FULL, LAYERS[self.kind]), alibi=self.extra == "alibi", encoder=self.extra in ("cross", "encoder"),
+            softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
             sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
             differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
