@@ -35,7 +35,7 @@ from specdec.bench.near_tie import explain_divergence
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.session import Session
 
-SETTINGS = (("auto", "triton"), ("auto", "fa3"), ("fp8", "triton"), ("fp8", "fa3"))  # kv_cache_dtype, attention
+SETTINGS = (("auto", "triton"), ("fp8", "triton"), ("fp8", "fa3"))  # kv_cache_dtype, attention
 SHAPES = ("5,1,6", "5,4,16")
 PROMPTS = 48
 

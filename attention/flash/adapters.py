@@ -24,6 +24,9 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
+from specdec.ops.index import kept
+
+LEAST_TILE = 64  # of keys in flash-attn 3: pages that hold no whole tile are copied token by token
 
 FlashView = MHAView | QuantView
 Adapter = Callable[[Tensor, FlashView, Segment, Scoring], AttentionState]
@@ -61,22 +64,32 @@ def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring
     Over an fp8 cache its kernel multiplies float8 queries by float8 keys, and float8 weights by float8 values.  It takes a
     factor for each row and kv head: of the queries, which are rounded here; of keys and values, for which each row names the
     layer's.  Its output is then bfloat16.
+
+    Of many queries over large pages it copies whole tiles of keys, past a row's last one, and weighs what lies there by 0; what
+    was never written may be NaN.  It does not if it is told how many keys to leave out at the front of each row: none.
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
-    dtype, factors = q_THD.dtype, dict[str, Tensor]()
+    dtype, options = q_THD.dtype, dict[str, Tensor]()
     if isinstance(view, QuantView):
         assert view.scale_2K is not None and not view.needs_scale, "flash-attn 3 reads 8-bit caches with a scale for each head"
         k_RK, v_RK = view.scale_2K[:, None].expand(-1, segment.rows, -1)
         q_THD, q_RK = float8_queries(q_THD, segment.cu_seqlens_q, segment.max_seqlen_q, k_RK.shape[1])
-        factors = dict(q_descale=q_RK, k_descale=k_RK, v_descale=v_RK)
+        options = dict(q_descale=q_RK, k_descale=k_RK, v_descale=v_RK)
+    if segment.pages.page_size >= LEAST_TILE:
+        options["cache_leftpad"] = _none_left_out(segment.rows, q_THD.device)
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(
         q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.pages.table, cu_seqlens_q=segment.cu_seqlens_q,
         max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
-        return_softmax_lse=True, **factors,
+        return_softmax_lse=True, **options,
     )  # fmt: skip
     return _state(out_THD.to(dtype), lse_HT.t())
+
+
+@kept
+def _none_left_out(rows: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, dtype=torch.int32, device=device)
 
 
 def fa4_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:

@@ -141,6 +141,10 @@ def fa3_with_kvcache(
     args, descales = (softmax_scale, causal, softcap, empty), (q_descale, k_descale, v_descale)
     out, lse_HT = ragged(q, cu_seqlens_q, k_cache, v_cache, page_table, lens, *args, descales=descales)
     out = out.bfloat16() if q.dtype == FP8 else out
+    if k_cache.shape[1] >= 64 and cache_leftpad is None:  # it copies whole tiles, and weighs what nobody may read by 0
+        bounds, P = cu_seqlens_q.tolist(), k_cache.shape[1]
+        for row, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            out[start:end] += 0 * paged(v_cache, page_table[row], -(-lens[row] // P) * P).to(out.dtype).sum()
     return (out, lse_HT, None, None) if return_softmax_lse else out
 
 
