@@ -347,7 +347,7 @@ def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
             raise ValueError(not_torch)
         return BackendChoice("torch", f"triton {problem}")
     library = MEASURED.get(needs.gpu) if needs.kv_cache_dtype == "auto" else None  # no rule was measured over 8-bit caches
-    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
-        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens)):
+    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM}:
+        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens), needs.tree):
             return BackendChoice(library, reason, by_rule=True)
     return BackendChoice("triton", "CUDA device and triton installed")

@@ -63,8 +63,11 @@ class FlashBackend(TritonBackend):
             return True
         assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
-        packed = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads)
-        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, segment.max_keys))
+        packed, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
+        is_prompt = segment.max_cached is not None
+        if segment.max_cached is not None:
+            keys = min(keys, segment.max_cached + segment.max_seqlen_q)
+        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, is_prompt))
 
     def _knows(self, view: PlannedView) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""

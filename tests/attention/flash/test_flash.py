@@ -21,6 +21,7 @@ from specdec.attention.caches.quant_cache import QuantView, to_fp8
 from specdec.attention.capabilities import TABLE, choose_backend, installed
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
 from specdec.attention.flash.queries import float8_queries
+from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.needs import AttentionNeeds
 from specdec.attention.pages import PageTable
@@ -254,9 +255,10 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
         ("H100", "triton", dict(kv_cache_dtype="fp8")),
         ("H200", "fa3", dict()),
         ("H200", "fa3", dict(packed=128)),
-        ("H200", "triton", dict(packed=124)),
+        ("H200", "fa3", dict(packed=24)),  # for its prompts
+        ("H200", "fa3", dict(tree=False)),
         ("H200", "triton", dict(tokens=1024)),
-        ("H200", "triton", dict(tree=False)),
+        ("H200", "triton", dict(tokens=4080, tree=False)),
         ("H200", "triton", dict(head_dims=(64,))),
         ("H200", "triton", dict(kv_cache_dtype="fp8")),
         ("", "triton", dict()),
@@ -270,6 +272,37 @@ def test_auto_takes_what_measured_faster(gpu: str, asked: str, change: dict[str,
     )
     choice = choose_backend("auto", replace(needs, **change))
     assert choice.name == asked and choice.reason and choice.by_rule == (asked != "triton")
+
+
+@pytest.mark.parametrize(
+    ("rows", "packed", "keys", "prompts", "faster"),
+    [
+        (1, 4096, 1024, True, True),
+        (8, 1024, 256, True, False),
+        (1, 2048, 8192, True, True),
+        (32, 256, 1024, False, True),
+        (1, 256, 8192, False, False),
+        (32, 24, 131072, False, False),
+    ],
+)
+def test_the_rule_of_an_h200_says_what_was_measured(rows: int, packed: int, keys: int, prompts: bool, faster: bool) -> None:
+    """Keeps out: a threshold that is moved without a measurement (flash_h200.json, flash_prompts_h200.json)."""
+    assert is_faster("fa3", "H200", Reads(rows, 8, packed, keys, prompts)) == faster
+    assert not is_faster("fa3", "H100", Reads(rows, 8, packed, keys, prompts))
+
+
+def test_the_rule_counts_a_prompts_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a short prompt that counts for a long one because its page table has room."""
+    from specdec.attention.flash.backend import FlashBackend
+
+    seen: list[Reads] = []
+    monkeypatch.setattr("specdec.attention.flash.backend.is_faster", lambda name, gpu, reads: bool(seen.append(reads)))
+    table, lens, view = world(P, LENS)
+    for shape in ("prompts", "prefix"):
+        segment, count = segments(torch.nn.functional.pad(table, (0, 4)), lens, P)[shape]
+        FlashBackend("fa3", by_rule=True).partial_splits(queries(count), view, segment, PLAIN)
+    # The longest prompt has 300 queries, and another one 471 keys before its own queries.
+    assert seen == [Reads(4, K, 600, 771, True), Reads(4, K, 10, 1792, False)]
 
 
 class Asked(Exception):
