@@ -64,10 +64,9 @@ class FlashBackend(TritonBackend):
         assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
         packed, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
-        is_prompt = segment.max_cached is not None
-        if segment.max_cached is not None:
-            keys = min(keys, segment.max_cached + segment.max_seqlen_q)
-        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, is_prompt))
+        if segment.causal:  # a captured chunk does not say how many tokens are cached: then its own count alone
+            keys = min(keys, segment.max_seqlen_q + (segment.max_cached or 0))
+        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, segment.causal))
 
     def _knows(self, view: PlannedView) -> bool:
         """Whether the library reads such a cache.  No rule was measured over fp8."""

@@ -20,13 +20,14 @@ LONG = 4096  # threshold in tokens: shorter sequences never win a library's star
 # flash-attn 3 on an H200.  It has more to do before its first product than our kernel, and more products a second after it.
 LEAST_PACKED = 128  # threshold in queries x heads: with fewer, both libraries wait for memory
 LEAST_PRODUCTS = 2**23  # threshold in pairs of a key and a query x head
-LEAST_PROMPT_PRODUCTS = 2**22  # the same for prompts, whose number of keys the host knows; of other calls it knows a bound
+LEAST_PROMPT_PRODUCTS = 2**22  # the same for prompts, whose number of keys the host knows; of trees it knows an upper bound
 
 
 class Reads(NamedTuple):
     """A call's shape: `rows` sequences of `keys` keys, and in each row `packed` queries x heads that share a kv head's keys.
 
-    prompts: whether these are chunks of prompts; `keys` is then no bound, but the most keys that a row holds.
+    prompts: whether the queries read their own keys too, causally, as chunks of prompts do.  `keys` is then what a row is known
+        to hold, and no upper bound.
     """
 
     rows: int

@@ -298,11 +298,13 @@ def test_the_rule_counts_a_prompts_own_keys(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[Reads] = []
     monkeypatch.setattr("specdec.attention.flash.backend.is_faster", lambda name, gpu, reads: bool(seen.append(reads)))
     table, lens, view = world(P, LENS)
-    for shape in ("prompts", "prefix"):
-        segment, count = segments(torch.nn.functional.pad(table, (0, 4)), lens, P)[shape]
-        FlashBackend("fa3", by_rule=True).partial_splits(queries(count), view, segment, PLAIN)
+    shapes = segments(torch.nn.functional.pad(table, (0, 4)), lens, P)
+    prompts, count = shapes["prompts"]
+    captured = replace(prompts, max_cached=None)
+    for segment, queried in ((prompts, count), (captured, count), shapes["prefix"]):
+        FlashBackend("fa3", by_rule=True).partial_splits(queries(queried), view, segment, PLAIN)
     # The longest prompt has 300 queries, and another one 471 keys before its own queries.
-    assert seen == [Reads(4, K, 600, 771, True), Reads(4, K, 10, 1792, False)]
+    assert seen == [Reads(4, K, 600, 771, True), Reads(4, K, 600, 300, True), Reads(4, K, 10, 1792, False)]
 
 
 class Asked(Exception):
