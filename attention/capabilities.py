@@ -35,6 +35,10 @@ class HeadDims(NamedTuple):
     most: int
     multiple: int
 
+    def hold(self, dim: int) -> bool:
+        """Whether the head dim is one of them."""
+        return self.least <= dim <= self.most and dim % self.multiple == 0
+
     def __str__(self) -> str:
         return f"{self.least} to {self.most}, multiples of {self.multiple}"
 
@@ -51,6 +55,7 @@ class Capability:
     dtypes: the dtypes in which it computes.
     head_dims: the head dims that it takes; None: any.
     page_sizes: the page sizes that it takes; empty: any, as far as page_multiple and unread_pages let it.
+    fp8_head_dims: those that it takes with keys and values in fp8; None: the same.
     page_multiple: page sizes must be a multiple of this.
     unread_pages: page sizes that it can't use, because at these sizes it also reads the unwritten slots of a page, which may
         hold NaN.
@@ -80,6 +85,7 @@ class Capability:
     dtypes: tuple[torch.dtype, ...] = HALVES
     head_dims: HeadDims | None = None
     page_sizes: tuple[int, ...] = ()
+    fp8_head_dims: HeadDims | None = None
     page_multiple: int = 1
     unread_pages: tuple[int, ...] = ()
     kinds: tuple[str, ...] = KINDS
@@ -119,7 +125,8 @@ TABLE = {
         ),
         Capability(
             "fa3", "flash_attn_interface", "H200", package="flash-attn-3", least_version=(3, 0), architectures=(9,),
-            head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
+            head_dims=HeadDims(8, 256, 8), fp8_head_dims=HeadDims(16, 256, 16), kinds=("full",), ours=("window", "chunk"),
+            kv_cache_dtypes=("auto", "fp8"),
         ),
         Capability(
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
@@ -192,8 +199,11 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         best = c.dtypes[0]
         yield Fault(f"computes {names}, got {short(n.dtype)}", f"dtype='{short(best)}'", replace(n, dtype=best))
     for dim in (*n.head_dims, *n.value_dims):
-        if c.head_dims and (not c.head_dims.least <= dim <= c.head_dims.most or dim % c.head_dims.multiple):
+        if c.head_dims and not c.head_dims.hold(dim):
             yield Fault(f"takes heads of {c.head_dims}, got {dim}")
+        elif n.kv_cache_dtype == "fp8" and c.fp8_head_dims and not c.fp8_head_dims.hold(dim):
+            problem = f"takes heads of {c.fp8_head_dims} with fp8 KV, got {dim}"
+            yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
     if n.page_size in c.unread_pages:
         problem = f"reads pages of {listed(c.unread_pages)} tokens whole, unwritten slots included, got page_size={n.page_size}"
         yield Fault(problem, "page_size=64", replace(n, page_size=64))
@@ -258,7 +268,8 @@ def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     kept, got = n.kv_cache_dtype, f"kv_cache_dtype={n.kv_cache_dtype!r}"
     is_too_old = c.fp8_from is not None and n.architecture is not None and n.architecture < c.fp8_from
     if kept not in c.kv_cache_dtypes:
-        yield fault("reads KV in the models' own dtype", "auto")
+        kinds = "" if c.kv_cache_dtypes == ("auto",) else f" or as {' or '.join(c.kv_cache_dtypes[1:])}"
+        yield fault(f"reads KV in the models' own dtype{kinds}", "auto")
     elif kept == FP8_LATENTS and not n.mla:
         nearest = "auto" if n.value_dims else "int8" if is_too_old else "fp8"
         yield fault(f"keeps latents (MLA) as {FP8_LATENTS}, which these models have none of", nearest)
@@ -354,8 +365,8 @@ def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
         if not_torch := why_not("torch", needs):
             raise ValueError(not_torch)
         return BackendChoice("torch", f"triton {problem}")
-    library = MEASURED.get(needs.gpu)
-    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
-        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens)):
+    library = MEASURED.get(needs.gpu) if needs.kv_cache_dtype == "auto" else None  # no rule was measured over 8-bit caches
+    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM}:
+        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens), needs.tree):
             return BackendChoice(library, reason, by_rule=True)
     return BackendChoice("triton", "CUDA device and triton installed")
