@@ -11,6 +11,10 @@ represents all 8-bit numbers exactly, and the conversion takes a fifth of the in
 then scaled by a power of two into a range where float16 is at least as precise as bfloat16 was.  The scale of a head (fp8) is
 multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
+With int8 keys and 16-bit values ("int8_keys"), the scale of a token is multiplied into its products, and values are read as they
+are: they lie in the bytes after the token's key.  With INT8_QUERIES, queries are rounded to int8 here, and int8 keys are
+multiplied without a conversion.
+
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
 a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
 other caller has to make sure of the same.
@@ -25,6 +29,8 @@ S splits.
 
 import triton
 import triton.language as tl
+
+from specdec.attention.kernels.int8_triton import queries_in_int8
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -119,8 +125,8 @@ def capped(logits, softcap):
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
-    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v numbers later
-    scales,  # float32: [2, K] or [slots, 2, K]
+    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v values later
+    scales,  # float32: [2, K], [slots, 2, K] or [slots, K]
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
@@ -154,7 +160,8 @@ def paged_attention_kernel(
     AHEAD: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8) or nothing ("")
+    QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys) or nothing ("")
+    INT8_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
@@ -208,13 +215,18 @@ def paged_attention_kernel(
     scale2 = scale if SOFTCAP else scale * LOG2E
     if QUANT == "head":
         scale2 *= tl.load(scales + kv_head)
-    if QUANT != "" and q_MD.dtype == tl.bfloat16:
+    if INT8_QUERIES:
+        q_MD, unit = queries_in_int8(q_MD)
+        scale2 *= unit
+    elif QUANT != "" and q_MD.dtype == tl.bfloat16:
         of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
         q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
         scale2 *= unit
     if HAS_SLOPES:
         at_M, slope_M = tl.load(at + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
-    LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
+    NARROW: tl.constexpr = QUANT == "head" or QUANT == "token"  # values have 8 bits
+    TO: tl.constexpr = tl.float16 if NARROW and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty  # what values become
+    LIFT: tl.constexpr = 14.0 if NARROW else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
@@ -225,10 +237,14 @@ def paged_attention_kernel(
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
-        if QUANT == "token":
-            scales_N = scales + slot_N * (2 * KV_HEADS) + kv_head
-            k_ND *= in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
+        if QUANT == "token" or QUANT == "key":
+            scales_N = scales + slot_N * (2 * KV_HEADS if NARROW else KV_HEADS) + kv_head
+            scale_N = tl.load(scales_N, mask=ok_N, other=0.0)
+        if QUANT == "token" and not INT8_QUERIES:
+            k_ND *= in_range(scale_N, q_MD.dtype)[:, None]
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
+        if QUANT == "key" or INT8_QUERIES:
+            s_MN *= scale_N[None, :]
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
         if HAS_SLOPES:
@@ -245,10 +261,12 @@ def paged_attention_kernel(
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
         at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
+        if QUANT == "key":
+            at_NE = (kv + slot_N * stride_slot).to(q.dtype)[:, None] + e[None, :]
         ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
-        v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), q_MD.dtype, ASM)
+        v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), TO, ASM)
         if QUANT == "token":
-            v_NE *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
+            v_NE *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), TO)[:, None]
         acc_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, acc_ME * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 
