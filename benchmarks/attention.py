@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout, Int8KeysView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -53,7 +54,8 @@ H, K, D, PAGE_SIZE, DEPTH = 32, 8, 128, 16, 8  # DEPTH of the trees: the suffix'
 FP8 = torch.float8_e4m3fn
 READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB as the fastest of a few large sums
 TOKEN_BYTES = 2 * K * D * 2
-KV_BYTES = {"auto": TOKEN_BYTES, "fp8": 2 * K * D, "int8": 2 * K * (D + 4)}  # of a token
+QUERIES = " queries"  # what follows the name of a cache whose queries are rounded to int8 too
+KV_BYTES = {"auto": TOKEN_BYTES, "fp8": 2 * K * D, "int8": 2 * K * (D + 4), INT8_KEYS: K * (D + 4 + 2 * D)}  # of a token
 BARS_US = {(1, 1024, 6): 12.0, (1, 1024, 32): 15.0}
 BARS_TBPS = {(1, 32768, 6): 2.2, (1, 32768, 32): 1.9, (32, 8192, 6): 2.6}
 WINDOWED = (("decode", 1), ("chain", 6), ("tree", 6), ("tree", 32))
@@ -123,16 +125,24 @@ class World:
         self.plan = plan.local(LayerKind(case.window))
 
 
-def cached(kv: Tensor, kv_cache_dtype: str) -> MHAView | QuantView:
-    """The numbers [slots, 2, K, D], stored as a cache of that kind stores them."""
+def cached(kv: Tensor, kept: str) -> MHAView | QuantView | Int8KeysView:
+    """The numbers [slots, 2, K, D], stored as a cache of that kind stores them, perhaps for queries in int8."""
+    kv_cache_dtype, int8_queries = kept.removesuffix(QUERIES), kept.endswith(QUERIES)
     if kv_cache_dtype == "auto":
         return MHAView(kv)
     parts = kv.split(65_536)
     if kv_cache_dtype == "fp8":
         scale_2K = torch.full((2, K), 0.02, device=DEVICE)
         return QuantView(torch.cat([to_fp8(part, scale_2K).view(torch.uint8) for part in parts]).view(FP8), scale_2K)
+    if kv_cache_dtype == INT8_KEYS:
+        layout = Int8KeysLayout(K, D, kv.dtype, int8_queries)
+        planes = {p.name: torch.empty(len(kv), *p.shape, dtype=p.dtype, device=DEVICE) for p in layout.planes}
+        view = layout.view(0, planes)
+        for slots_T in torch.arange(len(kv), device=DEVICE).split(65_536):
+            view.write(slots_T, kv[slots_T])
+        return view
     stored, scales = zip(*map(to_int8, parts), strict=True)
-    return QuantView(torch.cat(stored), scales_N2K=torch.cat(scales))
+    return QuantView(torch.cat(stored), scales_N2K=torch.cat(scales), int8_queries=int8_queries)
 
 
 def tree_mask(N: int) -> Tensor:
@@ -253,7 +263,7 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
 
 
 def rates(case: Case, us: float) -> dict[str, float]:
-    speed = case.B * min(case.L, case.window or case.L) * KV_BYTES[case.kv] / us * 1e6
+    speed = case.B * min(case.L, case.window or case.L) * KV_BYTES[case.kv.removesuffix(QUERIES)] / us * 1e6
     return {"TBps": round(speed / 1e12, 3), "share": round(speed / READ_BANDWIDTH, 3)}
 
 

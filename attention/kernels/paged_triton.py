@@ -239,11 +239,13 @@ def paged_attention_kernel(
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
         if QUANT == "token" or QUANT == "key":
             scales_N = scales + slot_N * (2 * KV_HEADS if NARROW else KV_HEADS) + kv_head
-            scale_N = tl.load(scales_N, mask=ok_N, other=0.0)
         if QUANT == "token" and not INT8_QUERIES:
+            scale_N = tl.load(scales_N, mask=ok_N, other=0.0)
             k_ND *= in_range(scale_N, q_MD.dtype)[:, None]
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
         if QUANT == "key" or INT8_QUERIES:
+            # A maximum of one number, so that a scale is loaded once: in the layout of s_MN every thread would load many.
+            scale_N = tl.max(tl.load(scales_N[:, None], mask=ok_N[:, None], other=0.0), 1)
             s_MN *= scale_N[None, :]
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
