@@ -73,11 +73,15 @@ class Int8KeysView:
         return torch.stack((dequantised(*to_int8(k_TKD), kept.dtype), v_TKD), dim=1)
 
 
+def rounded_queries(q_THD: Tensor) -> Tensor:
+    """Queries rounded to int8 and converted back."""
+    return dequantised(*to_int8(q_THD), q_THD.dtype)
+
+
 def queries_as_read(view: KVView, q_THD: Tensor) -> Tensor:
-    """The queries by which attention multiplies this view's keys: as they are, or rounded to int8 and converted back."""
-    if isinstance(view, Int8KeysView | QuantView) and view.int8_queries:
-        return dequantised(*to_int8(q_THD), q_THD.dtype)
-    return q_THD
+    """The queries by which attention multiplies this view's keys: as they are, or rounded to int8."""
+    rounds = isinstance(view, Int8KeysView | QuantView) and view.int8_queries
+    return rounded_queries(q_THD) if rounds else q_THD
 
 
 @dataclass(frozen=True)
