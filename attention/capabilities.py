@@ -251,7 +251,9 @@ def _query_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if not c.int8_queries:
         yield Fault("multiplies queries in the models' own dtype, got int8_queries=True", *without)
     elif n.kv_cache_dtype not in INT8_KEPT:
-        problem = f"rounds queries to int8 where keys are in int8, got int8_queries=True with kv_cache_dtype={n.kv_cache_dtype!r}"
+        problem = (
+            f"rounds queries to int8 where keys are in int8, got int8_queries=True with kv_cache_dtype={n.kv_cache_dtype!r}"
+        )
         yield Fault(problem, *(without if n.mla or n.value_dims else _kept_as(n, INT8_KEYS)))
 
 

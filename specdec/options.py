@@ -121,8 +121,8 @@ class EngineOptions:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "how keys and values are kept; auto: as the models compute them; fp8 and int8 take half the bytes of 16 bit; int8_keys: "
-        "keys in int8, values as they are; fp8_ds_mla: latents (MLA) in 8 bits with scales",
+        "how keys and values are kept; auto: as the models compute them; fp8 and int8 take half the bytes of 16 bit; "
+        "int8_keys: keys in int8, values as they are; fp8_ds_mla: latents (MLA) in 8 bits with scales",
         details="int8_keys takes three quarters of the bytes of 16 bit.  fp8_ds_mla takes 656 bytes a token and layer for "
         "DeepSeek's dims instead of 1,152.",
         choices=("auto", "fp8", "int8", "int8_keys", "fp8_ds_mla"),

@@ -11,9 +11,8 @@ represents all 8-bit numbers exactly, and the conversion takes a fifth of the in
 then scaled by a power of two into a range where float16 is at least as precise as bfloat16 was.  The scale of a head (fp8) is
 multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
-With int8 keys and 16-bit values ("int8_keys"), the scale of a token is multiplied into its products, and values are read as they
-are: they lie in the bytes after the token's key.  With INT8_QUERIES, queries are rounded to int8 here, and int8 keys are
-multiplied without a conversion.
+With int8 keys and values as they are ("int8_keys"), the scale of a token is multiplied into its products; its values lie in the
+bytes after its key.  With INT8_QUERIES, queries are rounded to int8 here, and int8 keys are multiplied without a conversion.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
 a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any

@@ -204,7 +204,8 @@ def launch_suffix_merge(
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None,
-        QUANT=quant_of(view) if suffix else "", INT8_QUERIES=suffix is not None and rounds_queries(view), HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
+        QUANT=quant_of(view) if suffix else "", INT8_QUERIES=suffix is not None and rounds_queries(view),
+        HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
 

@@ -79,7 +79,7 @@ def explain_divergence(
 
 @torch.inference_mode()
 def _last_logits(session: Session, ids: list[int]) -> Tensor:
-    """[V] float32 logits after the ids, computed in the model's own dtype, from keys, values and queries as they are rounded."""
+    """[V] float32 logits after the ids, computed in the model's own dtype, with all that attention rounds rounded."""
     model, device = session.model, session.settings.device
     ids_T = torch.tensor(ids, device=device)
     attn = DenseAttention(

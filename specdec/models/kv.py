@@ -3,9 +3,9 @@
 This file knows model configs and caches; it knows neither pages nor requests.
 
 kv_cache_dtype is, in all functions, the setting of that name: "auto" stores keys and values in the model's own dtype, while
-"fp8" and "int8" quantise them, and "int8_keys" quantises keys alone.  "fp8_ds_mla" quantises latents; a draft head with ordinary heads then stores its few keys and
-values in its own dtype.  A config's head_dim is the dimension of every key and value head; only with latent attention
-(MLA) it is the rotated part of a key, which is stored beside the latent.
+"fp8" and "int8" quantise them, and "int8_keys" quantises keys alone.  "fp8_ds_mla" quantises latents; a draft head with
+ordinary heads then stores its few keys and values in its own dtype.  A config's head_dim is the dimension of every key and
+value head; only with latent attention (MLA) it is the rotated part of a key, which is stored beside the latent.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
 
 
 def test_a_wrong_setting_is_refused(zoo: Zoo) -> None:
-    with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto', 'fp8', 'int8', 'int8_keys' or 'fp8_ds_mla', got 'fp16'"):
+    with pytest.raises(
+        ValueError, match="kv_cache_dtype must be 'auto', 'fp8', 'int8', 'int8_keys' or 'fp8_ds_mla', got 'fp16'"
+    ):
         zoo.decoder("llama", kv_cache_dtype="fp16")
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from toolkit.attention.answers import attended
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from specdec.attention.kernels.rope_store_triton import launch_rope_store
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, Scoring
 from specdec.attention.operators.backend import OperatorBackend
-from specdec.attention.segment import Segment
+from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
@@ -55,7 +56,7 @@ def uneven(T: int, K: int, D: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("D", [16, 22])
 def test_keys_are_within_half_a_step_and_values_are_as_they_were(D: int, dtype: torch.dtype) -> None:
-    """Keeps out: a value that is rounded or read from another place than it was written to; a scale of another head or token."""
+    """Keeps out: a value that is rounded, or read where none was written; a scale of another head or token."""
     kv, slots_T, view = uneven(40, 3, D, dtype), torch.randperm(SLOTS)[:40].to(DEVICE), view_of(poisoned(3, D, dtype))
     view.write(slots_T, kv)
     k, v = view.read(slots_T, dtype)
@@ -159,12 +160,13 @@ def test_queries_in_int8_are_multiplied_as_integers(make: type, suffix: bool) ->
     sizes = 10.0 ** torch.randint(-2, 2, (T, K * G, 1), generator=torch.Generator().manual_seed(3))
     q_THD = (torch.randn(T, K * G, D) * sizes).to(DEVICE)
     q_THD[2, 1] = 0
-    rows = Segment.of_slots(slots_N.int().expand(T, N).contiguous(), torch.full((T,), N, dtype=torch.int32, device=DEVICE))
-    segment = rows if suffix else replace(rows, causal=False)
+    counts = [torch.full((T,), n, dtype=torch.int32, device=DEVICE) for n in ((0, N) if suffix else (N,))]
+    parts = [Segment.of_slots(slots_N.int().expand(T, N).contiguous(), count) for count in counts]
+    plan = AttentionPlan((parts[0],), suffix=parts[1] if suffix else None)
     want = integer_attention(q_THD, kv[:, 0], kv[:, 1], 0.3)
-    got = make().run(q_THD, view, segment, Scoring(0.3)).out_THD
+    got = attended(make(), q_THD, view, plan, Scoring(0.3))
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
-    exact = make().run(q_THD, replace(view, int8_queries=False), segment, Scoring(0.3)).out_THD
+    exact = attended(make(), q_THD, replace(view, int8_queries=False), plan, Scoring(0.3))
     assert (exact.double() - want).abs().max() > 1e-3, "rounding shows"
 
 
