@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import time
 from dataclasses import replace
@@ -149,7 +148,7 @@ def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
 def counted_bytes(decoder: SpecDecoder, settings: EngineSettings) -> int:
     """Bytes of the pool as its size is computed."""
     configs = [decoder.model.config] + ([decoder.head.config.model] if decoder.head else [])
-    return num_pages(decoder) * sum(pool_plan(configs, settings, math.inf).page_bytes)
+    return num_pages(decoder) * sum(pool_plan(configs, settings, 1 << 60).page_bytes)
 
 
 # ---- rounds ----

@@ -243,7 +243,7 @@ def check_view(q_THD: Tensor, view: PlannedView) -> None:
 def strides_of(k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """A slot's stride, in keys; how far values begin after keys, in values; the strides of key heads and of value heads."""
     offset = v.storage_offset() - k.storage_offset() * k.itemsize // v.itemsize
-    return k.stride(0), offset, k.stride(1), v.stride(1)
+    return k.stride(0), int(offset), k.stride(1), v.stride(1)
 
 
 def quant_of(view: PlannedView) -> str:
