@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row(name, length) for name in SHAPES for length in LENGTHS]
     print(
-        "| model | layers | tokens | before | after | of it in full layers | fit |\n| --- | --- | --- | --- | --- | --- | --- |"
+        "| model | layers | tokens | one table | two | of it in full layers | fit |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     for one in rows:
         layers = ", ".join(f"{count} {kind}" for kind, count in one["layers"].items())

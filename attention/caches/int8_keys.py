@@ -26,7 +26,7 @@ from specdec.attention.caches.planes import CacheLayout, KVView, Plane
 from specdec.attention.caches.quant_cache import QuantView, dequantised, to_int8
 
 INT8_KEYS = "int8_keys"  # the kv_cache_dtype that asks for this cache
-ALIGNMENT = 16
+ALIGNMENT = 32  # with it, values of 16 bits begin a multiple of 16 values after their key, which compilers look for
 
 
 def aligned(count: int) -> int:

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
+from specdec.attention.kernels.tables_triton import slots_on
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -95,6 +96,28 @@ def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
 
 
 @triton.jit
+def narrowed(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexpr):
+    """Queries as they multiply 8-bit keys, and the factor of their products.  of_MD, STAGED: see in_float16."""
+    if INT8_QUERIES:
+        q_MD, unit = queries_in_int8(q_MD)
+    elif q_MD.dtype == tl.bfloat16:
+        q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
+    else:
+        unit = 1.0
+    return q_MD, unit
+
+
+@triton.jit
+def loaded_once(scales_N, ok_N):
+    """Scales for the columns of products.
+
+    Each is a maximum of one number, so that it is loaded once: a load in the products' layout would fetch the scales of all its
+    columns in every thread, and page numbers too.
+    """
+    return tl.max(tl.load(scales_N[:, None], mask=ok_N[:, None], other=0.0), 1)
+
+
+@triton.jit
 def in_range(scales_N, to: tl.constexpr):
     """A token's scales in the type `to`, limited so that 127 times a scale is finite in float16."""
     return (tl.minimum(scales_N, 515.0) if to == tl.float16 else scales_N).to(to)
@@ -109,6 +132,21 @@ def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS
     if HAS_STARTS:
         visible_MN = visible_MN & (key_N[None, :] >= start_M[:, None])
     return tl.where(visible_MN, s_MN, -float("inf"))
+
+
+@triton.jit
+def store_state(
+    out, lse, at_M, acc_ME, top_M, total_M, ok_M, written_M, e, VALUE_DIM: tl.constexpr, LIFT: tl.constexpr
+):  # fmt: skip
+    """Stores the states of weights that were scaled by 2 ** (LIFT - top)."""
+    some_M = total_M > 0
+    safe_M = tl.where(some_M, total_M, 1.0)
+    tl.store(lse + at_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
+    tl.store(
+        out + at_M[:, None] * VALUE_DIM + e[None, :],
+        (acc_ME / safe_M[:, None]).to(out.dtype.element_ty),
+        mask=written_M[:, None] & (e < VALUE_DIM)[None, :],
+    )
 
 
 @triton.jit
@@ -214,12 +252,9 @@ def paged_attention_kernel(
     scale2 = scale if SOFTCAP else scale * LOG2E
     if QUANT == "head":
         scale2 *= tl.load(scales + kv_head)
-    if INT8_QUERIES:
-        q_MD, unit = queries_in_int8(q_MD)
-        scale2 *= unit
-    elif QUANT != "" and q_MD.dtype == tl.bfloat16:
+    if QUANT != "":
         of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
-        q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
+        q_MD, unit = narrowed(q_MD, of_MD, ok_MD, STAGED, INT8_QUERIES)
         scale2 *= unit
     if HAS_SLOPES:
         at_M, slope_M = tl.load(at + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
@@ -232,20 +267,16 @@ def paged_attention_kernel(
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
-        slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+        slot_N = slots_on(page_N, key_N, PAGE_SIZE)
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
-        if QUANT == "token" or QUANT == "key":
-            scales_N = scales + slot_N * (2 * KV_HEADS if NARROW else KV_HEADS) + kv_head
+        scales_N = scales + slot_N * (2 * KV_HEADS if NARROW else KV_HEADS) + kv_head
         if QUANT == "token" and not INT8_QUERIES:
-            scale_N = tl.load(scales_N, mask=ok_N, other=0.0)
-            k_ND *= in_range(scale_N, q_MD.dtype)[:, None]
+            k_ND *= in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
         if QUANT == "key" or INT8_QUERIES:
-            # A maximum of one number, so that a scale is loaded once: in the layout of s_MN every thread would load many.
-            scale_N = tl.max(tl.load(scales_N[:, None], mask=ok_N[:, None], other=0.0), 1)
-            s_MN *= scale_N[None, :]
+            s_MN *= loaded_once(scales_N, ok_N)[None, :]
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
         if HAS_SLOPES:
@@ -274,13 +305,6 @@ def paged_attention_kernel(
     if QUANT == "head":
         acc_ME *= tl.load(scales + KV_HEADS + kv_head)
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
-    some_M = total_M > 0
-    safe_M = tl.where(some_M, total_M, 1.0)
-    tl.store(lse + state_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
     # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (splits == 1), queries, 0)
-    tl.store(
-        out + state_M[:, None] * VALUE_DIM + e[None, :],
-        (acc_ME / safe_M[:, None]).to(out.dtype.element_ty),
-        mask=written_M[:, None] & ok_E[None, :],
-    )
+    store_state(out, lse, state_M, acc_ME, top_M, total_M, ok_M, written_M, e, VALUE_DIM, LIFT)
