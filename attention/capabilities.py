@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP
+from specdec.attention.caches.int8_keys import INT8_KEYS
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
 from specdec.attention.kinds import LayerKind
@@ -22,7 +23,8 @@ from specdec.attention.needs import AttentionNeeds
 from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")
-KV_DTYPES = ("auto", *KV_CACHE_DTYPES, FP8_LATENTS)
+KV_DTYPES = ("auto", *KV_CACHE_DTYPES, INT8_KEYS, FP8_LATENTS)
+INT8_KEPT = ("int8", INT8_KEYS)  # the settings of kv_cache_dtype with keys in int8
 GRAPH_MODES: tuple[GraphMode, ...] = (False, "step", "round")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -63,6 +65,7 @@ class Capability:
     ours: the kinds of layers that specdec's Triton kernels read in its place.  Where this is not empty, they read shared
         prefixes too.
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
+    int8_queries: whether it multiplies keys in int8 with queries in int8.
     fp8_from: the lowest compute capability for float8, in KV or latents.
     heads: whether it reads ordinary heads; if not, specdec's Triton kernels read those of a draft head.
     latent_dims: the rank and the rotated dim of the latents that it takes; None: any.
@@ -95,6 +98,7 @@ class Capability:
     alibi: bool = False
     encoder: bool = False
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    int8_queries: bool = False
     fp8_from: tuple[int, int] | None = None
     heads: bool = True
     latent_dims: tuple[int, int] | None = None
@@ -112,12 +116,12 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
+            int8_queries=True, mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, alibi=True,
-            encoder=True,
+            kv_cache_dtypes=KV_DTYPES, int8_queries=True, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True,
+            split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -223,6 +227,7 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if n.mla and c.latent_dims and (n.latent_rank, n.rope_dim) != c.latent_dims:
         takes, got = (" + ".join(map(str, dims)) for dims in (c.latent_dims, (n.latent_rank, n.rope_dim)))
         yield Fault(f"reads latents of {takes} numbers, got {got}")
+    yield from _query_faults(c, n)
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
     if n.sparse and not c.sparse:
@@ -242,7 +247,7 @@ def _split_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault(f"does not read {what}, got values of {listed(n.value_dims)}")
     if n.kv_cache_dtype != "auto":
         problem = f"reads {what} in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
-        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
+        yield Fault(problem, *_kept_as(n, "auto"))
 
 
 def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
@@ -259,11 +264,33 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
             yield Fault(f"needs {c.package} {wanted} or later, got {found}")
 
 
+def _kept_as(n: AttentionNeeds, kv_cache_dtype: str) -> tuple[str, AttentionNeeds]:
+    """A setting of kv_cache_dtype, with int8_queries if that has to change with it, and the needs with both."""
+    mended = replace(n, kv_cache_dtype=kv_cache_dtype)
+    if n.int8_queries and kv_cache_dtype not in INT8_KEPT:
+        return f"kv_cache_dtype={kv_cache_dtype!r} with int8_queries=False", replace(mended, int8_queries=False)
+    return f"kv_cache_dtype={kv_cache_dtype!r}", mended
+
+
+def _query_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    """What keeps a backend from queries in int8."""
+    if not n.int8_queries:
+        return
+    without = "int8_queries=False", replace(n, int8_queries=False)
+    if not c.int8_queries:
+        yield Fault("multiplies queries in the models' own dtype, got int8_queries=True", *without)
+    elif n.kv_cache_dtype not in INT8_KEPT:
+        problem = (
+            f"rounds queries to int8 where keys are in int8, got int8_queries=True with kv_cache_dtype={n.kv_cache_dtype!r}"
+        )
+        yield Fault(problem, *(without if n.mla or n.value_dims else _kept_as(n, INT8_KEYS)))
+
+
 def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     """Faults of how keys and values, or latents, are to be kept."""
 
     def fault(problem: str, nearest: str) -> Fault:
-        return Fault(f"{problem}, got {got}", f"kv_cache_dtype={nearest!r}", replace(n, kv_cache_dtype=nearest))
+        return Fault(f"{problem}, got {got}", *_kept_as(n, nearest))
 
     kept, got = n.kv_cache_dtype, f"kv_cache_dtype={n.kv_cache_dtype!r}"
     is_too_old = c.fp8_from is not None and n.architecture is not None and n.architecture < c.fp8_from
@@ -273,7 +300,7 @@ def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     elif kept == FP8_LATENTS and not n.mla:
         nearest = "auto" if n.value_dims else "int8" if is_too_old else "fp8"
         yield fault(f"keeps latents (MLA) as {FP8_LATENTS}, which these models have none of", nearest)
-    elif n.mla and kept in KV_CACHE_DTYPES:
+    elif n.mla and kept in (*KV_CACHE_DTYPES, INT8_KEYS):
         nearest = "auto" if is_too_old or n.latent_rank % GROUP else FP8_LATENTS
         yield fault(f"keeps latents (MLA) in the model's own dtype or as {FP8_LATENTS}", nearest)
     elif kept == FP8_LATENTS and n.latent_rank % GROUP:

@@ -22,6 +22,7 @@ def table_rows() -> list[list[str]]:
         "ALiBi": [_yes(c.alibi) for c in cs],
         "encoder and cross attention": [_yes(c.encoder) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
+        "int8 queries": [_yes(c.int8_queries) for c in cs],
         "MLA": [_mla(c) for c in cs],
         "sparse MLA": [_yes(c.sparse) for c in cs],
         "different key and value widths": [_split(c) for c in cs],

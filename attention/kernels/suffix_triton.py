@@ -7,7 +7,8 @@ query reads.
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads queries, the suffix's keys and its table.
 The paged kernel lets this kernel start only after its own wait, so the store of the queries and keys is complete by then.
 
-Values may have another width than keys, and keys may have parts, as in the paged kernel.
+Values may have another width than keys, and keys may have parts, as in the paged kernel.  Queries that are rounded to int8 are
+multiplied in their own type, which represents all int8 numbers exactly.
 
 Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D key dim, E value dim, N keys of a
 block, S splits, C splits of a chunk.
@@ -16,6 +17,7 @@ block, S splits, C splits of a chunk.
 import triton
 import triton.language as tl
 
+from specdec.attention.kernels.int8_triton import queries_in_int8
 from specdec.attention.kernels.paged_triton import capped, own_part
 
 
@@ -26,7 +28,7 @@ from specdec.attention.kernels.paged_triton import capped, own_part
 def suffix_merge_kernel(
     q,  # [T, H, D]
     kv,  # as in the paged kernel
-    scales,  # float32: [2, K] or [slots, 2, K]
+    scales,  # float32: [2, K], [slots, 2, K] or [slots, K]
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
@@ -66,7 +68,8 @@ def suffix_merge_kernel(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    QUANT: tl.constexpr,  # as in the paged kernel
+    QUANT: tl.constexpr,  # this and the next as in the paged kernel
+    INT8_QUERIES: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
     LEFT_FILLED: tl.constexpr,  # after an empty split there are only empty ones
     PDL: tl.constexpr,
@@ -87,6 +90,10 @@ def suffix_merge_kernel(
         at_GD, ok_GD = own_part(g, d, GROUP, HEAD_DIM, KEY_PARTS)
         at_GD += token * stride_qt + head_G[:, None] * stride_qh
         q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
+        if INT8_QUERIES:
+            q_GD, unit = queries_in_int8(q_GD)
+            q_GD, scale = q_GD.to(q.dtype.element_ty), scale * unit
+        NARROW: tl.constexpr = QUANT == "head" or QUANT == "token"  # values have 8 bits
         kv += kv_head.to(tl.int64) * stride_kv_head
         if VALUE_DIM != HEAD_DIM:
             stride_v += kv_head * (stride_v_head - stride_kv_head)
@@ -104,15 +111,18 @@ def suffix_merge_kernel(
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
             at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
+            if QUANT == "key":
+                at_NE = (kv + slot_N * stride_slot).to(q.dtype)[:, None] + e[None, :]
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
             k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0)
             v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0)
             if QUANT != "":
                 k_ND, v_NE = k_ND.to(q_GD.dtype), v_NE.to(q_GD.dtype)
             s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale
-            if QUANT == "token":
-                at_N = scales + slot_N * (2 * KV_HEADS) + kv_head
+            if QUANT == "token" or QUANT == "key":
+                at_N = scales + slot_N * (2 * KV_HEADS if NARROW else KV_HEADS) + kv_head
                 s_GN *= tl.load(at_N, mask=ok_N, other=0.0)[None, :]
+            if QUANT == "token":
                 value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0)[None, :]
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
@@ -123,7 +133,7 @@ def suffix_merge_kernel(
             p_GN = tl.exp(s_GN - new_G[:, None])
             decay_G = tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
-            if QUANT != "":
+            if NARROW:
                 p_GN *= value_scale
             acc_GE = tl.dot(p_GN.to(v_NE.dtype), v_NE, acc_GE * decay_G[:, None], input_precision="ieee")
             top_G = new_G

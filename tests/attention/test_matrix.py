@@ -129,6 +129,14 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "differential in fp8": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8"),
     "values too wide": dict(value_dims=(512,), differential=True),
     "fp8 of odd heads": dict(head_dims=(128, 72), kv_cache_dtype="fp8"),
+    "split heads with int8 queries": dict(value_dims=(64,), int8_queries=True),
+    "split heads in int8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="int8", int8_queries=True),
+    "latents with int8 queries": dict(mla=True, head_dims=(), int8_queries=True),
+    "latents in int8 with int8 queries": dict(mla=True, head_dims=(), kv_cache_dtype="int8", int8_queries=True),
+    "latents with int8 keys": dict(mla=True, head_dims=(), kv_cache_dtype="int8_keys"),
+    "fp8 with int8 queries": dict(kv_cache_dtype="fp8", int8_queries=True),
+    "16 bit with int8 queries": dict(int8_queries=True),
+    "int8 keys with int8 queries": dict(kv_cache_dtype="int8_keys", int8_queries=True),
     "fp8 on Ampere": dict(architecture=(8, 0), kv_cache_dtype="fp8"),
     "nothing": dict(),
     "shared_prefixes": dict(shared_prefixes=True),
@@ -143,7 +151,7 @@ def test_what_the_cells_hold_fixed(name: str, change: str, monkeypatch: pytest.M
     needs = replace(WANTED, **OTHER_MACHINES[change])
     if why_not(name, needs):
         hold_refusal(name, needs)
-    assert choose_backend("auto", replace(needs, kv_cache_dtype="auto")).reason
+    assert choose_backend("auto", replace(needs, kv_cache_dtype="auto", int8_queries=False)).reason
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flashmla", "triton"])

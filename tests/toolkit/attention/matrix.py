@@ -16,9 +16,11 @@ from torch import Tensor
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout, queries_as_read
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import LatentLayout
+from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
@@ -45,7 +47,8 @@ H100 = torch.device("cuda", 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
 SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
-CACHES = (*KV_DTYPES, "mla", "sparse", "sparse fp8", "split", "differential")
+QUERIES = " queries"  # what follows a kv_cache_dtype whose queries are rounded to int8
+CACHES = (*KV_DTYPES, "int8" + QUERIES, INT8_KEYS + QUERIES, "mla", "sparse", "sparse fp8", "split", "differential")
 RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of caches of latents, where a backend takes any
 SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer chose
 PAGE_SIZES = (1, 4, 256)
@@ -65,7 +68,7 @@ FLOAT8_PRODUCTS = 0.12  # the tolerance where a GPU rounds softmax weights to fl
 
 
 class Cell(NamedTuple):
-    """cache: a kv_cache_dtype; mla; one of SPARSE; split: values of another width; or differential.
+    """cache: a kv_cache_dtype, perhaps with QUERIES; mla; one of SPARSE; split: values of another width; or differential.
 
     capped: with softcap and sinks.  extra: one of EXTRAS.
     """
@@ -107,7 +110,17 @@ class Cell(NamedTuple):
 
     @property
     def kv_cache_dtype(self) -> str:
-        return FP8_LATENTS if self.cache == "sparse fp8" else self.cache if self.cache in KV_DTYPES else "auto"
+        kept = self.cache.removesuffix(QUERIES)
+        return FP8_LATENTS if kept == "sparse fp8" else kept if kept in KV_DTYPES else "auto"
+
+    @property
+    def int8_queries(self) -> bool:
+        return self.cache.endswith(QUERIES)
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether the cache holds keys and values of ordinary heads, alike in width."""
+        return self.rank is None and self.cache not in ("split", "differential")
 
     @property
     def needs(self) -> AttentionNeeds:
@@ -117,6 +130,7 @@ class Cell(NamedTuple):
             softcap=self.capped, sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
             rope_dim=self.rope_dim,
             sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
+            int8_queries=self.int8_queries,
             value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
             differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
             graphs=self.graphs,
@@ -132,7 +146,7 @@ def dtype_of(backend: str) -> torch.dtype:
 
 def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
     """What models with such a cache, and perhaps softcaps and sinks, have besides."""
-    if capped or cache in ("differential", *SPARSE):
+    if capped or cache in ("differential", INT8_KEYS, *SPARSE) or cache.endswith(QUERIES):
         return ("",)
     return EXTRAS if cache in ("auto", "fp8", "int8") else ("", "alibi")
 
@@ -144,6 +158,7 @@ CELLS = [
         KINDS, CACHES, (*PAGE_SIZES, *TABLE[backend].page_sizes), (False, True), (False, True), GRAPH_MODES, EXTRAS
     )
     if values[6] in extras_of(values[1], values[4])
+    and (values[2] == 4 or not values[1].endswith(QUERIES))  # how queries are rounded does not depend on pages
 ]
 
 
@@ -259,7 +274,11 @@ class World:
         if self.cell.cache == "differential":
             return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
         own = self.cell.head_dim
-        layout = HeadsLayout(K, own, self.dtype) if self.cell.cache == "auto" else QuantLayout(self.cell.cache, K, own, device)
+        layout: CacheLayout = HeadsLayout(K, own, self.dtype)
+        if self.cell.kv_cache_dtype == INT8_KEYS:
+            layout = Int8KeysLayout(K, own, self.dtype, self.cell.int8_queries)
+        elif self.cell.kv_cache_dtype != "auto":
+            layout = QuantLayout(self.cell.kv_cache_dtype, K, own, device, int8_queries=self.cell.int8_queries)
         kinds, sources = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
         return KVCache(layout, kinds, num_slots, device=device, sources=sources)
 
@@ -279,10 +298,10 @@ class World:
             view.write(slots_T, kv_T2KD)
 
     def fill(self) -> None:
-        """Committed tokens; everything else is the largest number there is, or NaN."""
+        """Committed tokens; everything else is NaN, or has NaN for its scale."""
         for cache in filter(None, (self.cache, self.texts)):
             for junk in cache.planes.values():
-                junk.view(torch.uint8).fill_(0x7F) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
+                junk.view(torch.uint8).fill_(0xFF) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
         for layer in range(len(LAYERS)):
             slots_T = torch.cat([self.slots(b, L) for b, L in enumerate(LENS)])
             self.write(layer, slots_T, self.fresh(len(slots_T)))
@@ -334,7 +353,7 @@ class World:
                 if self.cell.cache == "differential":
                     inputs = DifferentialInputs(qkv_TXD, prep, difference())
                 outs.append(attn(layer, inputs, scoring=self.scoring))
-        if self.cell.cache in KV_DTYPES and not self.cell.rank:
+        if self.cell.ordinary:
             outs.append(attn(len(kv), QueryInputs(-q_THD, HeadPrep(None, 0)), scoring=self.scoring))
         if self.cell.extra == "cross":
             outs.append(attn(0, CrossInputs(q_THD), scoring=self.scoring))
@@ -353,6 +372,7 @@ class World:
         at_N, q_BNHD = torch.arange(N, device=DEVICE), q_THD.unflatten(0, (len(LENS), N))
         if self.cell.extra == "cross":
             texts = [self.texts.view(0).read(self.text_slots(b), torch.float64) for b in range(len(TEXTS))]
+            q_BNHD = queries_as_read(self.texts.view(0), q_BNHD.double())
             return [torch.cat([dense_attention(q, *text, None, self.scoring)[0] for q, text in zip(q_BNHD, texts)])]
         if self.cell.extra != "encoder":
             return []
@@ -380,6 +400,7 @@ class World:
                 tokens_NX = self.last[layer].flatten(1)[b * N : (b + 1) * N]
                 seen_NX = sparse_cells.chosen(view, self.slots(b, L + N), tokens_NX, seen_NX)
             distance_NX = at_X - (L + self.depth_N)[:, None]
+            q_NHD = queries_as_read(view, q_NHD.double())
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])
         out = torch.cat(outs)
         if self.cell.cache == "differential":
