@@ -28,7 +28,7 @@ def kernel_scores(world: IndexWorld, topk: int) -> Tensor:
     from specdec.attention.sparse.launch import Sizes, launch_scores
 
     args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk, 0, world.q_THD.shape[0], Sizes(), 132)
-    return launch_scores(*args)[0].scores
+    return launch_scores(*args).scores
 
 
 def in_slices(world: IndexWorld) -> Segment:

@@ -13,7 +13,7 @@ from specdec.attention.segment import Segment
 from specdec.attention.sparse.launch import Sizes, launch_scores, launch_sparse_segment
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
-TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, least_group=2, block=16, bins=8, few=4, slices=2, one_launch=0)
+TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, least_group=2, one_launch=0, block=16, slices=2, sample=8, least_room=32)
 KINDS = [("causal", 1), ("causal", 5), ("ragged", 4), ("tree", 7)]
 
 
@@ -32,7 +32,7 @@ def kernel_scores(world: IndexWorld, topk: int, sizes: Sizes) -> Tensor:
     with torch.no_grad():
         T = world.q_THD.shape[0]
         args = (world.q_THD, world.w_TH, world.keys_XD, world.candidates, topk, 0, T)
-        return launch_scores(*args, sizes, 4)[0].scores
+        return launch_scores(*args, sizes, 4).scores
 
 
 @pytest.mark.slow_cases(keep=4)
@@ -57,7 +57,7 @@ def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int) -> None
     world = IndexWorld.make(kind, lens_of(kind), n, 5, distinct=distinct, seed=topk, device=DEVICE)
     scores = torch.where(world.candidates.visible_T[:, None] > topk, kernel_scores(world, topk, TINY), 0.0)
     want = world.segment_of(scores, topk)
-    for sizes in (TINY, TINY._replace(bins=64, few=64, slices=1), TINY._replace(one_launch=512)):
+    for sizes in (TINY, TINY._replace(room=1, slices=1), TINY._replace(one_launch=512)):
         same_rows(launched(world, topk, sizes), *want)
 
 
