@@ -11,7 +11,8 @@ Times are medians of CUDA-graph replays, per layer.  A graph holds several layer
 finds its latents in memory and not in L2, as in a model.  The bytes are the prefix's latents, read once.  The arithmetic is
 2 * (576 + 512) operations for each pair of key and query, times the heads.  With 128 heads even one query needs about as long
 for its arithmetic as for its bytes, and several queries are bound by arithmetic.  Errors are distances to float64 over what the
-cache holds; `quantised` is the distance to float64 over the latents before they were stored.
+cache holds; `quantised` is the distance to float64 over the latents before they were stored.  mla_tiles.py measures, with the
+same cases, what the tiles and thresholds were chosen by.
 
 Shapes: B sequences, L prefix length, N queries of a sequence, T = B * N, H heads, C rank, R rotated dim.
 """
@@ -27,28 +28,22 @@ import json
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
-from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.latent_view import LatentView
-from specdec.attention.caches.mla_cache import LatentLayout, MLAView
+from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
-from specdec.attention.kinds import FULL, Scoring
-from specdec.attention.latent import mla, mla_launch
-from specdec.attention.latent.mla import LatentInputs, absorbed_queries, absorbed_values, store_latent
-from specdec.attention.latent.mla_launch import LatentTiles
+from specdec.attention.kinds import Scoring
+from specdec.attention.latent.mla import absorbed_queries, absorbed_values, store_latent
 from specdec.attention.latent.prep import LatentPrep
-from specdec.attention.latent.upconvert import Workspace
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
@@ -90,12 +85,6 @@ FORMAT_CASES = [
     Case(kind, B, L, N, 64, heads=heads)
     for heads, (kind, N), B, L in itertools.product((128, 16), KINDS, (1, 8, 32), (2048, 8192, 32768))
     if kind == "decode" or (L == 8192 and B != 8)
-]
-TRIED = [
-    LatentTiles(64, 64, 8, 2, 256, hopper=True),
-    LatentTiles(64, 64, 8, 2, 256),
-    LatentTiles(64, 32, 8, 2, 256),
-    LatentTiles(64, 32, 8, 3, 256),
 ]
 
 
@@ -173,44 +162,6 @@ class Around:
         return outs
 
 
-class OneLayer:
-    layers = 1
-
-
-class Prompt(OneLayer):
-    """T tokens of one prompt after `cached` others, through a whole layer's attention without its projections."""
-
-    def __init__(self, T: int, cached: int) -> None:
-        pages = -(-(T + cached) // 64)
-        self.table = torch.randperm(pages, device=DEVICE).view(1, pages).int()
-        self.positions_T = cached + torch.arange(T, device=DEVICE)
-        self.cache = KVCache(LatentLayout(C, R, torch.bfloat16), [FULL], pages * 64, device=DEVICE)
-        self.cache.planes["latent"].normal_()
-        length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
-        segment = replace(causal_segment(PageTable(self.table, 64), length_1, T), max_cached=cached)
-        self.plan = AttentionPlan((segment,))
-        self.around = Around(T)
-
-    def __call__(self, _: object) -> list[Tensor]:
-        slots_T, around = PageTable(self.table, 64).slots_at(self.positions_T[None])[0], self.around
-        attn = PagedAttention(TritonBackend(), self.cache, PassTables(self.plan, slots_T))
-        return [attn(0, LatentInputs(around.q, around.fresh, around.up, around.prep), None, SCALING)]
-
-
-def prompts(_: Pool, replays: int) -> list[dict[str, Any]]:
-    """Absorbed against expanded attention, which shows from how many tokens on expanding is faster (EXPAND_ABOVE)."""
-    rows = []
-    for T, cached in itertools.product((256, 512, 1024, 2048, 4096, 8192), (0, 8192)):
-        row: dict[str, Any] = {"kind": "prompt", "T": T, "cached": cached}
-        for name, above in (("absorbed_us", 1 << 30), ("expanded_us", 0)):
-            mla.EXPAND_ABOVE = above
-            step = Prompt(T, cached)
-            row[name] = round(timed(step, step, replays)[0], 1)
-        rows.append(row)
-        print(f"prompt of {T:5} after {cached:5}: absorbed {row['absorbed_us']:9.1f} us, expanded {row['expanded_us']:9.1f} us")
-    return rows
-
-
 def timed(step: Callable[[Any], list[Tensor]], world: Any, replays: int) -> tuple[float, Tensor]:
     """Microseconds a layer under a CUDA graph, and the last layer's output.  world: what the step takes; it has `layers`."""
     step(world)
@@ -271,46 +222,6 @@ def show(row: dict[str, Any]) -> str:
     return text + (f"  error {row['error']:.1e}" if "error" in row else "")
 
 
-def use(tiles: LatentTiles) -> None:
-    mla_launch.latent_tiles = lambda *_: tiles
-
-
-def warm(job: tuple[LatentTiles | None, Case]) -> str:
-    """Compiles what a case needs, in a process of its own.  Other processes find the result in the cache on disk."""
-    tiles, case = job
-    torch.set_grad_enabled(False)
-    if tiles is not None:
-        use(tiles)
-    try:
-        torch.manual_seed(0)
-        world = World(case, Pool(2 * (case.L + 128)))
-        out = ours(world)[-1]
-        return f"{job}: error {error(world, out, world.views[-1]):.1e}"
-    except Exception as reason:  # a tile that does not fit is no reason to stop
-        return f"{job}: {type(reason).__name__} {str(reason)[:200]}"
-
-
-def tune(pool: Pool, replays: int) -> list[dict[str, Any]]:
-    """Every tile that compiles, over cases of each kind."""
-    rows = []
-    sizes = ((1, 8192), (1, 32768), (8, 8192), (32, 8192))
-    cases = [Case(kind, B, L, N, 64) for (kind, N), (B, L) in itertools.product(KINDS, sizes)]
-    cases.append(Case("tree", 32, 8192, 32, 16))
-    for tiles in TRIED:
-        use(tiles)
-        for case in cases:
-            try:
-                row = {**tiles._asdict(), **measure(case, pool, replays, False)}
-            except Exception as reason:  # likewise; the row says why
-                row = {**tiles._asdict(), **case._asdict(), "failed": str(reason)[:200]}
-            rows.append(row)
-        done = [row for row in rows[-len(cases) :] if "us" in row]
-        print(tuple(tiles))
-        for r in done:
-            print("   ", show(r))
-    return rows
-
-
 def table(pool: Pool, replays: int) -> list[dict[str, Any]]:
     print("kind   page   B      L   N        us   TB/s TFLOPs bytes us prods us  share")
     rows = []
@@ -335,36 +246,6 @@ def formats(pool: Pool, replays: int) -> list[dict[str, Any]]:
     return rows
 
 
-class CachedPrompt(OneLayer):
-    """T absorbed queries of one prompt, whose latents in 8 bits have been stored, as those of `cached` tokens before them."""
-
-    def __init__(self, T: int, cached: int) -> None:
-        pages = -(-(T + cached) // 64)
-        self.view = Pool(pages * 64).views("fp8_ds_mla", pages * 64)[0]
-        table = torch.randperm(pages, device=DEVICE).view(1, pages).int()
-        length_1 = torch.tensor([T + cached], dtype=torch.int32, device=DEVICE)
-        self.segment = replace(causal_segment(PageTable(table, 64), length_1, T), max_cached=cached)
-        self.q_THL = torch.randn(T, H, C + R, device=DEVICE, dtype=torch.bfloat16)
-        self.workspace, self.backend = Workspace.of(self.segment, C + R, torch.bfloat16), TritonBackend()
-
-    def direct(self, _: object) -> list[Tensor]:
-        return [self.backend.run(self.q_THL, self.view, self.segment, SCALING).out_THD]
-
-    def converted(self, _: object) -> list[Tensor]:
-        return [self.workspace.state(self.backend, self.q_THL, self.view, SCALING).out_THD]
-
-
-def conversions(_: Pool, replays: int) -> list[dict[str, Any]]:
-    """Prompts over latents in 8 bits: read as they are, or converted first (UPCONVERT_FROM)."""
-    rows = []
-    for T, cached in itertools.product((16, 32, 64, 128, 256, 512), (0, 2048, 8192, 32768)):
-        prompt = CachedPrompt(T, cached)
-        direct, converted = (round(timed(step, prompt, replays)[0], 1) for step in (prompt.direct, prompt.converted))
-        rows.append({"kind": "converted", "T": T, "cached": cached, "direct_us": direct, "converted_us": converted})
-        print(f"prompt of {T:5} after {cached:5}: direct {direct:9.1f} us, converted {converted:9.1f} us")
-    return rows
-
-
 def surroundings(pool: Pool, replays: int) -> list[dict[str, Any]]:
     rows = []
     for N, B in itertools.product((1, 6, 32), (1, 32)):
@@ -374,31 +255,33 @@ def surroundings(pool: Pool, replays: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--replays", type=int, default=9)
-    parser.add_argument("--tune", action="store_true", help="try tiles instead of the table")
-    parser.add_argument("--formats", action="store_true", help="a cache in 16 bits and one in 8 instead of the table")
-    args = parser.parse_args()
-    small = [Case(kind, 2, 300, N, P) for kind, N in KINDS for P in (64, 16)]
-    if args.formats:
-        small = [Case(kind, 2, 300, N, 64, *more) for kind, N in KINDS for more in itertools.product(CACHES, (128, 16))]
-    jobs = list(itertools.product(TRIED if args.tune else [None], small))
-    with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool_of_processes:
-        for line in pool_of_processes.map(warm, jobs):
+def warm(case: Case) -> str:
+    """Compiles what a case needs, in a process of its own.  Other processes find the result in the cache on disk."""
+    torch.set_grad_enabled(False)
+    torch.manual_seed(0)
+    world = World(case, Pool(2 * (case.L + 128)))
+    out = ours(world)[-1]
+    return f"{case}: error {error(world, out, world.views[-1]):.1e}"
+
+
+def warm_all(compile_one: Callable[[Any], str], jobs: Sequence[Any]) -> None:
+    with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as processes:
+        for line in processes.map(compile_one, jobs):
             print(line, flush=True)
+
+
+def run(parts: Sequence[Callable[[Pool, int], list[dict[str, Any]]]], replays: int, out: Path | None) -> list[dict[str, Any]]:
+    """Every part's rows.  They are written whenever a part is done: a later one may fail."""
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     pool = Pool(int(6e9) // 2 // (C + R))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    parts = (tune,) if args.tune else (formats, conversions) if args.formats else (table, surroundings, prompts)
     rows: list[dict[str, Any]] = []
-    for part in parts:  # each is written when it is done: a later one may fail
-        rows += part(pool, args.replays)
-        if args.out:
-            write(args.out, rows, args.replays)
-    return int(any(row.get("error", 0.0) > 1e-2 for row in rows))
+    for part in parts:
+        rows += part(pool, replays)
+        if out:
+            write(out, rows, replays)
+    return rows
 
 
 def write(out: Path, rows: list[dict[str, Any]], replays: int) -> None:
@@ -408,6 +291,20 @@ def write(out: Path, rows: list[dict[str, Any]], replays: int) -> None:
         "read_bandwidth": read_bandwidth(), "products": PRODUCTS, "replays": replays,
     }  # fmt: skip
     out.write_text(json.dumps({**about, "cells": rows}, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--formats", action="store_true", help="a cache in 16 bits and one in 8 instead of the table")
+    args = parser.parse_args()
+    small = [Case(kind, 2, 300, N, P) for kind, N in KINDS for P in (64, 16)]
+    if args.formats:
+        small = [Case(kind, 2, 300, N, 64, *more) for kind, N in KINDS for more in itertools.product(CACHES, (128, 16))]
+    warm_all(warm, small)
+    rows = run((formats,) if args.formats else (table, surroundings), args.replays, args.out)
+    return int(any(row.get("error", 0.0) > 1e-2 for row in rows))
 
 
 if __name__ == "__main__":

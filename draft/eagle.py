@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from specdec.attention.inputs import AttentionFn
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
+from specdec.models.linear import Linear
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
 
@@ -63,7 +64,7 @@ class DraftHead(nn.Module):
         self.config = config
         model = config.model
         self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
-        self.lm_head = Linear(model.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(model.hidden_size, config.draft_vocab_size)
         self.register_buffer("d2t_V", None)
         self.d2t_V: Tensor | None
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)
@@ -96,7 +97,7 @@ class Eagle3Head(DraftHead):
         super().__init__(config, max_positions)
         model, eps = config.model, config.model.rms_norm_eps
         H = model.hidden_size
-        self.fc = Linear(len(config.aux_layers) * config.target_hidden_size, H, bias=False)
+        self.fc = Linear(len(config.aux_layers) * config.target_hidden_size, H)
         self.input_layernorm = RMSNorm(H, eps)
         self.hidden_norm = RMSNorm(H, eps)
         self.self_attn = SelfAttention(model, 2 * H)

@@ -22,6 +22,7 @@ from specdec.models.checkpoints.loader import (
     expect_layer_sizes,
     fill_attention,
     fill_layer,
+    fill_linear,
     fill_mlp,
     fill_norm,
 )
@@ -184,7 +185,7 @@ def _layer_prefix(checkpoint: Checkpoint) -> str | None:
 
 def _fill_eagle3(head: Eagle3Head, checkpoint: Checkpoint) -> None:
     prefix = _layer_prefix(checkpoint)
-    copy_(head.fc.weight, checkpoint, "fc.weight")
+    fill_linear(head.fc, checkpoint, "fc")
     fill_norm(head.norm, checkpoint, "norm")
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         fill_norm(getattr(head, name), checkpoint, f"{prefix}.{name}")
@@ -193,9 +194,7 @@ def _fill_eagle3(head: Eagle3Head, checkpoint: Checkpoint) -> None:
 
 
 def _fill_eagle1(head: Eagle1Head, checkpoint: Checkpoint) -> None:
-    copy_(head.fc.weight, checkpoint, "fc.weight")
-    if head.fc.bias is not None:
-        copy_(head.fc.bias, checkpoint, "fc.bias")
+    fill_linear(head.fc, checkpoint, "fc")
     for index, layer in enumerate(head.layers):
         fill_layer(layer, checkpoint, f"layers.{index}")
 
@@ -220,7 +219,7 @@ def _fill_lm_head(head: DraftHead, checkpoint: Checkpoint, target: Target) -> No
     Vd, V = head.config.draft_vocab_size, target.config.vocab_size
     where = checkpoint.folder
     if isinstance(head, Eagle3Head) and "lm_head.weight" in checkpoint:
-        copy_(head.lm_head.weight, checkpoint, "lm_head.weight")
+        fill_linear(head.lm_head, checkpoint, "lm_head")
     elif Vd == V and head.config.model.hidden_size == target.config.hidden_size:
         checkpoint.ignore("lm_head.weight")
         head.lm_head = target.lm_head

@@ -38,7 +38,8 @@ def package_files(root: Path) -> list[Path]:
 
 def all_files(root: Path) -> list[Path]:
     scripts = [p for p in (root / "scripts").glob("*") if p.is_file() and is_python(p)]
-    return [*package_files(root), *sorted(scripts), *sorted((root / "tests").rglob("*.py"))]
+    others = [p for folder in ("benchmarks", "examples", ".ci", "tests") for p in sorted((root / folder).rglob("*.py"))]
+    return [*package_files(root), *sorted(scripts), *others]
 
 
 def is_python(path: Path) -> bool:
@@ -106,7 +107,8 @@ def oversized(root: Path) -> list[str]:
 
 def crowded(root: Path) -> list[str]:
     """Folders of product code or tests with too many modules; __init__.py does not count."""
-    counts = Counter(p.parent for p in all_files(root) if p.suffix == ".py" and p.stem != "__init__")
+    files = [*package_files(root), *(root / "tests").rglob("*.py")]
+    counts = Counter(p.parent for p in files if p.stem != "__init__")
     return [f"{f.relative_to(root)}: {n} files, at most {MAX_FOLDER}" for f, n in sorted(counts.items()) if n > MAX_FOLDER]
 
 
@@ -276,7 +278,7 @@ def test_files_and_functions_stay_short():
 
 
 def test_long_code_is_seen(tmp_path):
-    """Keeps out: a limit that forgets methods, kernels or scripts, or gives every function a kernel's room."""
+    """Keeps out: a limit that forgets methods, kernels, scripts or benchmarks, or gives every function a kernel's room."""
     line = "    x = 0\n"
     kernels = f"@triton.jit\ndef fits():\n{line * 149}\n@triton.autotune([])\n@triton.jit\ndef long():\n{line * 150}"
     files = {
@@ -284,10 +286,11 @@ def test_long_code_is_seen(tmp_path):
         "draft/a.py": "class A:\n    def long(self):\n" + f"    {line}" * 60,
         "scripts/setup.sh": "#!/bin/sh\nthis is no Python\n",
         "scripts/train": "#!/usr/bin/env python3\n" + "x = 0\n" * 400,
+        "benchmarks/a.py": "x = 0\n" * 401,
         "tests/test_a.py": "def fits():\n" + line * 59,
     }
     names = [fault.split(": ")[0] for fault in oversized(plant(tmp_path, files))]
-    assert names == ["attention/a.py:155 long", "draft/a.py:2 long", "scripts/train"]
+    assert names == ["attention/a.py:155 long", "draft/a.py:2 long", "scripts/train", "benchmarks/a.py"]
 
 
 def test_no_folder_is_crowded():

@@ -40,7 +40,7 @@ def byte_limit(
     assert head is not None
     passes = spec.max_steps
     rows = batch * (spec.topk * (passes - 1) + passes + 1)  # of all passes: the tree's branches, then the extend's
-    once = _bytes(head.fc.weight) if isinstance(head, Eagle3Head) else 0  # features are fused in the extend only
+    once = head.fc.num_bytes if isinstance(head, Eagle3Head) else 0  # features are fused in the extend only
     draft = passes * (_weights(head) - once) + once + rows * _row_bytes(head)
     draft_kv = int(passes * batch * _kv_bytes(head, head.config.model, kv_cache_dtype, context))
     return RoundBytes(target, target_kv, draft, draft_kv, passes)
@@ -88,7 +88,7 @@ def _weights(module: Target | DraftHead) -> int:
     """Bytes of all weights that a pass reads, shared ones once.  An embedding table counts if it is the output layer too."""
     tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
     for table in _tables(module):
-        if module.lm_head.weight.data_ptr() != table.data_ptr():
+        if not module.lm_head.holds(table):
             tensors.pop(table.data_ptr(), None)
     return sum(map(_bytes, tensors.values()))
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from specdec.attention.inputs import AttentionFn, LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig
-from specdec.models.layers import MLP, Embedding, Linear, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
+from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
@@ -92,9 +93,8 @@ class CausalLM(Target):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        tied = config.tie_embeddings
+        self.lm_head = Linear.of(self.embed_tokens.weight) if tied else Linear(config.hidden_size, config.vocab_size)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)
 
     def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
+from specdec.models.linear import LinearStack
 from specdec.ops.operator import is_traced
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.linear import silu_mul
@@ -99,13 +100,14 @@ class MixtureOfExperts(nn.Module):
         assert experts is not None
         E, H, I = experts.count, config.hidden_size, experts.intermediate_size
         self.gate = Router(H, experts)
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, H))
-        self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.gate_up_proj = LinearStack(E, H, {"gate_proj": I, "up_proj": I})
+        self.down_proj = LinearStack(E, I, {"down_proj": H})
         self.shared_experts = MLP(replace(config, intermediate_size=I * experts.shared))
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.gate(x_TH)
-        return self.shared_experts(x_TH) + run_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj)
+        gate_up_EGH, down_EHF = self.gate_up_proj.weight_NOI, self.down_proj.weight_NOI
+        return self.shared_experts(x_TH) + run_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
 
 
 def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:

@@ -14,23 +14,10 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.linear import Linear
 from specdec.models.yarn import YarnRope, yarn_frequencies
 from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.products.linear import gated_linear, linear
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
-
-
-class Linear(nn.Linear):
-    """nn.Linear whose weights stay uninitialised until a loader fills them from a checkpoint.
-
-    Random initial values would never be read, and computing them would be the slowest part of a start.
-    """
-
-    def reset_parameters(self) -> None:
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -68,6 +55,13 @@ class HeadsRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, config.head_dim))
         self.eps = config.rms_norm_eps
+
+
+def projection(config: ModelConfig, in_features: int, num_kv_heads: int) -> Linear:
+    """The fused projection to queries, keys and values.  num_kv_heads: 0 for a layer that projects queries only."""
+    heads = {"q_proj": config.num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+    parts = {name: count * config.head_dim for name, count in heads.items() if count}
+    return Linear(in_features, parts, bias=config.qkv_bias)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -124,7 +118,7 @@ class SelfAttention(nn.Module):
         self.shares_kv = shares_kv
         self.num_heads, self.num_kv_heads = config.num_heads, 0 if shares_kv else config.num_kv_heads
         self.head_dim = config.head_dim
-        self.qkv_proj = Linear(in_features, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias)
+        self.qkv_proj = projection(config, in_features, self.num_kv_heads)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.qk_norm = HeadsRMSNorm(config, self.num_heads + self.num_kv_heads) if config.qk_norm else None
         self.kv_scale_2K: Tensor | None = None  # scales of fp8 keys and values, if the checkpoint has any; caches read them
@@ -143,8 +137,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        self.gate_up_proj = Linear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias))
+        return self.down_proj(self.gate_up_proj.gated(x))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from specdec.attention.backend import Backend
 from specdec.attention.inputs import AttentionFn
 from specdec.models.config import ModelConfig
-from specdec.models.layers import Embedding, Linear
+from specdec.models.layers import Embedding
+from specdec.models.linear import Linear
 
 
 class TargetOutput(NamedTuple):

@@ -135,7 +135,7 @@ class DecodePass(nn.Module):
         return GivenCache(self.layout, config.layer_kinds, config.kv_source, cache)
 
     def _cache(self, num_slots: int) -> KVCache:
-        weight = self.target.lm_head.weight
+        weight = self.target.embed_tokens.weight
         return make_cache(self.target, self.target.config, num_slots, self.kv_cache_dtype, weight.dtype, weight.device)
 
 
@@ -219,7 +219,7 @@ def export_decode(
     if not trees:
         refuse_long(decode.target.config, num_tokens or 1)
     B, N, W = batch or 2, num_tokens or 3, table_width or 5
-    device = decode.target.lm_head.weight.device
+    device = decode.target.embed_tokens.weight.device
     tokens_BN = torch.zeros(B, N, dtype=torch.int64, device=device)
     table_BW, lens_B = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((B, W), (B,)))
     cache = decode.new_cache(num_slots or 7 * decode.page_size)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
@@ -24,6 +24,7 @@ from specdec.loading.threads import set_training_threads
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.layers import RMSNorm
+from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
@@ -99,11 +100,11 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     head.embed_tokens.requires_grad_(False)
     with torch.no_grad():
         for module in head.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, Linear):
                 module.weight.normal_(std=0.02)
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        head.lm_head.weight.copy_(model.lm_head.weight[draft_ids_V.to(device)])
+        head.lm_head.tensors()["weight"].copy_(model.lm_head.rows(draft_ids_V.to(device)))
         if isinstance(model, CausalLM):  # the final norm of another model implementation may be of another kind
             head.norm.weight.copy_(model.norm.weight)
     head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
@@ -178,18 +179,15 @@ def save_head(head: Eagle3Head, folder: Path) -> None:
 def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
     """The head's weights by the tensor names of SafeAILab's heads, with fused projections split into their parts."""
     attention, mlp = head.self_attn, head.mlp
-    Q, K = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    q, k, v = attention.qkv_proj.weight.detach().split([Q, K, K])
-    gate, up = mlp.gate_up_proj.weight.detach().chunk(2)
-    parts = {
-        "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": attention.o_proj.weight,
-        "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": mlp.down_proj.weight,
-    }  # fmt: skip
+    matrices = {"fc": head.fc, "lm_head": head.lm_head}
+    matrices |= {"midlayer.self_attn.o_proj": attention.o_proj, "midlayer.mlp.down_proj": mlp.down_proj}
+    weights = {name: matrix.tensors()["weight"] for name, matrix in matrices.items()}
+    for prefix, fused in {"midlayer.self_attn": attention.qkv_proj, "midlayer.mlp": mlp.gate_up_proj}.items():
+        weights |= {f"{prefix}.{part}": fused.tensors(part)["weight"] for part in fused.parts.sizes}
+    weights |= {"norm": head.norm.weight.detach()}
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        parts[name] = getattr(head, name).weight
-    named = {f"midlayer.{name}.weight": weight.detach() for name, weight in parts.items()}
-    outer: dict[str, nn.Linear | RMSNorm] = {"fc": head.fc, "norm": head.norm, "lm_head": head.lm_head}
-    return {**named, **{f"{name}.weight": module.weight.detach() for name, module in outer.items()}}
+        weights[f"midlayer.{name}"] = getattr(head, name).weight.detach()
+    return {f"{name}.weight": weight for name, weight in weights.items()}
 
 
 def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, progress: Progress) -> None:

@@ -101,7 +101,7 @@ def head_loss(
     # Pair i predicts token i + 2.  The target's distribution of that token comes from its hidden state at token i + 1.
     P = T - 2
     hidden_BPH = out.hidden_TH.view(B, T, -1)[:, 1 : P + 1]
-    teacher_BPV = F.linear(hidden_BPH, model.lm_head.weight[draft_ids_V]).float().softmax(-1)
+    teacher_BPV = F.linear(hidden_BPH, model.lm_head.rows(draft_ids_V)).float().softmax(-1)
     goal_BP = rows_BT[:, 2:]
     place_BP = torch.searchsorted(draft_ids_V, goal_BP.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
     known_BP = draft_ids_V[place_BP] == goal_BP

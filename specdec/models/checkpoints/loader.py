@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,8 +17,10 @@ from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.checkpoints.swapped import refuse_head_tensors
 from specdec.models.config import ModelConfig, parse_config, read_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
+from specdec.models.linear import WHOLE, Linear
 
 M = TypeVar("M", bound=nn.Module)
+Arrange = Callable[[Tensor], Tensor]
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -89,9 +91,9 @@ def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
     copy_(model.embed_tokens.weight, checkpoint, "model.embed_tokens.weight")
     copy_(model.norm.weight, checkpoint, "model.norm.weight")
     if not model.config.tie_embeddings:
-        copy_(model.lm_head.weight, checkpoint, "lm_head.weight")
+        fill_linear(model.lm_head, checkpoint, "lm_head")
     elif "lm_head.weight" in checkpoint:
-        head = checkpoint.take("lm_head.weight", tuple(model.lm_head.weight.shape))
+        head = checkpoint.take("lm_head.weight", tuple(model.embed_tokens.weight.shape))
         if not torch.equal(head, checkpoint.take("model.embed_tokens.weight")):
             raise ValueError(
                 f"{checkpoint.folder}: config.json ties lm_head to the embeddings, but the checkpoint's own differs from them; "
@@ -100,11 +102,30 @@ def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
     checkpoint.ignore("rotary_emb.inv_freq")  # old exports wrote this buffer; it follows from the config
 
 
-def copy_(target: Tensor, checkpoint: Checkpoint, name: str) -> None:
-    """Copies one tensor, in the target's dtype and onto its device, where `checkpoint.finish` refuses values not finite."""
+def copy_(target: Tensor, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
+    """Copies one tensor, in the target's dtype and onto its device, where `checkpoint.finish` refuses values not finite.
+
+    arrange: brings its rows into our order.
+    """
+    stored = checkpoint.take(name, tuple(target.shape))
     with torch.no_grad():
-        target.copy_(checkpoint.take(name, tuple(target.shape)))
+        target.copy_(stored if arrange is None else arrange(stored))
     checkpoint.landed(name, target)
+
+
+def fill_linear(linear: Linear, checkpoint: Checkpoint, names: str | Mapping[str, str], arrange: Arrange | None = None) -> None:
+    """Fills a matrix without parts from the tensors of that name, or parts from the tensors of each part's name.
+
+    arrange: brings the rows of each part, of the weight and of the bias, into our order.
+    """
+    for part, name in ({WHOLE: names} if isinstance(names, str) else names).items():
+        for ending, target in linear.tensors(part).items():
+            copy_(target, checkpoint, f"{name}.{ending}", arrange)
+
+
+def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arrange | None = None) -> None:
+    """Fills a matrix whose parts have the checkpoint's own names, below the prefix."""
+    fill_linear(linear, checkpoint, {part: f"{prefix}.{part}" for part in linear.parts.sizes}, arrange)
 
 
 def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str) -> None:
@@ -126,21 +147,10 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
 
     Attention that reads another layer's keys and values has queries only.
     """
-    D = attention.head_dim
-    counts = {"q": attention.num_heads}
     if not attention.shares_kv:
         attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
-        counts |= {"k": attention.num_kv_heads, "v": attention.num_kv_heads}
-    start = 0
-    for letter, count in counts.items():
-        rows = slice(start, start + count * D)
-        copy_(attention.qkv_proj.weight[rows], checkpoint, f"{prefix}.{letter}_proj.weight")
-        if attention.qkv_proj.bias is not None:
-            copy_(attention.qkv_proj.bias[rows], checkpoint, f"{prefix}.{letter}_proj.bias")
-        start += count * D
-    copy_(attention.o_proj.weight, checkpoint, f"{prefix}.o_proj.weight")
-    if attention.o_proj.bias is not None:
-        copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
+    fill_parts(attention.qkv_proj, checkpoint, prefix)
+    fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     if attention.qk_norm is not None:
         weight, Q = attention.qk_norm.weight, attention.num_heads
         for letter, heads in (("q", weight[:Q]), ("k", weight[Q:])):
@@ -148,17 +158,10 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
                 continue
             name = f"{prefix}.{letter}_norm.weight"
             with torch.no_grad():
-                heads.copy_(checkpoint.take(name, (D,)).expand_as(heads))
+                heads.copy_(checkpoint.take(name, (attention.head_dim,)).expand_as(heads))
             checkpoint.landed(name, heads)
 
 
 def fill_mlp(mlp: MLP, checkpoint: Checkpoint, prefix: str) -> None:
-    """gate above up in one weight."""
-    size = mlp.down_proj.in_features
-    for name, rows in (("gate", slice(0, size)), ("up", slice(size, 2 * size))):
-        copy_(mlp.gate_up_proj.weight[rows], checkpoint, f"{prefix}.{name}_proj.weight")
-        if mlp.gate_up_proj.bias is not None:
-            copy_(mlp.gate_up_proj.bias[rows], checkpoint, f"{prefix}.{name}_proj.bias")
-    copy_(mlp.down_proj.weight, checkpoint, f"{prefix}.down_proj.weight")
-    if mlp.down_proj.bias is not None:
-        copy_(mlp.down_proj.bias, checkpoint, f"{prefix}.down_proj.bias")
+    fill_parts(mlp.gate_up_proj, checkpoint, prefix)
+    fill_linear(mlp.down_proj, checkpoint, f"{prefix}.down_proj")

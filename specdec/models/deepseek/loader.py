@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, copy_, fill_ends, fill_mlp, fill_norm, open_target
+from specdec.models.checkpoints.loader import build, copy_, fill_ends, fill_linear, fill_mlp, fill_norm, open_target
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.modules import DeepseekLayer, DeepseekLM, LatentAttention
@@ -84,61 +84,53 @@ def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, confi
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
     """Queries (or what they come from), the latent and the indexer's part in one weight; rotated pairs as halves of a head."""
-    queries, latent, index_key, index_weights = attention.in_proj.weight.split(attention.splits)
-    bias = attention.in_proj.bias
-    by_head = (config.num_heads, attention.query_dim)
-    halved = partial(_copy_halved, checkpoint, config.head_dim if config.interleaved else 0)
-    if bias is not None:
-        bias.zero_()  # transformers gives q_proj and the indexer none
+    in_proj, fill = attention.in_proj, partial(fill_linear, checkpoint=checkpoint)
+    rotated = config.head_dim if config.interleaved else 0
+    queries = partial(halved, heads=config.num_heads, rotated=rotated)
     if attention.q_b_proj is None:
-        halved(queries, f"{prefix}.q_proj.weight", by_head)
+        copy_(in_proj.tensors("q")["weight"], checkpoint, f"{prefix}.q_proj.weight", queries)
+        if (bias := in_proj.tensors("q").get("bias")) is not None:
+            bias.zero_()  # transformers gives q_proj none
     else:
-        copy_(queries, checkpoint, f"{prefix}.q_a_proj.weight")
-        if bias is not None:
-            copy_(bias[: attention.splits[0]], checkpoint, f"{prefix}.q_a_proj.bias")
         assert attention.q_a_layernorm is not None
+        fill(in_proj, names={"q": f"{prefix}.q_a_proj"})
         fill_norm(attention.q_a_layernorm, checkpoint, f"{prefix}.q_a_layernorm")
-        halved(attention.q_b_proj.weight[: attention.queries], f"{prefix}.q_b_proj.weight", by_head)
-    halved(latent, f"{prefix}.kv_a_proj_with_mqa.weight", (1, latent.shape[0]))
-    if bias is not None:
-        own = bias.split(attention.splits)[1]
-        halved(own, f"{prefix}.kv_a_proj_with_mqa.bias", (1, own.shape[0]))
+        fill(attention.q_b_proj, names={"q": f"{prefix}.q_b_proj"}, arrange=queries)
+    fill(in_proj, names={"latent": f"{prefix}.kv_a_proj_with_mqa"}, arrange=partial(halved, heads=1, rotated=rotated))
     if attention.k_norm is not None:
-        _fill_indexer(attention, index_key, index_weights, checkpoint, f"{prefix}.indexer", config)
+        _fill_indexer(attention, checkpoint, f"{prefix}.indexer", config)
     fill_norm(attention.kv_a_layernorm, checkpoint, f"{prefix}.kv_a_layernorm")
-    copy_(attention.kv_b_HXC.flatten(0, 1), checkpoint, f"{prefix}.kv_b_proj.weight")
-    copy_(attention.o_proj.weight, checkpoint, f"{prefix}.o_proj.weight")
-    if attention.o_proj.bias is not None:
-        copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
+    fill(attention.kv_b_proj, names=f"{prefix}.kv_b_proj")
+    fill(attention.o_proj, names=f"{prefix}.o_proj")
 
 
-def _fill_indexer(
-    attention: LatentAttention, key: Tensor, weights: Tensor, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig
-) -> None:
-    """An indexer's rows of the layer's projections, and its norm.  key, weights: its rows of in_proj."""
+def _fill_indexer(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
+    """An indexer's rows of the layer's projections, and its norm."""
     index, norm, q_b_proj = config.indexer, attention.k_norm, attention.q_b_proj
     assert index is not None and norm is not None and q_b_proj is not None
-    halved = partial(_copy_halved, checkpoint, config.head_dim if index.interleaved else 0, first=True)
-    halved(key, f"{prefix}.wk.weight", (1, index.head_dim))
-    halved(q_b_proj.weight[attention.queries :], f"{prefix}.wq_b.weight", (index.heads, index.head_dim))
-    copy_(weights, checkpoint, f"{prefix}.weights_proj.weight")
+    key, weights = attention.in_proj.tensors("index_key"), attention.in_proj.tensors("index_weights")
+    arrange = partial(halved, rotated=config.head_dim if index.interleaved else 0, first=True)
+    copy_(key["weight"], checkpoint, f"{prefix}.wk.weight", partial(arrange, heads=1))
+    copy_(weights["weight"], checkpoint, f"{prefix}.weights_proj.weight")
+    for bias in (key.get("bias"), weights.get("bias")):
+        if bias is not None:
+            bias.zero_()  # transformers gives the indexer none
+    fill_linear(q_b_proj, checkpoint, {"index_q": f"{prefix}.wq_b"}, partial(arrange, heads=index.heads))
     for name, vector in norm.named_parameters():
-        halved(vector, f"{prefix}.k_norm.{name}", (1, index.head_dim))
+        copy_(vector, checkpoint, f"{prefix}.k_norm.{name}", partial(arrange, heads=1))
 
 
-def _copy_halved(
-    checkpoint: Checkpoint, R: int, target: Tensor, name: str, heads: tuple[int, int], first: bool = False
-) -> None:
-    """Copies rows of heads, whose last R rows (first: the first R) are rotated in pairs that lie side by side: there the pairs'
-    first members move before their second ones.  Queries and keys alike, so that their products stay as they are.
+def halved(rows: Tensor, heads: int, rotated: int, first: bool = False) -> Tensor:
+    """Rows of heads (of a weight or a bias), whose last `rotated` rows (first: the first ones) are rotated in pairs that lie
+    side by side: there the pairs' first members move before their second ones.  Queries and keys alike, so that their products
+    stay as they are.
     """
-    rows = checkpoint.take(name, tuple(target.shape)).unflatten(0, heads)
-    if R:
-        rotated, rest = (rows[:, :R], rows[:, R:]) if first else (rows[:, -R:], rows[:, :-R])
-        turned = rotated.unflatten(1, (R // 2, 2)).transpose(1, 2).flatten(1, 2)
-        rows = torch.cat((turned, rest) if first else (rest, turned), dim=1)
-    target.copy_(rows.flatten(0, 1))
-    checkpoint.landed(name, target)
+    if not rotated:
+        return rows
+    by_head, R = rows.unflatten(0, (heads, -1)), rotated
+    turned, rest = (by_head[:, :R], by_head[:, R:]) if first else (by_head[:, -R:], by_head[:, :-R])
+    turned = turned.unflatten(1, (R // 2, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((turned, rest) if first else (rest, turned), dim=1).flatten(0, 1)
 
 
 def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
@@ -149,9 +141,8 @@ def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) ->
         correction_E = checkpoint.take(name, tuple(moe.gate.correction_E.shape))
         moe.gate.correction_E = nn.Buffer(correction_E.to(moe.gate.weight.device, torch.float32))
         checkpoint.landed(name, moe.gate.correction_E)
-    F = moe.down_proj.shape[2]
-    for index, (gate_up, down) in enumerate(zip(moe.gate_up_proj, moe.down_proj)):
-        copy_(gate_up[:F], checkpoint, f"{prefix}.experts.{index}.gate_proj.weight")
-        copy_(gate_up[F:], checkpoint, f"{prefix}.experts.{index}.up_proj.weight")
-        copy_(down, checkpoint, f"{prefix}.experts.{index}.down_proj.weight")
+    for index in range(moe.gate.config.count):
+        for stack, part in ((moe.gate_up_proj, "gate_proj"), (moe.gate_up_proj, "up_proj"), (moe.down_proj, "down_proj")):
+            for ending, target in stack.tensors(index, part).items():
+                copy_(target, checkpoint, f"{prefix}.experts.{index}.{part}.{ending}")
     fill_mlp(moe.shared_experts, checkpoint, f"{prefix}.shared_experts")

@@ -27,7 +27,8 @@ from specdec.models.causal_lm import CausalLM, PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import MixtureOfExperts
-from specdec.models.layers import MLP, Linear, RMSNorm
+from specdec.models.layers import MLP, RMSNorm
+from specdec.models.linear import Linear
 from specdec.ops.rope import Rotation
 
 LATENT_EPS = 1e-6  # eps of the norms inside of attention; DeepSeek's code fixes it, and rms_norm_eps is for the other norms
@@ -48,7 +49,7 @@ class LatentAttention(nn.Module):
     queries of all heads or, where the config has q_rank, a short vector that q_b_proj turns into them.  If the layer has an
     indexer, in_proj also yields, after the latent, the indexer's key and the weights of its heads, and q_b_proj, after the
     heads' queries, the indexer's queries.
-    kv_b_HXC: the weights that expand a latent to each head's keys (first N rows) and values (last V rows).
+    kv_b_proj: expands a latent to each head's keys (first N rows of a head) and values (last V rows).
     """
 
     def __init__(self, config: DeepseekConfig, layer: int) -> None:
@@ -58,24 +59,25 @@ class LatentAttention(nn.Module):
         self.query_dim, self.queries, self.sparse = N + R, H * (N + R), config.indexer
         own = config.indexer if config.indexer is not None and config.indexer.has_own(layer) else None
         J, I = (own.heads, own.head_dim) if own else (0, 0)
-        self.splits = (config.q_rank or self.queries, C + R, I, J)
-        self.in_proj = Linear(config.hidden_size, sum(self.splits), bias=config.qkv_bias)
+        parts = {"q": config.q_rank or self.queries, "latent": C + R, "index_key": I, "index_weights": J}
+        self.in_proj = Linear(config.hidden_size, parts, bias=config.qkv_bias)
         self.q_a_layernorm = RMSNorm(config.q_rank, LATENT_EPS) if config.q_rank else None
-        self.q_b_proj = Linear(config.q_rank, self.queries + J * I, bias=False) if config.q_rank else None
+        self.q_b_proj = Linear(config.q_rank, {"q": self.queries, "index_q": J * I}) if config.q_rank else None
         self.k_norm = IndexNorm(I) if own else None
         self.kv_a_layernorm = RMSNorm(C, LATENT_EPS)
-        self.kv_b_HXC = nn.Parameter(torch.empty(H, N + V, C))
+        self.kv_b_proj = Linear(C, H * (N + V))
+        self.num_heads = H
         self.o_proj = Linear(H * V, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, layer: int, rows_R: Tensor | None = None) -> Tensor:
         """From x [T, hidden size] to a tensor of the same width, for all T tokens or for rows_R only."""
-        q, latent_TL, key_TI, weights_TJ = self.in_proj(x_TH).split(self.splits, dim=-1)
+        q, latent_TL, key_TI, weights_TJ = self.in_proj(x_TH).split(list(self.in_proj.parts.sizes.values()), dim=-1)
         if self.q_b_proj is not None:
             assert self.q_a_layernorm is not None
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
         q_THQ = q[:, : self.queries].unflatten(-1, (-1, self.query_dim))
-        latents = LatentInputs(q_THQ, latent_TL, self.kv_b_HXC, prep)
+        latents = LatentInputs(q_THQ, latent_TL, self.kv_b_proj.by_head(self.num_heads), prep)
         if self.sparse is None:
             return self.o_proj(attn(layer, latents, rows_R, self.scoring).flatten(1))
         index = None

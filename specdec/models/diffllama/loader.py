@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, copy_, expect_sizes, fill_ends, fill_mlp, fill_norm, open_target
+from specdec.models.checkpoints.loader import (
+    build,
+    expect_sizes,
+    fill_ends,
+    fill_linear,
+    fill_mlp,
+    fill_norm,
+    fill_parts,
+    open_target,
+)
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig, lambda_init
 from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLayer, DiffLlamaLM
@@ -39,33 +49,23 @@ def load_diffllama(
 
 def _fill_attention(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: str, index: int) -> None:
     """Stacks q, k and v in one weight, the heads of a pair side by side."""
-    D, K, start = attention.head_dim, attention.num_kv_heads, 0
-    for letter, count in {"q": attention.num_heads, "k": K, "v": K}.items():
-        rows = slice(start, start + count * D)
-        _copy_paired(attention.qkv_proj.weight[rows], checkpoint, f"{prefix}.{letter}_proj.weight", K)
-        if attention.qkv_proj.bias is not None:
-            _copy_paired(attention.qkv_proj.bias[rows], checkpoint, f"{prefix}.{letter}_proj.bias", K)
-        start += count * D
-    copy_(attention.o_proj.weight, checkpoint, f"{prefix}.o_proj.weight")
-    if attention.o_proj.bias is not None:
-        copy_(attention.o_proj.bias, checkpoint, f"{prefix}.o_proj.bias")
+    fill_parts(attention.qkv_proj, checkpoint, prefix, partial(paired, num_kv_heads=attention.num_kv_heads))
+    fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     attention.factor = nn.Buffer(_factor(attention, checkpoint, prefix, index))
 
 
-def _copy_paired(target: Tensor, checkpoint: Checkpoint, name: str, num_kv_heads: int) -> None:
-    """Copies rows of heads, of which the checkpoint holds the first half of the pairs' heads before the second half.
+def paired(rows: Tensor, num_kv_heads: int) -> Tensor:
+    """Rows of heads, of which the checkpoint holds the first half of the pairs' heads before the second half, in our order.
 
     Pair i's heads are moved together: to 2i and 2i + 1 of keys and values, and to these keys' groups of queries.
     """
-    rows = checkpoint.take(name, tuple(target.shape))
-    target.copy_(rows.unflatten(0, (2, num_kv_heads // 2, -1)).transpose(0, 1).flatten(0, 2))
-    checkpoint.landed(name, target)
+    return rows.unflatten(0, (2, num_kv_heads // 2, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _factor(attention: DifferentialAttention, checkpoint: Checkpoint, prefix: str, index: int) -> Tensor:
     """The layer's lambda, summed in float32: exp(q1 . k1) - exp(q2 . k2) + lambda_init."""
     vectors: dict[str, Tensor] = {}
-    device = attention.o_proj.weight.device
+    device = attention.factor.device
     for name in ("q1", "k1", "q2", "k2"):
         vectors[name] = checkpoint.take(f"{prefix}.lambda_{name}", (attention.head_dim,)).float()
         checkpoint.landed(f"{prefix}.lambda_{name}", vectors[name].to(device))

@@ -18,7 +18,8 @@ from specdec.attention.inputs import AttentionFn
 from specdec.models.causal_lm import CausalLM, PreNormLayer
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import lambda_init
-from specdec.models.layers import MLP, Linear
+from specdec.models.layers import MLP, projection
+from specdec.models.linear import Linear
 from specdec.ops.rope import HeadPrep, Rotation
 
 
@@ -31,9 +32,7 @@ class DifferentialAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = Linear(
-            config.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.qkv_bias
-        )
+        self.qkv_proj = projection(config, config.hidden_size, self.num_kv_heads)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.factor = nn.Buffer(torch.zeros((), dtype=torch.float32))
         self.scale, self.eps = 1 - lambda_init(layer), config.rms_norm_eps

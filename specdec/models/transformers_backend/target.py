@@ -26,7 +26,8 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.loader import open_target
 from specdec.models.config import ModelConfig
-from specdec.models.layers import Embedding, Linear
+from specdec.models.layers import Embedding
+from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
@@ -53,8 +54,7 @@ class TransformersTarget(Target):
         self.decoder, self.head = self.parts.decoder, self.parts.head  # so that they move and count as ours
         with torch.device("meta"):
             self.embed_tokens = Embedding(table.shape[0], table.shape[1])
-            self.lm_head = Linear(head.in_features, head.out_features)
-        self.embed_tokens.weight, self.lm_head.weight, self.lm_head.bias = table, head.weight, head.bias
+        self.embed_tokens.weight, self.lm_head = table, Linear.of(head.weight, head.bias)
         self._captured: ContextVar[dict[int, Tensor]] = ContextVar("captured")
         self.parts.on_layers(self._see)
         self._prep, self._query_prep = HeadPrep(None, config.num_kv_heads), HeadPrep(None, 0)
