@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     one_launch: rows of at most so many candidates are selected from by one launch; longer rows are filtered first.
     block: scores of a block of the filter.
     slices: programs of the filter that an SM is given.
-    sample: for how many candidates one score of the filter's sample stands.
+    sample: for about how many candidates one score of the filter's sample stands; at most for twice as many.
     room, least_room: a list has room for `room` times topk scores, and for `least_room`.
     """
 
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     one_launch: int = 16384
     block: int = 2048
     slices: int = 2
-    sample: int = 64
+    sample: int = 48
     room: int = 4
     least_room: int = 2048
 
@@ -166,7 +166,7 @@ def launch_selection(
         room, padded_slices = list_room(topk, sizes), triton.next_power_of_2(slices)
         filter_kernel[(queries, slices)](
             scratch.scores, *visible, scratch.listed, scratch.counts, first, topk, stride,
-            SAMPLE=max(16, triton.next_power_of_2(N) // sizes.sample), LISTED=room, BLOCK_N=sizes.block, num_warps=8,
+            SAMPLE=max(16, 1 << (N // sizes.sample).bit_length() - 1), LISTED=room, BLOCK_N=sizes.block, num_warps=8,
             **chained(device),
         )  # fmt: skip
     select_kernel[(queries,)](
