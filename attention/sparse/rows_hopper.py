@@ -135,9 +135,7 @@ def rows_hopper_kernel(
         if block > 0:
             if block + 1 < blocks:
                 to = (block + 1) % 2
-                _gather(
-                    c_s.index(to), r_s.index(to), latent, wide_N, narrow_N, start + 64, high, stride_slot, WIDE, NARROW
-                )
+                _gather(c_s.index(to), r_s.index(to), latent, wide_N, narrow_N, start + 64, high, stride_slot, WIDE, NARROW)
                 wide_N, narrow_N = _slots(table, start + 128, high, WIDE), _slots(table, start + 128, high, NARROW)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > high:

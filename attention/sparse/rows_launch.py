@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 import triton
 from torch import Tensor
 

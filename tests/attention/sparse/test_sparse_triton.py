@@ -10,7 +10,7 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.attention.segment import Segment
-from specdec.attention.sparse.launch import Sizes, launch_scores, launch_sparse_segment
+from specdec.attention.sparse.launch import Scratch, Sizes, launch_scores, launch_selection, launch_sparse_segment
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, least_group=2, one_launch=0, block=16, slices=2, sample=8, least_room=32)
@@ -72,6 +72,34 @@ def test_scores_of_any_size(weight: float) -> None:
     if weight == 0.0:
         slots, _ = world.all_slots()
         same_rows(launched(world, 10, TINY), slots[:, :10].int(), torch.full((2,), 10, device=DEVICE))
+
+
+@pytest.mark.parametrize("case", ["best at the sampled places", "best elsewhere", "in one slice", "all equal"])
+def test_the_sample_may_mislead(case: str) -> None:
+    """Lists that are too short, too long or empty in most slices.  Keeps out: a result that depends on what was sampled."""
+    world = IndexWorld.make("causal", [400, 390], 1, 5, seed=9, device=DEVICE)
+    candidates, topk, sizes = world.candidates, 32, TINY._replace(room=1, slices=5)
+    T, N = 2, candidates.width
+    scores = torch.rand(T, N, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    sampled = torch.zeros(T, N, dtype=torch.bool, device=DEVICE)
+    for t, visible in enumerate(candidates.visible_T.tolist()):
+        sampled[t, torch.arange(16, device=DEVICE) * visible // 16] = True
+    if case == "best at the sampled places":
+        scores += 2.0 * sampled
+    elif case == "best elsewhere":
+        scores += 2.0 * ~sampled
+    elif case == "in one slice":
+        scores[:, 100:140] += 2.0
+    else:
+        scores.fill_(1.0)
+    counts, slots = (
+        torch.full((T, 5), -1, dtype=torch.int32, device=DEVICE),
+        torch.empty(T, topk, dtype=torch.int32, device=DEVICE),
+    )
+    scratch = Scratch(scores, torch.full((T, N), -1, dtype=torch.int64, device=DEVICE), counts)
+    with torch.no_grad():
+        launch_selection(candidates, topk, 0, T, scratch, slots, sizes)
+    same_rows(Segment.of_slots(slots, candidates.counts_T(topk)), *world.segment_of(scores, topk))
 
 
 @pytest.mark.parametrize(("kind", "n"), [("ragged", 4), ("tree", 7)])
