@@ -8,6 +8,7 @@ Shapes: T queries, H heads, D indexer dim, N candidates, S slices, I selected ke
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
 
 START = 4  # the time before a program of scores reads its first key, in blocks
+LONG = 1 << 18  # from here on more scores than before lie between the selection's borders
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 
@@ -34,11 +36,10 @@ class Sizes(NamedTuple):
     rows, rows_warps, rows_stages: the same in rows of several queries.
     rows_registers: of a thread; with these, two such programs fit an SM.
     group: the most queries that such a program scores; least_group: the fewest, if the row has them.
-    one_launch: rows of at most so many candidates are selected from by one launch; longer rows are filtered first.
-    block: scores of a block of the filter.
-    slices: programs of the filter that an SM is given.
-    sample: for about how many candidates one score of the filter's sample stands; at most for twice as many.
-    room, least_room: a list has room for `room` times topk scores, and for `least_room`.
+    block, warps: scores of a block of the selection, and warps of its programs.
+    slices: programs of the selection that an SM is given.
+    spread: the sample of a query's scores holds about the root of this many times their number.
+    room: for how many scores between the borders a program of the selection has room, at least, and in multiples of topk.
     """
 
     row: int = 128
@@ -51,20 +52,19 @@ class Sizes(NamedTuple):
     rows_registers: int = 128
     group: int = 64
     least_group: int = 4
-    one_launch: int = 16384
     block: int = 2048
+    warps: int = 8
     slices: int = 2
-    sample: int = 48
-    room: int = 4
-    least_room: int = 2048
+    spread: int = 128
+    room: tuple[int, int] = (1024, 2)
 
 
 class Scratch(NamedTuple):
     """What the launches for a part of the queries hand on to each other."""
 
     scores: Tensor  # [queries, N] float32
-    listed: Tensor  # [queries, N] int64
-    counts: Tensor  # [queries, S] int32
+    listed: Tensor  # [queries, N] int32
+    counts: Tensor  # [queries, S, 2] int32
 
 
 def launch_sparse_segment(
@@ -81,7 +81,7 @@ def launch_sparse_segment(
     assert candidates.segment.pages.table.stride(1) == 1
     slots_TI = torch.empty(T, min(topk, N), dtype=torch.int32, device=device)
     counts_T = candidates.counts_T(topk)
-    part = max(1, min(T, scratch_bytes // (12 * max(1, N))))
+    part = max(1, min(T, scratch_bytes // (8 * max(1, N))))
     for first in range(0, T, part):
         queries = min(part, T - first)
         scratch = launch_scores(q_THD, w_TH, keys_XD, candidates, topk, first, queries, sizes, programs)
@@ -93,10 +93,10 @@ def _scratch(queries: int, candidates: Candidates, sizes: Sizes, programs: int) 
     N, device = candidates.width, candidates.paged_T.device
     slices = max(1, min(triton.cdiv(N, sizes.block), triton.cdiv(sizes.slices * programs, queries)))
 
-    def empty(width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(queries, width, dtype=dtype, device=device)
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(queries, *shape, dtype=dtype, device=device)
 
-    return Scratch(empty(N, torch.float32), empty(N, torch.int64), empty(slices, torch.int32))
+    return Scratch(empty(N, dtype=torch.float32), empty(N), empty(slices, 2))
 
 
 @lru_cache
@@ -160,23 +160,20 @@ def launch_selection(
     segment, suffix, N, device = candidates.segment, candidates.suffix, candidates.width, slots_TI.device
     pages = segment.pages.table
     paths = pages if suffix is None else suffix.pages.table
-    visible, stride, slices = (candidates.paged_T, candidates.path_T), scratch.scores.stride(0), scratch.counts.shape[1]
-    room, padded_slices = max(128, triton.next_power_of_2(N)), 0
-    if N > sizes.one_launch:
-        room, padded_slices = list_room(topk, sizes), triton.next_power_of_2(slices)
-        filter_kernel[(queries, slices)](
-            scratch.scores, *visible, scratch.listed, scratch.counts, first, topk, stride,
-            SAMPLE=max(16, 1 << (N // sizes.sample).bit_length() - 1), LISTED=room, BLOCK_N=sizes.block, num_warps=8,
-            **chained(device),
-        )  # fmt: skip
-    select_kernel[(queries,)](
-        *scratch, candidates.rows_T, *visible, pages, paths, slots_TI, first, topk, slices, stride, pages.stride(0),
+    visible, slices = (candidates.paged_T, candidates.path_T), scratch.counts.shape[1]
+    room = triton.next_power_of_2(max(sizes.room[0], sizes.room[1] * topk * (1 if N <= LONG else 2)))
+    shared = {"LISTED": room, "BLOCK_N": sizes.block, "num_warps": sizes.warps, **chained(device)}
+    filter_kernel[(queries, slices)](
+        *scratch, *visible, first, topk, scratch.scores.stride(0), SAMPLE=sample_of(N, sizes.spread), **shared
+    )
+    select_kernel[(queries, slices)](
+        *scratch, *visible, candidates.rows_T, pages, paths, slots_TI, first, topk, scratch.scores.stride(0), pages.stride(0),
         paths.stride(0), slots_TI.stride(0), PAGE_SIZE=segment.pages.page_size, HAS_SUFFIX=suffix is not None,
-        LOG_SLICES=padded_slices.bit_length() - 1, FILTER_BLOCK=sizes.block, BLOCK_N=room,
-        num_warps=max(4, min(16, room // 512)), **chained(device),
+        LOG_SLICES=triton.next_power_of_2(slices).bit_length() - 1, **shared,
     )  # fmt: skip
 
 
-def list_room(topk: int, sizes: Sizes) -> int:
-    """For how many scores of a query the selection has room after the filter."""
-    return max(sizes.least_room, triton.next_power_of_2(sizes.room * topk))
+@lru_cache
+def sample_of(N: int, spread: int) -> int:
+    """How many of a query's scores the selection's borders are searched in: a power of two near the root of spread * N."""
+    return min(max(16, 1 << round(math.log2(max(1, spread * N)) / 2)), 16384)

@@ -1,13 +1,14 @@
 """The kernels that select each query's best scores, exactly: ties go to the lower position, and slots leave in position order.
 
-Rows of few candidates take one launch: `select_kernel` keeps a query's scores in registers and searches the last selected score
-by halves.  Rows of many take two.
-- `filter_kernel` lists the scores that can be among the best.  Several programs share a query, each with a range (slice) of its
-  scores.  Each finds the same border: a score that, by a sample of the query's scores, somewhat more than topk scores reach.
-  The scores from the border on are listed, in the order of positions, at the beginning of the slice's part of the list.
-- `select_kernel` then takes the list in the place of all scores.
-The sample only decides how long the list is.  If fewer than topk scores were listed, or more than a program takes (many equal
-scores at the border, say), `select_kernel` reads all of the query's scores as often as its search needs: slow, and as exact.
+There are two launches.  Several programs share a query, each with a range (slice) of its scores.
+- `filter_kernel` finds two borders by a sample of the query's scores, the same in each of its programs: somewhat more than topk
+  scores reach the lower one, and somewhat fewer the upper one.  It counts each slice's scores from the upper border on, which
+  are all selected, and lists those between the borders at the beginning of the slice's part of the list.
+- `select_kernel` searches the last selected score among all the query's listed ones, and writes the slots of a slice's selected
+  positions after those of earlier slices.
+The sample only decides how long the list is.  If the last selected score does not lie between the borders, or more scores do
+than a program takes (many equal ones, say), one program reads all of the query's scores as often as its search needs: slow, and
+as exact.
 
 A query that sees at most topk keys selects all of them, and its scores are not read.
 
@@ -15,7 +16,7 @@ Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernels r
 candidates, as the kernels of the scores do.  They trigger late.  Attention, which may be the next kernel, reads its rows'
 lengths before its own wait: they are made once a pass, not by these kernels.
 
-Shapes: T queries, N scores of a block, M scores of a sample, S slices, I selected keys.
+Shapes: T queries, N scores of a block, M scores of a sample, L listed scores, S slices, I selected keys.
 """
 
 import triton
@@ -25,64 +26,56 @@ from specdec.ops.topk_triton import ordered_32
 
 LEAST_32 = tl.constexpr(-2147483648)  # lower than any ordered score
 MOST_32 = tl.constexpr(2147483647)
+STEPS = tl.constexpr(24)  # of the search for borders: enough for scores of which the largest is a million times too large
 
 
 @triton.jit
-def extremes(score_N, ok_N):
-    """(smallest, largest) of ordered scores, of which those that are not ok are LEAST_32."""
-    return tl.min(tl.where(ok_N, score_N, MOST_32), 0).to(tl.int64), tl.max(score_N, 0).to(tl.int64)
+def slice_of(visible, BLOCK_N: tl.constexpr):
+    """(begin, end, size) of this program's part of a query's candidates."""
+    size = tl.cdiv(tl.cdiv(visible, tl.num_programs(1)), BLOCK_N) * BLOCK_N
+    begin = tl.program_id(1) * size
+    return begin, tl.minimum(begin + size, visible), size
 
 
 @triton.jit
-def halved(low, high, middle, count, wanted, enough):
-    """The next (low, high) of a search: `count` scores are at least `middle`, and at least `wanted` are at least `low`."""
-    next_low = tl.where(count >= wanted, middle, low)
-    next_high = tl.where(count > enough, high, tl.where(count >= wanted, middle, middle - 1))
-    return next_low, next_high
+def borders(s_M, expected):
+    """(lower, upper): of these scores, at least `expected` and five times its root more reach the lower border, and at most as
+    many fewer the upper one.  Infinite where no border was found.
 
-
-@triton.jit
-def reached_by(score_N, ok_N, wanted, enough):
-    """The largest number that at least `wanted` of the ordered scores reach, or a smaller one that at most `enough` reach."""
-    low, high = extremes(score_N, ok_N)
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        count = tl.sum((score_N >= middle.to(tl.int32)).to(tl.int32), 0)
-        low, high = halved(low, high, middle, count, wanted, enough)
-    return low.to(tl.int32)
-
-
-@triton.jit
-def chosen(score_N, ok_N, last, ties):
-    """Which scores are better than the last selected one, or among the first `ties` equal to it."""
-    tie_N = (ok_N & (score_N == last)).to(tl.int32)
-    return (ok_N & (score_N > last)) | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= ties))
-
-
-@triton.jit
-def put(to, key_N, take_N, pages, path, paged, PAGE_SIZE: tl.constexpr, HAS_SUFFIX: tl.constexpr):
-    """Writes the slots of the positions that are taken one after the other, from `to` on."""
-    paged_N = take_N & (key_N < paged)
-    page_N = tl.load(pages + key_N // PAGE_SIZE, mask=paged_N, other=0)
-    slot_N = page_N * PAGE_SIZE + key_N % PAGE_SIZE
-    if HAS_SUFFIX:
-        slot_N = tl.where(paged_N, slot_N, tl.load(path + key_N, mask=take_N & (key_N >= paged), other=0))
-    tl.store(to + tl.cumsum(take_N.to(tl.int32), 0) - 1, slot_N, mask=take_N)
-
-
-@triton.jit
-def slice_size(visible, slices, BLOCK_N: tl.constexpr):
-    """How many of a query's candidates a program of filter_kernel looks at."""
-    return tl.cdiv(tl.cdiv(visible, slices), BLOCK_N) * BLOCK_N
+    The two are searched together, by halving ranges of scores, until they are about as near as that.
+    """
+    margin = 5.0 * tl.sqrt(expected)
+    above = (expected + margin).to(tl.int32) + 4
+    below = tl.maximum(expected - margin, -1.0).to(tl.int32)  # 0: above all of the sample
+    lower, upper = -float("inf"), float("inf")
+    low_a = tl.min(s_M, 0)
+    high_a = tl.max(s_M, 0)
+    low_b, high_b = low_a, high_a
+    steps = 0
+    while steps < STEPS:
+        a = 0.5 * low_a + 0.5 * high_a
+        b = 0.5 * low_b + 0.5 * high_b
+        counts = tl.sum((s_M >= a).to(tl.int32) + ((s_M >= b).to(tl.int32) << 16), 0)
+        count_a, count_b = counts & 0xFFFF, counts >> 16
+        lower = tl.where(count_a >= above, a, lower)
+        low_a, high_a = tl.where(count_a >= above, a, low_a), tl.where(count_a >= above, high_a, a)
+        upper = tl.where(count_b <= below, b, upper)
+        low_b, high_b = tl.where(count_b <= below, low_b, b), tl.where(count_b <= below, b, high_b)
+        near_a = (count_a >= above) & (count_a <= above + above // 8)
+        near_b = (count_b <= below) & (count_b >= below - below // 8)
+        low_a, high_a = tl.where(near_a, a, low_a), tl.where(near_a, a, high_a)
+        low_b, high_b = tl.where(near_b, b, low_b), tl.where(near_b, b, high_b)
+        steps = tl.where(near_a & near_b, STEPS, steps + 1)
+    return lower, upper
 
 
 @triton.jit(do_not_specialize=["first_token", "topk"])
 def filter_kernel(
     scores,  # [queries, stride_scores] float32
+    listed,  # [queries, stride_scores] int32: ordered scores
+    counts,  # [queries, slices, 2] int32: how many scores of each slice are listed, and how many are above the upper border
     paged_T,  # [T] int32
     path_T,  # [T] int32
-    listed,  # [queries, stride_scores] int64: ordered scores, each above its position
-    counts,  # [queries, slices] int32: how many scores of each slice are listed
     first_token,
     topk,
     stride_scores,
@@ -94,10 +87,8 @@ def filter_kernel(
     place = tl.program_id(0).to(tl.int64)
     paged = tl.load(paged_T + first_token + place)
     visible = paged + tl.load(path_T + first_token + place)
-    per_slice = slice_size(visible, tl.num_programs(1), BLOCK_N)
-    begin = tl.program_id(1) * per_slice
-    end = tl.minimum(begin + per_slice, visible)
-    at = counts + place * tl.num_programs(1) + tl.program_id(1)
+    begin, end, _ = slice_of(visible, BLOCK_N)
+    at = counts + (place * tl.num_programs(1) + tl.program_id(1)) * 2
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -105,51 +96,90 @@ def filter_kernel(
         return
     if begin >= end:
         tl.store(at, 0)
+        tl.store(at + 1, 0)
         return
     n = tl.arange(0, BLOCK_N)
     scores += place * stride_scores
     s_N = tl.load(scores + begin + n, mask=begin + n < end, other=0.0)  # blocks are read one ahead
-    border = tl.full([], LEAST_32, tl.int32)
+    lower, upper = -float("inf"), float("inf")
     if visible > LISTED:
-        # Of the query's scores, p of the sample are expected to be among the best topk, give or take the root of p.
-        p = topk * (SAMPLE / visible.to(tl.float32))
-        wanted = (p + 5.0 * tl.sqrt(p)).to(tl.int32) + 4
         m = tl.arange(0, SAMPLE)
-        sample_M = ordered_32(tl.load(scores + m.to(tl.int64) * visible // SAMPLE))
-        border = reached_by(sample_M, m >= 0, wanted, wanted + wanted // 8)
+        s_M = tl.load(scores + m.to(tl.int64) * visible // SAMPLE)
+        lower, upper = borders(s_M, topk * (SAMPLE / visible.to(tl.float32)))
     listed += place * stride_scores + begin
     found = 0
+    above = 0
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+        ok_N = start + n < end
+        above += tl.sum((ok_N & (s_N >= upper)).to(tl.int32), 0)
+        take_N = (ok_N & (s_N >= lower) & (s_N < upper)).to(tl.int32)
         score_N = ordered_32(s_N)
-        take_N = (start + n < end) & (score_N >= border)
         s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < end, other=0.0)
-        key_N = (score_N.to(tl.int64) << 32) | (start + n).to(tl.int64)
-        tl.store(listed + found + tl.cumsum(take_N.to(tl.int32), 0) - 1, key_N, mask=take_N)
-        found += tl.sum(take_N.to(tl.int32), 0)
+        tl.store(listed + found + tl.cumsum(take_N, 0) - 1, score_N, mask=take_N > 0)
+        found += tl.sum(take_N, 0)
     tl.store(at, found)
+    tl.store(at + 1, above)
 
 
 @triton.jit
-def listed_keys(listed, count_S, total, per_slice, SLICES: tl.constexpr, LOG_SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[N] (ordered score, position): the listed scores of a query, in the order of positions."""
-    n = tl.arange(0, BLOCK_N)
-    at_N = n
-    if SLICES > 1:
-        offset_S = tl.cumsum(count_S, 0) - count_S
-        slice_N = tl.zeros([BLOCK_N], tl.int32)  # of each place in the list: the last slice that begins at or before it
-        for bit in tl.static_range(LOG_SLICES):
-            higher_N = slice_N + (SLICES >> (bit + 1))
-            slice_N = tl.where(tl.gather(offset_S, higher_N, 0) <= n, higher_N, slice_N)
-        at_N = n - tl.gather(offset_S, slice_N, 0) + slice_N * per_slice
-    key_N = tl.load(listed + at_N, mask=n < total, other=0)
-    return tl.where(n < total, (key_N >> 32).to(tl.int32), LEAST_32), (key_N & 0xFFFFFFFF).to(tl.int32)
+def extremes(score_L, ok_L):
+    """(smallest, largest) of ordered scores, of which those that are not ok are LEAST_32."""
+    return tl.min(tl.where(ok_L, score_L, MOST_32), 0).to(tl.int64), tl.max(score_L, 0).to(tl.int64)
 
 
 @triton.jit
-def select_by_reading_again(
-    scores, visible, topk, slots, pages, path, paged, PAGE_SIZE: tl.constexpr, HAS_SUFFIX: tl.constexpr, BLOCK_N: tl.constexpr
+def halved(low, high, middle, count, wanted):
+    """The next (low, high) of a search for a number that `wanted` scores reach; `count` scores reach `middle`."""
+    next_low = tl.where(count >= wanted, middle, low)
+    return next_low, tl.where(count > wanted, high, tl.where(count == wanted, middle, middle - 1))
+
+
+@triton.jit
+def last_of(score_L, ok_L, wanted):
+    """The `wanted`-th largest of ordered scores, or a number between it and the next smaller one."""
+    low, high = extremes(score_L, ok_L)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        count = tl.sum((score_L >= middle.to(tl.int32)).to(tl.int32), 0)
+        low, high = halved(low, high, middle, count, wanted)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def put_best(
+    scores, begin, end, last, ties, slots, pages, path, paged, PAGE_SIZE: tl.constexpr, HAS_SUFFIX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Selects from any number of scores.  Every step of the search reads all of them."""
+    """Writes the slots of a slice's scores that are better than `last`, and of the first `ties` equal to it.
+
+    last: LEAST_32 if all are selected; their scores are then not read.
+    """
+    n = tl.arange(0, BLOCK_N)
+    scored = tl.where(last == LEAST_32, begin, end)  # scores that this program reads end here
+    s_N = tl.load(scores + begin + n, mask=begin + n < scored, other=0.0)  # blocks are read one ahead
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+        key_N = start + n
+        score_N = ordered_32(s_N)
+        take_N = (key_N < end) & (score_N > last)
+        if ties > 0:  # most slices hold no tie that is selected
+            tie_N = ((key_N < end) & (score_N == last)).to(tl.int32)
+            take_N = take_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= ties))
+            ties -= tl.minimum(tl.sum(tie_N, 0), ties)
+        s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < scored, other=0.0)
+        paged_N = take_N & (key_N < paged)
+        page_N = tl.load(pages + key_N // PAGE_SIZE, mask=paged_N, other=0)
+        slot_N = page_N * PAGE_SIZE + key_N % PAGE_SIZE
+        if HAS_SUFFIX:
+            slot_N = tl.where(paged_N, slot_N, tl.load(path + key_N, mask=take_N & (key_N >= paged), other=0))
+        tl.store(slots + tl.cumsum(take_N.to(tl.int32), 0) - 1, slot_N, mask=take_N)
+        slots += tl.sum(take_N.to(tl.int32), 0)
+
+
+@triton.jit
+def last_of_all(scores, visible, topk, BLOCK_N: tl.constexpr):
+    """(the topk-th largest of any number of scores, how many of those equal to it are selected).  Every step of the search
+    reads all of them.
+    """
     n = tl.arange(0, BLOCK_N)
     low = tl.full([], MOST_32, tl.int64)
     high = tl.full([], LEAST_32, tl.int64)
@@ -165,81 +195,96 @@ def select_by_reading_again(
             ok_N = start + n < visible
             score_N = ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0))
             count += tl.sum((ok_N & (score_N >= middle)).to(tl.int32), 0)
-        low, high = halved(low, high, middle, count, topk, topk)
-    last = low.to(tl.int32)
+        low, high = halved(low, high, middle, count, topk)
     ties = topk
     for start in tl.range(0, visible, BLOCK_N, num_stages=1):
         ok_N = start + n < visible
         score_N = ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0))
-        ties -= tl.sum((ok_N & (score_N > last)).to(tl.int32), 0)
-    for start in tl.range(0, visible, BLOCK_N, num_stages=1):
-        ok_N = start + n < visible
-        score_N = ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0))
-        take_N = chosen(score_N, ok_N, last, ties)
-        put(slots, start + n, take_N, pages, path, paged, PAGE_SIZE, HAS_SUFFIX)
-        slots += tl.sum(take_N.to(tl.int32), 0)
-        ties -= tl.sum((take_N & (score_N == last)).to(tl.int32), 0)
+        ties -= tl.sum((ok_N & (score_N > low)).to(tl.int32), 0)
+    return low.to(tl.int32), ties
+
+
+@triton.jit
+def listed_scores(listed, count_S, size, SLICES: tl.constexpr, LOG_SLICES: tl.constexpr, LISTED: tl.constexpr):
+    """[L]: the listed scores of a query, slice after slice, and LEAST_32 after them."""
+    place_L = tl.arange(0, LISTED)
+    at_L = place_L
+    if SLICES > 1:
+        offset_S = tl.cumsum(count_S, 0) - count_S
+        slice_L = tl.zeros([LISTED], tl.int32)  # of each place in the list: the last slice that begins at or before it
+        for bit in tl.static_range(LOG_SLICES):
+            higher_L = slice_L + (SLICES >> (bit + 1))
+            slice_L = tl.where(tl.gather(offset_S, higher_L, 0) <= place_L, higher_L, slice_L)
+        at_L = place_L - tl.gather(offset_S, slice_L, 0) + slice_L * size
+    return tl.load(listed + at_L, mask=place_L < tl.sum(count_S, 0), other=LEAST_32)
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "topk", "slices", "stride_row", "stride_suffix", "stride_out"],
+    do_not_specialize=["first_token", "topk", "stride_row", "stride_suffix", "stride_out"],
     do_not_specialize_on_alignment=["page_table", "rows_T", "paged_T", "path_T", "suffix"],
 )
 def select_kernel(
     scores,  # [queries, stride_scores] float32
-    listed,  # [queries, stride_scores] int64
-    counts,  # [queries, slices] int32
-    rows_T,  # [T] int32
+    listed,  # [queries, stride_scores] int32
+    counts,  # [queries, slices, 2] int32
     paged_T,  # [T] int32
     path_T,  # [T] int32
+    rows_T,  # [T] int32
     page_table,  # [R, W] int32
     suffix,  # [T, P] int32 slots
     slots,  # [T, I] int32
     first_token,
     topk,
-    slices,
     stride_scores,
     stride_row,
     stride_suffix,
     stride_out,
     PAGE_SIZE: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
-    LOG_SLICES: tl.constexpr,  # -1: there is no list, and no row has more than BLOCK_N candidates
-    FILTER_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # not less than topk
+    LOG_SLICES: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
+    slices = tl.num_programs(1)
     token = first_token + place
     paged = tl.load(paged_T + token)
     visible = paged + tl.load(path_T + token)
     pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
     path = suffix + token * stride_suffix - paged
+    begin, end, size = slice_of(visible, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.arange(0, BLOCK_N)
-    key_N = n
-    take_N = n < visible
+    if begin >= end:
+        return
     scores += place * stride_scores
     slots += token * stride_out
+    last = tl.full([], LEAST_32, tl.int32)
+    ties = 0  # how many of the scores equal to the last one are still to be selected in this slice
+    at = begin
     if visible > topk:
-        if LOG_SLICES < 0:
-            ok_N = n < visible
-            score_N = tl.where(ok_N, ordered_32(tl.load(scores + n, mask=ok_N, other=0.0)), LEAST_32)
+        s = tl.arange(0, 1 << LOG_SLICES)
+        at_S = counts + (place * slices + s) * 2
+        count_S = tl.load(at_S, mask=s < slices, other=0)
+        above_S = tl.load(at_S + 1, mask=s < slices, other=0)
+        total = tl.sum(count_S, 0)
+        wanted = topk - tl.sum(above_S, 0)
+        if (wanted > 0) & (wanted <= total) & (total <= LISTED):
+            score_L = listed_scores(listed + place * stride_scores, count_S, size, 1 << LOG_SLICES, LOG_SLICES, LISTED)
+            l = tl.arange(0, LISTED)
+            last = last_of(score_L, l < total, wanted)
+            before = tl.sum(tl.where(s < tl.program_id(1), count_S, 0), 0)
+            better_L = (score_L > last).to(tl.int32)
+            ties_before = tl.sum(((score_L == last) & (l < before)).to(tl.int32), 0)
+            ties = wanted - tl.sum(better_L, 0)
+            at = tl.sum(tl.where(s < tl.program_id(1), above_S, 0), 0) + tl.sum(tl.where(l < before, better_L, 0), 0)
+            at += tl.minimum(ties_before, ties)
+            ties = tl.maximum(ties - ties_before, 0)
         else:
-            s = tl.arange(0, 1 << LOG_SLICES)
-            count_S = tl.load(counts + place * slices + s, mask=s < slices, other=0)
-            total = tl.sum(count_S, 0)
-            ok_N = n < total
-            per_slice = slice_size(visible, slices, FILTER_BLOCK)
-            score_N, key_N = listed_keys(
-                listed + place * stride_scores, count_S, tl.minimum(total, BLOCK_N), per_slice, 1 << LOG_SLICES, LOG_SLICES,
-                BLOCK_N,
-            )  # fmt: skip
-            if (total < topk) | (total > BLOCK_N):
-                select_by_reading_again(scores, visible, topk, slots, pages, path, paged, PAGE_SIZE, HAS_SUFFIX, BLOCK_N)
-                ok_N = n < 0
-        last = reached_by(score_N, ok_N, topk, topk)
-        take_N = chosen(score_N, ok_N, last, topk - tl.sum((ok_N & (score_N > last)).to(tl.int32), 0))
-    put(slots, key_N, take_N, pages, path, paged, PAGE_SIZE, HAS_SUFFIX)
+            if begin > 0:
+                return
+            last, ties = last_of_all(scores, visible, topk, BLOCK_N)
+            end = visible
+    put_best(scores, begin, end, last, ties, slots + at, pages, path, paged, PAGE_SIZE, HAS_SUFFIX, BLOCK_N)
