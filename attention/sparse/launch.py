@@ -24,7 +24,7 @@ from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
 
 START = 4  # the time before a program of scores reads its first key, in blocks
-LONG = 1 << 18  # from here on more scores than before lie between the selection's borders
+LONG = 160_000  # from here on more scores than before lie between the selection's borders
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 

@@ -42,7 +42,7 @@ def _gather(to_c, to_r, latent, wide_N, narrow_N, start, high, stride, WIDE: gl.
 
 
 @gluon.jit(
-    do_not_specialize=["stride_row", "states"],
+    do_not_specialize=["stride_row"],
     do_not_specialize_on_alignment=["slots", "counts"],
 )
 def rows_hopper_kernel(
@@ -74,7 +74,7 @@ def rows_hopper_kernel(
     split = gl.program_id(1)
     splits = gl.num_programs(1)
     length = gl.load(counts + token)
-    per_split = gl.cdiv(gl.maximum(gl.cdiv(length, splits), LEAST), 64) * 64
+    per_split = gl.cdiv(gl.maximum(gl.cdiv(length, splits), LEAST), LEAST) * LEAST
     low = split * per_split
     high = gl.minimum(low + per_split, length)
     table = slots + token * stride_row
@@ -89,8 +89,7 @@ def rows_hopper_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
-        if low >= high:  # an idle split: the merge does not read its output
-            gl.store(lse + state_M, gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S)))
+        if low >= high:  # an idle split: the merge does not read its state
             return
     wide_N, narrow_N = _slots(table, low, high, WIDE), _slots(table, low, high, NARROW)
     wide2_N, narrow2_N = _slots(table, low + 64, high, WIDE), _slots(table, low + 64, high, NARROW)

@@ -48,7 +48,7 @@ def attend_rows(q_THL: Tensor, view: MLAView, plan: TritonPlan, scale: float, pr
     state = result if splits == 1 else plan.scratch(T, H, splits, C, device)
     launch_rows(q_THL, latent, slots_TI, counts_T, state, scale, splits)
     if splits > 1:
-        launch_merge(state, result, splits)
+        launch_merge(state, result, counts_T, splits)
     return result
 
 
@@ -66,13 +66,13 @@ def launch_rows(
     )  # fmt: skip
 
 
-def launch_merge(partial: AttentionState, state: AttentionState, splits: int) -> None:
+def launch_merge(partial: AttentionState, state: AttentionState, counts_T: Tensor, splits: int) -> None:
     """Merges the splits' states."""
     T, H, C = state.out_THD.shape
     padded_states = triton.next_power_of_2(splits)
     merge_rows_kernel[(T, H // MERGED_HEADS, C // (8 * MERGED_GROUPS))](
-        *partial, *state, splits, HEADS=H, RANK=C, BLOCK_P=MERGED_HEADS, BLOCK_G=MERGED_GROUPS,
-        PADDED_STATES=padded_states, UNROLL=min(MERGED_STATES, padded_states), num_warps=4,
+        *partial, *state, counts_T, splits, HEADS=H, RANK=C, BLOCK_P=MERGED_HEADS, BLOCK_G=MERGED_GROUPS,
+        PADDED_STATES=padded_states, UNROLL=min(MERGED_STATES, padded_states), LEAST=BLOCK, num_warps=4,
         **chained(state.out_THD.device),
     )  # fmt: skip
 

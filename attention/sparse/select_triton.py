@@ -46,7 +46,7 @@ def borders(s_M, expected):
     """
     margin = 5.0 * tl.sqrt(expected)
     above = (expected + margin).to(tl.int32) + 4
-    below = tl.maximum(expected - margin, -1.0).to(tl.int32)  # 0: above all of the sample
+    below = tl.maximum(expected - margin, -1.0).to(tl.int32)  # 0: above all of the sample; -1: there is no upper border
     lower, upper = -float("inf"), float("inf")
     low_a = tl.min(s_M, 0)
     high_a = tl.max(s_M, 0)
@@ -62,7 +62,7 @@ def borders(s_M, expected):
         upper = tl.where(count_b <= below, b, upper)
         low_b, high_b = tl.where(count_b <= below, low_b, b), tl.where(count_b <= below, b, high_b)
         near_a = (count_a >= above) & (count_a <= above + above // 8)
-        near_b = (count_b <= below) & (count_b >= below - below // 8)
+        near_b = (below < 0) | ((count_b <= below) & (count_b >= below - below // 8))
         low_a, high_a = tl.where(near_a, a, low_a), tl.where(near_a, a, high_a)
         low_b, high_b = tl.where(near_b, b, low_b), tl.where(near_b, b, high_b)
         steps = tl.where(near_a & near_b, STEPS, steps + 1)

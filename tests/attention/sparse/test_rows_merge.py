@@ -17,18 +17,20 @@ def test_merged_states(splits: int) -> None:
     generator = torch.Generator().manual_seed(splits)
     out_THSC = torch.randn(T, H, splits, C, generator=generator)
     lse_THS = torch.randn(T, H, splits, generator=generator) * 3
-    live_T = torch.tensor([splits, max(1, splits // 2), 0])
+    counts_T = torch.tensor([splits * 64, splits * 64 // 2 + 1, 0], dtype=torch.int32)
+    live_T = (counts_T + 63) // 64
     idle_TS = torch.arange(splits) >= live_T[:, None]
     lse_THS.masked_fill_(idle_TS[:, None], -torch.inf)
     want_lse_TH = lse_THS.double().logsumexp(2)
     weights_THS = (lse_THS - want_lse_TH.clamp(min=-1e30)[..., None]).exp()
     want_THC = (weights_THS[..., None] * out_THSC).sum(2)
     out_THSC.masked_fill_(idle_TS[:, None, :, None], torch.nan)
+    lse_THS.masked_fill_(idle_TS[:, None], torch.nan)
     # [T, tiles, 64, S, C / 8, 8] as the kernel leaves it: [T, tiles, S, C / 8, 64, 8].
     left = out_THSC.view(T, H // 64, 64, splits, C // 8, 8).permute(0, 1, 3, 4, 2, 5).contiguous()
     partial = AttentionState(left.view(T, H, splits, C).to(DEVICE), lse_THS.to(DEVICE))
     state = AttentionState.empty((T, H, C), torch.float32, torch.device(DEVICE))
-    launch_merge(partial, state, splits)
+    launch_merge(partial, state, counts_T.to(DEVICE), splits)
     torch.testing.assert_close(state.out_THD.cpu().double(), want_THC, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state.lse_TH.cpu().double(), want_lse_TH, atol=1e-5, rtol=1e-5)
 
