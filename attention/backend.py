@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
@@ -31,7 +31,7 @@ class Backend(ABC):
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         """The partial softmax state of every query over the keys of its row."""
 
-    def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+    def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         """Norms and rotates heads as `prep` says, writes keys and values to their slots (int64 [T]), returns the queries [T, Q,
         D].
 

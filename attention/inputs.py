@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan
@@ -146,6 +146,7 @@ class HeadInputs(LayerInputs):
     prep: HeadPrep
 
     def paged(self, call: LayerCall) -> Tensor:
+        assert isinstance(call.view, HeadsView), f"heads of one width need a cache of such heads, got {call.view}"
         return call.attend(call.asked(call.backend.store(call.view, self.qkv_TXD, call.slots_T, self.prep)))
 
     def dense(self) -> DenseHeads:

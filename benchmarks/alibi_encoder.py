@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
@@ -49,15 +49,7 @@ def timed(steps: list[Callable[[], Tensor]], replays: int) -> float:
     with torch.cuda.graph(graph):
         for step in steps:
             step()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:]) / len(steps)
+    return replay_us(graph, replays) / len(steps)
 
 
 def layers_of(slots: int, K: int, D: int) -> list[MHAView]:

@@ -24,7 +24,6 @@ import importlib.metadata
 import itertools
 import json
 import platform
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
@@ -213,15 +213,7 @@ def timed(step: Callable[[World], list[Tensor]], world: World, replays: int) -> 
         outs = step(world)
     for out in outs:
         out.fill_(float("nan"))
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:]) / world.layers, outs[-1]
+    return replay_us(graph, replays) / world.layers, outs[-1]
 
 
 def apart(out: Tensor, want: Tensor) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.ops.norm import add_rms_norm, rms_norm
@@ -52,15 +53,7 @@ def graph_us(step: Callable[[], object], replays: int = 25) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    times = []
-    for _ in range(3 + replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(torch.tensor(times[3:]).median())
+    return replay_us(graph, replays)
 
 
 def new_weight(O: int, I: int, dtype: torch.dtype = DTYPE) -> Tensor:

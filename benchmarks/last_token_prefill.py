@@ -22,30 +22,14 @@ from unittest.mock import patch
 
 import torch
 import triton
-from round_8b import DRAFT_VOCAB, TARGET, prefill_ms
+from round_8b import TARGET, prefill_ms, random_pair
 
-from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
-from specdec.models.causal_lm import CausalLM
-from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
-from specdec.models.kv import kv_token_bytes
+from specdec.models.kv import cache_layout
 
 HALF = TARGET.num_layers // 2
 SHARING = replace(TARGET, kv_source=(*range(HALF), *[HALF - 1] * HALF))
 PROMPTS = ((1, 1024), (1, 8192), (8, 1024))
-
-
-def random_models(config: ModelConfig, max_positions: int) -> tuple[CausalLM, DraftHead]:
-    """The target and its head with normal weights, made on the GPU."""
-    device = torch.device("cuda", 0)
-    model = build(lambda: CausalLM(config, max_positions), device, torch.bfloat16)
-    shape = HeadConfig(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", (1, 7, 14), TARGET.hidden_size, DRAFT_VOCAB)
-    head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
-    head.embed_tokens = model.embed_tokens
-    for parameter in {*model.parameters(), *head.parameters()}:
-        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    head.d2t_V = torch.arange(DRAFT_VOCAB, device=device) * 3
-    return model, head
 
 
 def last_layer(config: ModelConfig, aux_layers: Sequence[int]) -> int:
@@ -60,13 +44,14 @@ def main() -> None:
     torch.manual_seed(0)
     rows = []
     for config in (TARGET, SHARING):
-        model, head = random_models(config, max(tokens for _, tokens in PROMPTS) + 2048)
+        most = max(tokens for _, tokens in PROMPTS) + 2048
+        model, head = random_pair(most, torch.device("cuda", 0), config, aux_layers=(1, 7, 14))
         for limits in (False,) if config is TARGET else (False, True):
             for batch, tokens in PROMPTS:
                 with nullcontext() if limits or config is TARGET else patch.object(ModelConfig, "first_of_rows", last_layer):
                     ms = prefill_ms(model, head, batch, tokens)
                 what = "all sharing layers" if limits else "last layer"
-                kv_bytes = kv_token_bytes(config, "auto", torch.bfloat16)
+                kv_bytes = sum(map(cache_layout(config, "auto", torch.bfloat16).layer_bytes, set(config.kv_source)))
                 rows.append({
                     "shares": config is SHARING, "limited": what, "batch": batch, "tokens": tokens, "ms": ms,
                     "kv_bytes_a_token": kv_bytes,

@@ -25,7 +25,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
 from specdec.generation import Generation, Stats
-from specdec.models.kv import kv_token_bytes
+from specdec.models.kv import cache_layout
 from specdec.train.head import train_head
 from specdec.train.settings import HeadRun
 from specdec.train.text import load_documents
@@ -75,10 +75,16 @@ def accepted(pair: Path, prompts: list[list[int]], shape: tuple[int, int, int], 
         "accept_length": Stats.total([out.stats for out in outputs]).accept_length,
         "equal_to_plain": sum(a.token_ids == b.token_ids for a, b in zip(outputs, plain, strict=True)),
         "prompts": len(prompts),
-        "target_bytes_a_token": kv_token_bytes(decoder.model.config, cache, torch.float32),
+        "target_bytes_a_token": target_bytes(decoder, cache),
     }
     print(row, flush=True)
     return row, outputs
+
+
+def target_bytes(decoder: SpecDecoder, cache: str) -> int:
+    """Of one token, in all layers of the target."""
+    layout = cache_layout(decoder.model.config, cache, torch.float32)
+    return sum(map(layout.layer_bytes, range(decoder.model.config.num_layers)))
 
 
 def decoder_of(pair: Path, shape: tuple[int, int, int], cache: str) -> SpecDecoder:

@@ -26,7 +26,6 @@ import importlib.metadata
 import itertools
 import json
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
@@ -170,15 +170,7 @@ def timed(step: Callable[[Any], list[Tensor]], world: Any, replays: int) -> tupl
         outs = step(world)
     for out in outs:
         out.fill_(float("nan"))
-    times = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:]) / world.layers, outs[-1]
+    return replay_us(graph, replays) / world.layers, outs[-1]
 
 
 def error(world: World, out: Tensor, view: LatentView) -> float:

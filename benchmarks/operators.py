@@ -108,7 +108,7 @@ def dispatch_rows() -> list[dict[str, Any]]:
         ),
         "paged_attention": (
             lambda: backend.run(qkv[:, :Q], view, segment, Scoring(D**-0.5)),
-            lambda: PAGED_ATTENTION(qkv[:, :Q], view.kv, *rows),
+            lambda: PAGED_ATTENTION(qkv[:, :Q], view.kv, None, False, *rows),
         ),
     }
     found = []

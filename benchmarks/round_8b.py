@@ -96,10 +96,12 @@ def this_gpu() -> Gpu:
     return known
 
 
-def random_pair(max_positions: int, device: torch.device) -> tuple[CausalLM, DraftHead]:
-    """Both models with normal weights, made on the GPU."""
-    model = build(lambda: CausalLM(TARGET, max_positions), device, torch.bfloat16)
-    shape = HeadConfig(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", (1, 15, 28), TARGET.hidden_size, DRAFT_VOCAB)
+def random_pair(
+    max_positions: int, device: torch.device, target: ModelConfig = TARGET, aux_layers: tuple[int, int, int] = (1, 15, 28)
+) -> tuple[CausalLM, DraftHead]:
+    """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs."""
+    model = build(lambda: CausalLM(target, max_positions), device, torch.bfloat16)
+    shape = HeadConfig(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", aux_layers, TARGET.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
     for parameter in {*model.parameters(), *head.parameters()}:

@@ -58,7 +58,7 @@ class SparseWorld(World):
         self.chosen = [self.select(layer) for layer in range(self.layers)]
 
     def select(self, layer: int) -> Segment:
-        return sparse_segment(self.q_THD, self.w_TH, self.keys_LXD[layer], self.plan, TOPK, self.candidates)
+        return sparse_segment(self.q_THD, self.w_TH, self.keys_LXD[layer], self.candidates, TOPK)
 
     def attend(self, layer: int, segment: Segment) -> Tensor:
         return TritonBackend().run(self.q_THL, self.views[layer], segment, SCALING).out_THD

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
@@ -90,15 +90,7 @@ def layer_time(world: World, calls: Callable[[Tensor, Tensor], list[Call]], afte
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:]) / len(world.rows)
+    return replay_us(graph, replays) / len(world.rows)
 
 
 def nothing(*outs: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.planes import HeadsView
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling, sample_rows
 from specdec.batch.state import BatchState
@@ -71,7 +72,9 @@ class TargetVerifier:
         """
         assert isinstance(self.model, EncoderDecoder) and self.sources is not None
         for layer, kv_S2KD in enumerate(self.model.read_text(ids_S, self.backend)):
-            self.sources.view(layer).write(slots_S, kv_S2KD)
+            view = self.sources.view(layer)
+            assert isinstance(view, HeadsView), f"an encoder's texts need a cache of ordinary heads, got {view}"
+            view.write(slots_S, kv_S2KD)
 
     def prefill(
         self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode, with_features: bool = True

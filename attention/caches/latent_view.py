@@ -53,9 +53,6 @@ class LatentView(ABC):
     def width(self) -> int:
         """L."""
 
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        raise TypeError("a latent cache takes no keys and values; layers use latent.mla.store_latent")
-
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, 1, L] and values [N, 1, C] of the slots (int64 [N]).  The values are a view of the keys."""
         k_N1L = self.latents(slots_N, dtype)[:, None]

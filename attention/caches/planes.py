@@ -39,13 +39,21 @@ class Plane(NamedTuple):
 
 
 class KVView(Protocol):
-    """One layer's part of a cache.  These two methods serve every attention backend; kernels also read a view's tensors."""
+    """One layer's part of a cache.  Every attention backend can read it by this method; kernels read a view's tensors.
 
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        """Stores keys and values [T, 2, K, D], already normed and rotated, at the slots (int64 [T])."""
+    How a layer stores depends on what it keeps: each kind of view has a method of its own for that.
+    """
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), converted to that dtype."""
+
+
+@runtime_checkable
+class HeadsView(KVView, Protocol):
+    """A view of ordinary heads, whose keys and values have one width."""
+
+    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
+        """Stores keys and values [T, 2, K, D], already normed and rotated, at the slots (int64 [T])."""
 
 
 @runtime_checkable

@@ -41,9 +41,6 @@ class SparseLatentView:
         """Latents [T, L] as a later read of the cache would return them."""
         return self.latents.as_stored(kept)
 
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        self.latents.write(slots_T, kv_T2KD)
-
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.latents.read(slots_N, dtype)
 

@@ -29,9 +29,6 @@ class SplitView:
         """Keys and values."""
         return self.k, self.v
 
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        raise TypeError("keys and values of different width are no single tensor; layers use write_heads")
-
     def write_heads(self, slots_T: Tensor, k_TKD: Tensor, v_TKE: Tensor) -> None:
         """Stores keys, already normed and rotated, and values at the slots (int64 [T])."""
         self.k.index_copy_(0, slots_T, k_TKD)
@@ -66,7 +63,7 @@ class SplitLayout(CacheLayout):
 
 @dataclass(frozen=True)
 class PairedView:
-    """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.
+    """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.  Its MHAView stores.
 
     Heads 2i and 2i + 1 are a pair.  The softmax of each of its two keys weighs the pair's two values side by side.
     """
@@ -78,9 +75,6 @@ class PairedView:
         """Keys and values of the pairs, [num_slots, K / 2, 2 D] each: views.  A query reads one half of a pair's key."""
         k, v = self.kv.unflatten(2, (-1, 2)).flatten(3).unbind(1)
         return k, v
-
-    def write(self, slots_T: Tensor, kv_T2KD: Tensor) -> None:
-        self.kv.index_copy_(0, slots_T, kv_T2KD)
 
     def read(self, slots_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, K, D] and values [N, K, 2 D] of the slots (int64 [N])."""

@@ -21,9 +21,7 @@ from specdec.attention.segment import Segment
 from specdec.attention.state import with_sinks
 
 
-def encoder_segment(
-    cu_seqlens: Tensor, longest: int, positions_T: Tensor, reach: int | None = None, ragged: bool = True
-) -> Segment:
+def encoder_segment(cu_seqlens: Tensor, longest: int, positions_T: Tensor, reach: int | None, *, ragged: bool) -> Segment:
     """What the tokens of packed texts read: all of their own text, or what lies within `reach` tokens on either side.
 
     cu_seqlens: [B + 1] int32, cumulative lengths of the texts.

@@ -35,6 +35,17 @@ def quantised(x_C, PADDED_RANK: tl.constexpr):
 
 
 @triton.jit
+def turn_of(table, position, e, ok_E, HALF: tl.constexpr):
+    """A position's cosines and sines, for the lower and the upper half of rotated pairs: (cos, cos, sin, sin)."""
+    turn_E = table + position * (4 * HALF) + e
+    cos_low_E = tl.load(turn_E, mask=ok_E, other=0.0).to(tl.float32)
+    cos_high_E = tl.load(turn_E + HALF, mask=ok_E, other=0.0).to(tl.float32)
+    sin_low_E = tl.load(turn_E + 2 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    sin_high_E = tl.load(turn_E + 3 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    return cos_low_E, cos_high_E, sin_low_E, sin_high_E
+
+
+@triton.jit
 def rotated(at, ok, cos_low, cos_high, sin_low, sin_high, HALF: tl.constexpr):
     """Both halves of rotated pairs: x * cos + rotate_half(x) * sin.  The sine table carries the sign of rotate_half."""
     low = tl.load(at, mask=ok, other=0.0).to(tl.float32)
@@ -77,11 +88,7 @@ def store_latent_kernel(
     ok_E = e < HALF
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
-    turn_E = table + position * (4 * HALF) + e
-    cos_low_E = tl.load(turn_E, mask=ok_E, other=0.0).to(tl.float32)
-    cos_high_E = tl.load(turn_E + HALF, mask=ok_E, other=0.0).to(tl.float32)
-    sin_low_E = tl.load(turn_E + 2 * HALF, mask=ok_E, other=0.0).to(tl.float32)
-    sin_high_E = tl.load(turn_E + 3 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn_of(table, position, e, ok_E, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

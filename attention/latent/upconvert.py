@@ -47,10 +47,10 @@ def first_rows(lens: Sequence[int], tokens: int) -> list[int]:
     return firsts
 
 
-def workspace_starts(lens_B: Tensor, firsts: Sequence[int], page_size: int = 1) -> Tensor:
+def workspace_starts(lens_B: Tensor, firsts: Sequence[int], page_size: int) -> Tensor:
     """[B]: where each row begins in the workspace, if every row begins at a page's first slot and every chunk at slot 0.
 
-    Example: rows of 10, 15, 20 and 5 tokens, in two chunks of two rows, start at 0, 10, 0 and 20.
+    Example: with pages of one slot, rows of 10, 15, 20 and 5 tokens in two chunks of two rows start at 0, 10, 0 and 20.
     """
     taken_B = -(-lens_B // page_size) * page_size
     before_B = taken_B.cumsum(0, dtype=lens_B.dtype) - taken_B

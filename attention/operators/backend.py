@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.kinds import PLAIN, Scoring
@@ -44,7 +44,7 @@ class OperatorBackend(Backend):
     name = "operators"
     reads_no_lengths = True
 
-    def store(self, view: KVView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+    def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         if not isinstance(view, MHAView | QuantView):
             raise _unknown(view)
         scale_2K = scales_N2K = None
@@ -65,10 +65,8 @@ class OperatorBackend(Backend):
         scale, local = scoring.factor(q_THD.shape[-1]), (segment.starts_T, segment.span)
         if isinstance(view, MLAView):
             assert scoring.scale is not None and scoring.softcap is None
-            return AttentionState(*LATENT_ATTENTION(q_THD, view.latent, *rows, view.rank, scale, *local, segment.ragged))
-        kv, scales, paired = _tensors(view)
-        numbers = (scale, scoring.softcap)
-        return AttentionState(*PAGED_ATTENTION(q_THD, kv, *rows, *numbers, *local, scales, segment.ragged, paired))
+            return AttentionState(*LATENT_ATTENTION(q_THD, view.latent, view.rank, *rows, scale, *local, segment.ragged))
+        return AttentionState(*PAGED_ATTENTION(q_THD, *_tensors(view), *rows, scale, scoring.softcap, *local, segment.ragged))
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN) -> AttentionState:
         plan: AttentionPlan = prepared
@@ -83,9 +81,8 @@ class OperatorBackend(Backend):
         if isinstance(view, MLAView):
             return merge_states(state, self.run(q_THD, view, suffix, scoring))
         _check(suffix, scoring)
-        kv, scales, paired = _tensors(view)
         own, numbers = (suffix.pages.table, suffix.cache_seqlens), (scoring.factor(q_THD.shape[-1]), scoring.softcap)
-        return AttentionState(*SUFFIX_MERGE(q_THD, kv, *own, *state, *numbers, suffix.starts_T, scales, paired))
+        return AttentionState(*SUFFIX_MERGE(q_THD, *_tensors(view), *own, *state, *numbers, suffix.starts_T))
 
 
 def _turn(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:

@@ -28,7 +28,7 @@ from specdec.ops.launch import KERNEL_DTYPES, has_triton
 from specdec.ops.operator import define
 from specdec.ops.rope import HeadPrep, Rotation
 
-HeadsView = MHAView | QuantView | PairedView
+ReadView = MHAView | QuantView | PairedView
 
 
 @cache
@@ -41,16 +41,19 @@ def backend_for(x: Tensor) -> Backend:
     return _backend("triton" if x.is_cuda and x.dtype in KERNEL_DTYPES and has_triton() else "torch")
 
 
-def view_of(kv_N2KD: Tensor, scales: Tensor | None, paired: bool = False) -> HeadsView:
-    """One layer of a cache, from its tensors.
-
-    scales: [2, K] of fp8 or [N, 2, K] of int8; None: the cache has no scales.
-    paired: read two heads as one of twice the width (differential attention).
-    """
+def stored_view(kv_N2KD: Tensor, scales: Tensor | None) -> MHAView | QuantView:
+    """One layer of a cache, from its tensors.  scales: [2, K] of fp8 or [N, 2, K] of int8; None: the cache has no scales."""
     if scales is None:
-        return PairedView(kv_N2KD) if paired else MHAView(kv_N2KD)
-    assert not paired, "differential attention needs a cache without scales"
+        return MHAView(kv_N2KD)
     return QuantView(kv_N2KD, scale_2K=scales) if scales.dim() == 2 else QuantView(kv_N2KD, scales_N2K=scales)
+
+
+def read_view(kv_N2KD: Tensor, scales: Tensor | None, paired: bool) -> ReadView:
+    """`stored_view` as attention reads it.  paired: two heads as one of twice the width (differential attention)."""
+    if not paired:
+        return stored_view(kv_N2KD, scales)
+    assert scales is None, "differential attention needs a cache without scales"
+    return PairedView(kv_N2KD)
 
 
 def rope_store(
@@ -71,7 +74,7 @@ def rope_store(
     scale_2K: the scales of an fp8 cache, which are read.  scales_N2K: those of an int8 cache, which are written.
     """
     prep = _prep(positions_T, table_P2D, kv_N2KD.shape[2], norm_HD, eps)
-    view = view_of(kv_N2KD, scale_2K if scales_N2K is None else scales_N2K)
+    view = stored_view(kv_N2KD, scale_2K if scales_N2K is None else scales_N2K)
     backend_for(qkv_TXD).store(view, qkv_TXD, slots_T, prep)
 
 
@@ -96,6 +99,8 @@ def _prep(
 def paged_attention(
     q_THD: Tensor,
     kv_N2KD: Tensor,
+    scales: Tensor | None,
+    paired: bool,
     table_RW: Tensor,
     lens_R: Tensor,
     cu_seqlens_q: Tensor,
@@ -106,24 +111,24 @@ def paged_attention(
     softcap: float | None = None,
     starts_T: Tensor | None = None,
     span: int | None = None,
-    scales: Tensor | None = None,
     ragged: bool = False,
-    paired: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The state of every query over the keys of its row: out [T, H, E], and lse [T, H] in float32, natural log.
 
-    The arguments after the cache are the fields of a Segment and of a Scoring; scales, paired: as in `view_of`.
+    kv_N2KD, scales and paired are the arguments of `read_view`, those after them the fields of a Segment and of a Scoring.
     """
     segment = Segment(
         PageTable(table_RW, page_size), lens_R, cu_seqlens_q, max_seqlen_q, causal, ragged, starts_T=starts_T, span=span
     )
-    state = backend_for(q_THD).run(q_THD, view_of(kv_N2KD, scales, paired), segment, Scoring(scale, softcap))
+    state = backend_for(q_THD).run(q_THD, read_view(kv_N2KD, scales, paired), segment, Scoring(scale, softcap))
     return state.out_THD, state.lse_TH.float()
 
 
 def suffix_merge(
     q_THD: Tensor,
     kv_N2KD: Tensor,
+    scales: Tensor | None,
+    paired: bool,
     slots_TW: Tensor,
     lens_T: Tensor,
     out_THE: Tensor,
@@ -131,14 +136,12 @@ def suffix_merge(
     scale: float,
     softcap: float | None = None,
     starts_T: Tensor | None = None,
-    scales: Tensor | None = None,
-    paired: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The state of every query over its suffix, merged with the state (out, lse) of its other keys.
 
     The suffix of query t are the first lens_T[t] slots of row t, both int32.  The rest is as in `paged_attention`.
     """
-    view, scoring, before = view_of(kv_N2KD, scales, paired), Scoring(scale, softcap), AttentionState(out_THE, lse_TH)
+    view, scoring, before = read_view(kv_N2KD, scales, paired), Scoring(scale, softcap), AttentionState(out_THE, lse_TH)
     suffix = replace(Segment.of_slots(slots_TW, lens_T), starts_T=starts_T)
     if backend_for(q_THD).name == "triton":
         state = merged_by_kernel(q_THD, view, suffix, scoring, before)
@@ -148,7 +151,7 @@ def suffix_merge(
 
 
 def merged_by_kernel(
-    q_THD: Tensor, view: HeadsView, suffix: Segment, scoring: Scoring, before: AttentionState
+    q_THD: Tensor, view: ReadView, suffix: Segment, scoring: Scoring, before: AttentionState
 ) -> AttentionState:
     """`suffix_merge` by the kernel that the `triton` backend runs after its paged kernels, here without their splits."""
     from specdec.attention.kernels.triton_backend import launch_suffix_merge
@@ -161,33 +164,10 @@ def merged_by_kernel(
     return state
 
 
-def paged_attention_fake(
-    q_THD: Tensor,
-    kv_N2KD: Tensor,
-    table_RW: Tensor,
-    lens_R: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    page_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    starts_T: Tensor | None = None,
-    span: int | None = None,
-    scales: Tensor | None = None,
-    ragged: bool = False,
-    paired: bool = False,
-) -> tuple[Tensor, Tensor]:
+def state_fake(q_THD: Tensor, kv_N2KD: Tensor, scales: Tensor | None, paired: bool, *_: object) -> tuple[Tensor, Tensor]:
     """An empty state of the queries."""
     T, H, D = q_THD.shape
     return q_THD.new_empty(T, H, 2 * D if paired else D), q_THD.new_empty(T, H, dtype=torch.float32)
-
-
-def suffix_merge_fake(
-    q_THD: Tensor, kv_N2KD: Tensor, slots_TW: Tensor, lens_T: Tensor, out_THE: Tensor, *_: object
-) -> tuple[Tensor, Tensor]:
-    """An empty state of the queries."""
-    return q_THD.new_empty(out_THE.shape), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
 
 
 def nothing_fake(*_: object) -> None:
@@ -206,15 +186,15 @@ ROPE = define(
     nothing_fake,
 )
 PAGED_ATTENTION = define(
-    "paged_attention(Tensor q, Tensor kv, Tensor table, Tensor lens, Tensor cu_seqlens_q, SymInt max_seqlen_q, "
-    "SymInt page_size, bool causal, float scale, float? softcap=None, Tensor? starts=None, SymInt? span=None, "
-    "Tensor? scales=None, bool ragged=False, bool paired=False) -> (Tensor, Tensor)",
+    "paged_attention(Tensor q, Tensor kv, Tensor? scales, bool paired, Tensor table, Tensor lens, Tensor cu_seqlens_q, "
+    "SymInt max_seqlen_q, SymInt page_size, bool causal, float scale, float? softcap=None, Tensor? starts=None, "
+    "SymInt? span=None, bool ragged=False) -> (Tensor, Tensor)",
     paged_attention,
-    paged_attention_fake,
+    state_fake,
 )
 SUFFIX_MERGE = define(
-    "suffix_merge(Tensor q, Tensor kv, Tensor slots, Tensor lens, Tensor out, Tensor lse, float scale, float? softcap=None, "
-    "Tensor? starts=None, Tensor? scales=None, bool paired=False) -> (Tensor, Tensor)",
+    "suffix_merge(Tensor q, Tensor kv, Tensor? scales, bool paired, Tensor slots, Tensor lens, Tensor out, Tensor lse, "
+    "float scale, float? softcap=None, Tensor? starts=None) -> (Tensor, Tensor)",
     suffix_merge,
-    suffix_merge_fake,
+    state_fake,
 )

@@ -40,13 +40,13 @@ def latent_store(
 def latent_attention(
     q_THL: Tensor,
     latent_NL: Tensor,
+    rank: int,
     table_RW: Tensor,
     lens_R: Tensor,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
     page_size: int,
     causal: bool,
-    rank: int,
     scale: float,
     starts_T: Tensor | None = None,
     span: int | None = None,
@@ -54,7 +54,7 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """The state of every absorbed query over the latents of its row: out [T, H, C], and lse [T, H] in float32, natural log.
 
-    The arguments are those of `heads.paged_attention`; rank: C.
+    rank: C.  The arguments after it are those of `heads.paged_attention`.
     """
     segment = Segment(
         PageTable(table_RW, page_size), lens_R, cu_seqlens_q, max_seqlen_q, causal, ragged, starts_T=starts_T, span=span
@@ -63,18 +63,7 @@ def latent_attention(
     return state.out_THD, state.lse_TH.float()
 
 
-def latent_attention_fake(
-    q_THL: Tensor,
-    latent_NL: Tensor,
-    table_RW: Tensor,
-    lens_R: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    page_size: int,
-    causal: bool,
-    rank: int,
-    *_: object,
-) -> tuple[Tensor, Tensor]:
+def latent_attention_fake(q_THL: Tensor, latent_NL: Tensor, rank: int, *_: object) -> tuple[Tensor, Tensor]:
     """The state of absorbed queries: values are as wide as the rank."""
     shape = q_THL.shape[:2]
     return q_THL.new_empty(*shape, rank), q_THL.new_empty(shape, dtype=torch.float32)
@@ -87,9 +76,9 @@ LATENT_STORE = define(
     nothing_fake,
 )
 LATENT_ATTENTION = define(
-    "latent_attention(Tensor q, Tensor latent, Tensor table, Tensor lens, Tensor cu_seqlens_q, SymInt max_seqlen_q, "
-    "SymInt page_size, bool causal, SymInt rank, float scale, Tensor? starts=None, SymInt? span=None, bool ragged=False) "
-    "-> (Tensor, Tensor)",
+    "latent_attention(Tensor q, Tensor latent, SymInt rank, Tensor table, Tensor lens, Tensor cu_seqlens_q, "
+    "SymInt max_seqlen_q, SymInt page_size, bool causal, float scale, Tensor? starts=None, SymInt? span=None, "
+    "bool ragged=False) -> (Tensor, Tensor)",
     latent_attention,
     latent_attention_fake,
 )

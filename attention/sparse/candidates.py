@@ -51,6 +51,8 @@ class Candidates:
     def of(cls, plan: AttentionPlan, queries: int) -> Candidates:
         """The candidates of a plan's queries, which are `queries` many.  Nothing is read from the device.
 
+        plan: one paged segment, causal or a prefix, and perhaps a suffix: each query's own path in a draft tree, in the order
+            of positions.
         Queries after the last row's (padding) have no candidates.
         """
         assert len(plan.segments) == 1, "the indexer reads one paged segment: shared prefixes are not split off"

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.latent.mla_store_triton import rotated
+from specdec.attention.latent.mla_store_triton import rotated, turn_of
 from specdec.attention.sparse.index_store import IndexPrep
 from specdec.ops.launch import chained
 
@@ -62,11 +62,7 @@ def store_index_kernel(
     ok_E = e < HALF
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
-    turn_E = table + position * (4 * HALF) + e
-    cos_low_E = tl.load(turn_E, mask=ok_E, other=0.0).to(tl.float32)
-    cos_high_E = tl.load(turn_E + HALF, mask=ok_E, other=0.0).to(tl.float32)
-    sin_low_E = tl.load(turn_E + 2 * HALF, mask=ok_E, other=0.0).to(tl.float32)
-    sin_high_E = tl.load(turn_E + 3 * HALF, mask=ok_E, other=0.0).to(tl.float32)
+    cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn_of(table, position, e, ok_E, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

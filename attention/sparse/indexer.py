@@ -10,8 +10,6 @@ nodes of a path.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,27 +19,17 @@ from specdec.ops.topk import stable_topk
 NOTHING = -1  # in rows of positions: no key
 
 
-class IndexRows(NamedTuple):
-    """The keys that each query selected.
-
-    positions_TI: int32 positions within the query's sequence, ascending.  NOTHING marks an empty place, which may be anywhere.
-    counts_T: int32, how many positions the query selected.
-    """
-
-    positions_TI: Tensor
-    counts_T: Tensor
-
-
 def indexer_scores(q_THD: Tensor, w_TH: Tensor, k_ND: Tensor) -> Tensor:
     """[T, N] float32: the sum over heads of w * relu(q . k * D ** -0.5).  The caller has scaled the weights w by H ** -0.5."""
     products_THN = torch.einsum("thd,nd->thn", q_THD.float(), k_ND.float()) * q_THD.shape[2] ** -0.5
     return torch.einsum("th,thn->tn", w_TH.float(), products_THN.relu())
 
 
-def select_rows(scores_TN: Tensor, visible_T: Tensor, topk: int) -> IndexRows:
-    """Each query's topk best keys among its first visible_T candidates; ties go to the lower position.
+def select_rows(scores_TN: Tensor, visible_T: Tensor, topk: int) -> Tensor:
+    """[T, min(topk, N)] int32: the positions of each query's topk best keys among its first visible_T candidates, ascending.
 
-    A query that sees at most topk keys selects all of them.  The rows hold min(topk, N) places, the selected positions first.
+    Ties go to the lower position.  A query that sees at most topk keys selects all of them.  NOTHING fills the places after
+    the selected positions.
     """
     N = scores_TN.shape[1]
     place_N = torch.arange(N, dtype=torch.int32, device=scores_TN.device)
@@ -51,21 +39,22 @@ def select_rows(scores_TN: Tensor, visible_T: Tensor, topk: int) -> IndexRows:
     # Of keys that all score -inf some may be invisible: counting from the best, only the first counts_T places are selected.
     chosen_TI = place_N[: best_TI.shape[1]] < counts_T[:, None]
     positions_TI = torch.where(chosen_TI, best_TI, N).sort(dim=1).values
-    return IndexRows(torch.where(chosen_TI, positions_TI, NOTHING).int(), counts_T)
+    return torch.where(chosen_TI, positions_TI, NOTHING).int()
 
 
 def to_slots(
-    rows: IndexRows, pages: PageTable, rows_T: Tensor, paged_T: Tensor, path_TP: Tensor | None = None
+    positions_TI: Tensor, pages: PageTable, rows_T: Tensor, paged_T: Tensor, path_TP: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(slots [T, I] int32, counts [T] int32): the cache slots of selected positions, in the same order and without gaps.
 
+    positions_TI: int32 positions within each query's sequence.  NOTHING marks an empty place, which may be anywhere.
     rows_T: the row of the page table that each query reads.
     paged_T: how many keys each query reads through the page table.  A position below that is found in the table; a position
         at or above it is a node of the query's path.
     path_TP: int32 slots of each query's own path, in the order of positions.
     Positions that are NOTHING, and positions beyond the table or the path, are dropped.  The places after the slots hold 0.
     """
-    at_TI, P = rows.positions_TI.long(), pages.page_size
+    at_TI, P = positions_TI.long(), pages.page_size
     paged_TI = (at_TI >= 0) & (at_TI < paged_T[:, None]) & (at_TI < pages.capacity)
     page_TI = pages.table[rows_T.long()[:, None], torch.where(paged_TI, at_TI // P, 0)]
     slots_TI = torch.where(paged_TI, page_TI.long() * P + at_TI % P, 0)

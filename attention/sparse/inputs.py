@@ -90,7 +90,7 @@ class SparseLatentInputs(LayerInputs):
         if not reads_all(call.plan, self.topk):
             q_RJI, weights_RJ = call.asked(index.q_TJI), call.asked(weights_TJ)
             candidates = call.once("candidates", lambda plan: Candidates.of(plan, q_RJI.shape[0]))
-            chosen = sparse_segment(q_RJI, weights_RJ, view.index_keys, call.plan, self.topk, candidates)
+            chosen = sparse_segment(q_RJI, weights_RJ, view.index_keys, candidates, self.topk)
         call.handed_on[CHOSEN] = chosen
         return chosen
 
@@ -122,7 +122,7 @@ def chosen_keys(q_SJI: Tensor, weights_SJ: Tensor, key_SI: Tensor, topk: int) ->
     """[S, S] bool: for each token of one sequence, the best topk keys up to its own."""
     S = q_SJI.shape[0]
     visible_S = torch.arange(1, S + 1, dtype=torch.int32, device=q_SJI.device)
-    positions_SK = select_rows(indexer_scores(q_SJI, weights_SJ, key_SI), visible_S, topk).positions_TI.long()
+    positions_SK = select_rows(indexer_scores(q_SJI, weights_SJ, key_SI), visible_S, topk).long()
     padded = torch.zeros(S, S + 1, dtype=torch.bool, device=q_SJI.device)  # the last column takes what is no position
     return padded.scatter_(1, torch.where(positions_SK < 0, S, positions_SK), True)[:, :S]
 

@@ -8,26 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.segment import Segment
 from specdec.attention.sparse.candidates import Candidates
-from specdec.attention.sparse.indexer import NOTHING, IndexRows, indexer_scores, select_rows, to_slots
+from specdec.attention.sparse.indexer import NOTHING, indexer_scores, select_rows, to_slots
 from specdec.ops.launch import use_kernels
 
 GATHERED = 1 << 24  # numbers of keys that the pure version gathers at once
 
 
-def sparse_segment(
-    q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, plan: AttentionPlan, topk: int, candidates: Candidates | None = None
-) -> Segment:
+def sparse_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int) -> Segment:
     """The keys that each query selects, as one row of slots a query.
 
     q_THD, w_TH: the indexer's queries and head weights; the caller has scaled the weights by H ** -0.5.
-    keys_XD: the layer's plane of indexer keys, one key a slot.
-    plan: one paged segment, causal or a prefix, and perhaps a suffix: each query's own path in a draft tree, in the order of
-        positions.  The fresh tokens' keys have been stored.
-    candidates: `Candidates.of(plan, T)`, which the layers of a pass share; None: made here.
+    keys_XD: the layer's plane of indexer keys, one key a slot.  The fresh tokens' keys have been stored.
+    candidates: of the pass's plan, which all its layers share.
     """
-    candidates = Candidates.of(plan, q_THD.shape[0]) if candidates is None else candidates
     assert topk > 0 and candidates.paged_T.shape[0] == q_THD.shape[0] == w_TH.shape[0]
     assert q_THD.shape[2] == keys_XD.shape[1]
     if use_kernels(q_THD):
@@ -56,14 +51,14 @@ def pure_segment(q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candi
     return Segment.of_slots(slots_TI, counts_T)
 
 
-def _every_candidate(candidates: Candidates, part: slice) -> IndexRows:
-    """All candidates of some queries, as rows of positions."""
+def _every_candidate(candidates: Candidates, part: slice) -> Tensor:
+    """[t, N] int32: all candidates of some queries, by position."""
     visible_t = candidates.visible_T[part]
     place_N = torch.arange(candidates.width, dtype=torch.int32, device=visible_t.device)
-    return IndexRows(torch.where(place_N < visible_t[:, None], place_N, NOTHING), visible_t)
+    return torch.where(place_N < visible_t[:, None], place_N, NOTHING)
 
 
-def _slots(rows: IndexRows, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
+def _slots(positions_tI: Tensor, candidates: Candidates, part: slice) -> tuple[Tensor, Tensor]:
     segment, suffix = candidates.segment, candidates.suffix
     path_tP = None if suffix is None else suffix.pages.table[part]
-    return to_slots(rows, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)
+    return to_slots(positions_tI, segment.pages, candidates.rows_T[part], candidates.paged_T[part], path_tP)

@@ -87,15 +87,10 @@ def cache_layout(
     return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)
 
 
-def kv_token_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the caches of all layers.  dtype: the model's."""
-    layout = cache_layout(config, kv_cache_dtype, dtype)
-    return sum(layout.layer_bytes(layer) for layer in set(config.kv_source))
-
-
 def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
     """Bytes that all layers read at least of a sequence of `context` tokens.  Layers that share keys and values each read them.
 
+    dtype: the model's.
     Where an indexer chooses, its layers read all of its keys, and each layer the latents of the most tokens that a query reads.
     """
     layout = cache_layout(config, kv_cache_dtype, dtype)

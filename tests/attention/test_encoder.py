@@ -68,7 +68,7 @@ def test_bfloat16(reach: int | None) -> None:
     lens, heads, D = [700, 1, 1500, 6], 16, 64
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lens), heads, D, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3))
-    got = attend_texts(TritonBackend(), q, k, v, encoder_segment(*packed(lens), reach)).double()
+    got = attend_texts(TritonBackend(), q, k, v, encoder_segment(*packed(lens), reach, ragged=True)).double()
     start = 0
     for tokens in lens:
         own = slice(start, start + tokens)

@@ -171,14 +171,20 @@ def test_a_graph_holds_operators_and_says_what_it_changes(zoo: Zoo) -> None:
 
 
 @pytest.mark.slow_cases(keep=1)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "auto"), ("mistral", "int8"), ("v3", "auto")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "backend"),
+    [
+        ("llama", "auto", "aot_eager"),
+        ("mistral", "int8", "inductor"),
+        ("v3", "auto", "aot_eager"),
+    ],  # inductor runs a C++ compiler
+)
 def test_compiled_whole_it_equals_the_direct_pass(folder: Callable[[str], Path], name: str, dtype: str, backend: str) -> None:
     """Keeps out: a graph break, a pass that inductor reorders around a store, and layers mixed up when sizes vary."""
     torch._dynamo.reset()
     decode = DecodePass(load(folder(name)), PAGE, dtype)
     program = torch.compile(decode, fullgraph=True, backend=backend)
-    for lens, N in (([5, 0, 9], 1), ([8, 2, 3], 1), ([7, 20], 1), ([1, 6], 3)):  # sizes that change become symbols
+    for lens, N in (([5, 0, 9], 1), ([7, 20], 2), ([1, 6, 3, 8], 3)):  # sizes that change become symbols
         check(decode, program, inputs(decode, lens, N))
 
 

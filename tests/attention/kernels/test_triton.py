@@ -6,6 +6,7 @@ under Triton's interpreter.
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -263,16 +264,14 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
         assert 1 <= splits <= 128 and (splits in (1, 128) or waves / -(-waves // 1) > 0.75)
 
 
-@pytest.mark.slow_cases(keep=40)
-@pytest.mark.parametrize("waves", [0.06, 2.0])
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("itemsize", "quant"), [(2, ""), (4, ""), (2, "head"), (2, "token"), (4, "head")])
-@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128, 256])
-@pytest.mark.parametrize("packed", [1, 4, 24, 64, 128, 240, 4096])
-def test_tiles_fit_shared_memory(packed: int, head_dim: int, itemsize: int, quant: str, causal: bool, waves: float) -> None:
+def test_tiles_fit_shared_memory(itemsize: int, quant: str) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
-    tiles = paged_tiles(packed, head_dim, itemsize, quant, causal, waves)
-    row = padded(head_dim) * itemsize
-    kept = tiles.stages * (padded(head_dim) if quant else row) + (row if quant else 0)  # 8-bit blocks, and one made wider
-    assert tiles.block_m * row + 2 * tiles.block_n * kept <= 227 * 1024
-    assert tiles.block_m >= 16 and tiles.block_n >= 16
+    packed, dims = (1, 4, 24, 64, 128, 240, 4096), (8, 24, 64, 80, 128, 256)
+    for queries, head_dim, causal, waves in itertools.product(packed, dims, (False, True), (0.06, 2.0)):
+        tiles = paged_tiles(queries, head_dim, itemsize, quant, causal, waves)
+        row = padded(head_dim) * itemsize
+        kept = tiles.stages * (padded(head_dim) if quant else row) + (row if quant else 0)  # 8-bit blocks, and one made wider
+        case = (queries, head_dim, causal, waves, tiles)
+        assert tiles.block_m * row + 2 * tiles.block_n * kept <= 227 * 1024, case
+        assert tiles.block_m >= 16 and tiles.block_n >= 16, case

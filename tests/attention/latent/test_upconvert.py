@@ -51,12 +51,12 @@ def prompt(lens: list[int], counts: list[int], P: int) -> tuple[Segment, Fp8Late
 def test_rows_start_where_the_rows_of_their_chunk_end() -> None:
     """Keeps out: starts that go on counting into the next chunk; a row cut in two; a long row that fits no chunk."""
     assert first_rows([10, 15, 20, 5], 25) == [0, 0, 2, 2]
-    assert workspace_starts(ints(10, 15, 20, 5), [0, 0, 2, 2]).tolist() == [0, 10, 0, 20]
+    assert workspace_starts(ints(10, 15, 20, 5), [0, 0, 2, 2], 1).tolist() == [0, 10, 0, 20]
     assert workspace_starts(ints(10, 16, 0, 5), [0, 0, 0, 0], 16).tolist() == [0, 16, 32, 32]
     assert first_rows([10, 99, 3], 25) == [0, 1, 2] and first_rows([10, 10, 10], 30) == [0, 0, 0]
     for tokens in range(1, 40):
         firsts = first_rows([7, 3, 11, 2, 2, 30, 1], tokens)
-        starts = workspace_starts(ints(7, 3, 11, 2, 2, 30, 1), firsts).tolist()
+        starts = workspace_starts(ints(7, 3, 11, 2, 2, 30, 1), firsts, 1).tolist()
         ends = [start + length for start, length in zip(starts, [7, 3, 11, 2, 2, 30, 1])]
         assert all(end <= max(tokens, length) for end, length in zip(ends, [7, 3, 11, 2, 2, 30, 1]))
 

@@ -12,7 +12,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import Candidates
-from specdec.attention.sparse.indexer import IndexRows, indexer_scores, select_rows, to_slots
+from specdec.attention.sparse.indexer import indexer_scores, select_rows, to_slots
 from specdec.attention.sparse.segment import sparse_segment
 
 
@@ -36,15 +36,15 @@ def test_selection_takes_the_best_and_the_earlier_of_equals() -> None:
     visible_T = torch.randint(0, 13, (40,), dtype=torch.int32)
     for topk in (1, 4, 12, 20):
         rows = select_rows(scores, visible_T, topk)
-        for row_N, visible, got, count in zip(scores, visible_T.tolist(), rows.positions_TI, rows.counts_T.tolist()):
+        for row_N, visible, got in zip(scores, visible_T.tolist(), rows.tolist(), strict=True):
             keys = [-torch.inf if x != x else x for x in row_N[:visible].tolist()]
             want = sorted(sorted(range(visible), key=lambda i, keys=keys: (-keys[i], i))[:topk])
-            assert got.tolist() == want + [-1] * (min(topk, 12) - len(want)) and count == len(want)
+            assert got == want + [-1] * (min(topk, 12) - len(want))
 
 
 def test_positions_become_slots_without_gaps() -> None:
     """Gaps, pages beyond the table, and a path.  Keeps out: a gap that becomes slot 0, a path looked up in the table."""
-    rows = IndexRows(torch.tensor([[-1, 0, 5, -1, 9, 11], [3, -1, 6, 7, 8, 40]], dtype=torch.int32), ints(4, 5))
+    rows = torch.tensor([[-1, 0, 5, -1, 9, 11], [3, -1, 6, 7, 8, 40]], dtype=torch.int32)
     tables = PageTable(torch.tensor([[7, 2, 4], [1, 9, 3]], dtype=torch.int32), 4)
     slots, counts = to_slots(rows, tables, ints(1, 0), ints(12, 6))
     assert counts.tolist() == [4, 1] and slots[0].tolist() == [4, 37, 13, 15, 0, 0] and slots[1].tolist() == [31, 0, 0, 0, 0, 0]
@@ -67,7 +67,7 @@ def test_trees_select_what_their_paths_select(page_size: int) -> None:
     """Every node selects the tokens that a chain of its path would.  Keeps out: siblings, and path positions out of order."""
     n, lens, topk = 7, [20, 3], 6
     tree = IndexWorld.make("tree", lens, n, page_size, seed=page_size)
-    got = sparse_segment(tree.q_THD, tree.w_TH, tree.keys_XD, tree.plan, topk)
+    got = sparse_segment(tree.q_THD, tree.w_TH, tree.keys_XD, tree.candidates, topk)
     prefix, suffix = tree.plan.segments[0], tree.plan.suffix
     assert suffix is not None
     for t, (slots, count) in enumerate(zip(got.pages.table, got.cache_seqlens.tolist())):
@@ -77,14 +77,15 @@ def test_trees_select_what_their_paths_select(page_size: int) -> None:
         before = prefix.pages.table[row, at // page_size] * page_size + at % page_size
         table = torch.cat((before, suffix.pages.table[t, :path])).int()[None]
         chain = causal_segment(PageTable(table), ints(lens[row] + path), 1)
-        want = sparse_segment(tree.q_THD[t][None], tree.w_TH[t][None], tree.keys_XD, AttentionPlan((chain,)), topk)
+        candidates = Candidates.of(AttentionPlan((chain,)), 1)
+        want = sparse_segment(tree.q_THD[t][None], tree.w_TH[t][None], tree.keys_XD, candidates, topk)
         assert count == int(want.cache_seqlens) and torch.equal(slots[:count], want.pages.table[0, :count])
 
 
 def test_few_keys_are_all_selected() -> None:
     """topk beyond what is visible.  Keeps out: a row that lists a key twice, or one of its future."""
     world = IndexWorld.make("causal", [9, 4], 3, 4)
-    got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, 100)
+    got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, 100)
     slots, visible_T = world.all_slots()
     assert torch.equal(got.cache_seqlens, visible_T)
     for row, every, count in zip(got.pages.table, slots, visible_T.tolist()):

@@ -46,7 +46,7 @@ def test_selection_at_the_real_shape(kind: str, n: int, page_size: int, distinct
     """Keeps out: a wrong k-th score, ties by anything but position, NaN from slots that nobody may read."""
     world = IndexWorld.make(kind, [9000, 2048, 70, 2500, 4097], n, page_size, distinct=distinct, **SHAPE)
     with torch.no_grad():
-        results = [sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, TOPK), in_slices(world)]
+        results = [sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK), in_slices(world)]
         scores = kernel_scores(world, TOPK)
     visible_T = world.candidates.visible_T
     many_T = visible_T > TOPK
@@ -86,7 +86,7 @@ def test_a_captured_graph_follows_the_lengths(one_launch: bool) -> None:
 
     def run() -> tuple[Tensor, Tensor]:
         if one_launch:
-            got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.plan, TOPK)
+            got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK)
         else:
             got = in_slices(world)
         return got.pages.table, got.cache_seqlens

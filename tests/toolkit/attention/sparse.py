@@ -15,7 +15,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.sparse.candidates import Candidates
-from specdec.attention.sparse.indexer import IndexRows, select_rows, to_slots
+from specdec.attention.sparse.indexer import select_rows, to_slots
 from toolkit.attention.caches import Scattered
 from toolkit.attention.segments import ragged_causal_segment
 
@@ -65,7 +65,7 @@ class IndexWorld:
         """(slots [T, N] int64 of every candidate, 0 after the last; visible [T] int32)."""
         c = self.candidates
         place_N = torch.arange(c.width, dtype=torch.int32, device=c.paged_T.device)
-        every = IndexRows(torch.where(place_N < c.visible_T[:, None], place_N, -1), c.visible_T)
+        every = torch.where(place_N < c.visible_T[:, None], place_N, -1)
         return self._slots(every)[0].long(), c.visible_T
 
     def scores(self, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -83,10 +83,10 @@ class IndexWorld:
         """(slots, counts) that these scores select, by the definition."""
         return self._slots(select_rows(scores_TN, self.candidates.visible_T, topk))
 
-    def _slots(self, rows: IndexRows) -> tuple[Tensor, Tensor]:
+    def _slots(self, positions_TI: Tensor) -> tuple[Tensor, Tensor]:
         c = self.candidates
         path = None if c.suffix is None else c.suffix.pages.table
-        return to_slots(rows, c.segment.pages, c.rows_T, c.paged_T, path)
+        return to_slots(positions_TI, c.segment.pages, c.rows_T, c.paged_T, path)
 
 
 def tree_mask(n: int) -> Tensor:

@@ -1,0 +1,22 @@
+"""How long a captured CUDA graph takes.  The benchmarks of single kernels share this."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+UNCOUNTED = 3  # first replays, which may find clocks and caches cold
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """The median microseconds of so many replays, each timed alone."""
+    times = []
+    for _ in range(UNCOUNTED + replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[UNCOUNTED:])
