@@ -10,7 +10,7 @@ import torch
 from toolkit.attention import flashmla
 from torch import Tensor
 
-from specdec.attention.caches.fp8_latent import Fp8LatentView, row_bytes, unpack_latents
+from specdec.attention.caches.fp8_latent import Fp8LatentView, row_bytes
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kinds import Scoring
@@ -92,10 +92,6 @@ def test_flashmla_reads_our_656_bytes(n: int, library: object) -> None:
     close(theirs, exact, 1.5e-2, 5e-2)
     close(ours, exact, 1e-2, 5e-2)
     close(theirs, ours, 1.5e-2, 5e-2)
-    slots_N = segment.pages.table[read].long()
-    as_bfloat16 = MLAView(torch.zeros(X, C + R, dtype=torch.float64, device="cuda"), C)  # the library rounds to bfloat16
-    as_bfloat16.latent[slots_N] = unpack_latents(view.rows[slots_N], C, torch.bfloat16).double()
-    close(theirs, TorchBackend().run(q_THL.double(), as_bfloat16, segment, SCORING), 5e-3, 1e-3)
 
 
 def test_flashmla_reads_our_rows_of_slots(library: object) -> None:
