@@ -135,18 +135,24 @@ def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS
 
 
 @triton.jit
-def store_state(
-    out, lse, at_M, acc_ME, top_M, total_M, ok_M, written_M, e, VALUE_DIM: tl.constexpr, LIFT: tl.constexpr
-):  # fmt: skip
-    """Stores the states of weights that were scaled by 2 ** (LIFT - top)."""
+def store_lse(lse, at_M, top_M, total_M, ok_M, LIFT: tl.constexpr):
+    """Stores the logarithms of sums of weights that were scaled by 2 ** (LIFT - top); returns the sums, 1 in place of 0."""
     some_M = total_M > 0
     safe_M = tl.where(some_M, total_M, 1.0)
     tl.store(lse + at_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
-    tl.store(
-        out + at_M[:, None] * VALUE_DIM + e[None, :],
-        (acc_ME / safe_M[:, None]).to(out.dtype.element_ty),
-        mask=written_M[:, None] & (e < VALUE_DIM)[None, :],
-    )
+    return safe_M
+
+
+@triton.jit
+def values_at(kv, at_ND, slot_N, stride_slot, e, pointer: tl.constexpr, SAME_WIDTH: tl.constexpr, QUANT: tl.constexpr):
+    """Where the values of slots begin, stride_v values early.  pointer: the type of a pointer to queries."""
+    if QUANT == "key":
+        at_NE = (kv + slot_N * stride_slot).to(pointer)[:, None] + e[None, :]
+    elif SAME_WIDTH:
+        at_NE = at_ND
+    else:
+        at_NE = kv + (slot_N * stride_slot)[:, None] + e[None, :]
+    return at_NE
 
 
 @triton.jit
@@ -258,9 +264,9 @@ def paged_attention_kernel(
         scale2 *= unit
     if HAS_SLOPES:
         at_M, slope_M = tl.load(at + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
-    NARROW: tl.constexpr = QUANT == "head" or QUANT == "token"  # values have 8 bits
-    TO: tl.constexpr = tl.float16 if NARROW and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty  # what values become
-    LIFT: tl.constexpr = 14.0 if NARROW else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
+    # Weights of 8-bit values are scaled by 2 ** LIFT: small ones stay normal in float16.  TO: what values are converted to.
+    LIFT: tl.constexpr = 14.0 if QUANT == "head" or QUANT == "token" else 0.0
+    TO: tl.constexpr = tl.float16 if LIFT > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
@@ -271,7 +277,7 @@ def paged_attention_kernel(
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
-        scales_N = scales + slot_N * (2 * KV_HEADS if NARROW else KV_HEADS) + kv_head
+        scales_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
         if QUANT == "token" and not INT8_QUERIES:
             k_ND *= in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
@@ -292,9 +298,7 @@ def paged_attention_kernel(
         p_MN = tl.exp2(s_MN - (shift_M - LIFT)[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
-        at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
-        if QUANT == "key":
-            at_NE = (kv + slot_N * stride_slot).to(q.dtype)[:, None] + e[None, :]
+        at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
         ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
         v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), TO, ASM)
         if QUANT == "token":
@@ -305,6 +309,8 @@ def paged_attention_kernel(
     if QUANT == "head":
         acc_ME *= tl.load(scales + KV_HEADS + kv_head)
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
+    safe_M = store_lse(lse, state_M, top_M, total_M, ok_M, LIFT)
     # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (splits == 1), queries, 0)
-    store_state(out, lse, state_M, acc_ME, top_M, total_M, ok_M, written_M, e, VALUE_DIM, LIFT)
+    at_ME = out + state_M[:, None] * VALUE_DIM + e[None, :]
+    tl.store(at_ME, (acc_ME / safe_M[:, None]).to(out.dtype.element_ty), mask=written_M[:, None] & ok_E[None, :])

@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.int8_triton import queries_in_int8
-from specdec.attention.kernels.paged_triton import capped, own_part
+from specdec.attention.kernels.paged_triton import capped, own_part, values_at
+
+
+@triton.jit
+def joined(top_G, total_G, acc_GE, lse_G, out_GE):
+    """Sums of weights and weighted values, relative to exp(top), with one more state's added."""
+    new_G = tl.maximum(top_G, lse_G)
+    shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
+    weight_G, decay_G = tl.exp(lse_G - shift_G), tl.exp(top_G - shift_G)
+    return new_G, total_G * decay_G + weight_G, acc_GE * decay_G[:, None] + out_GE * weight_G[:, None]
 
 
 @triton.jit(
@@ -92,8 +101,7 @@ def suffix_merge_kernel(
         q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
         if INT8_QUERIES:
             q_GD, unit = queries_in_int8(q_GD)
-            q_GD, scale = q_GD.to(q.dtype.element_ty), scale * unit
-        NARROW: tl.constexpr = QUANT == "head" or QUANT == "token"  # values have 8 bits
+            scale *= unit
         kv += kv_head.to(tl.int64) * stride_kv_head
         if VALUE_DIM != HEAD_DIM:
             stride_v += kv_head * (stride_v_head - stride_kv_head)
@@ -110,17 +118,15 @@ def suffix_merge_kernel(
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-            at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
-            if QUANT == "key":
-                at_NE = (kv + slot_N * stride_slot).to(q.dtype)[:, None] + e[None, :]
+            at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
             k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0)
             v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0)
             if QUANT != "":
-                k_ND, v_NE = k_ND.to(q_GD.dtype), v_NE.to(q_GD.dtype)
-            s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale
+                k_ND, v_NE = k_ND.to(q.dtype.element_ty), v_NE.to(q.dtype.element_ty)
+            s_GN = tl.dot(q_GD.to(k_ND.dtype), tl.trans(k_ND), input_precision="ieee") * scale
+            at_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
             if QUANT == "token" or QUANT == "key":
-                at_N = scales + slot_N * (2 * KV_HEADS if NARROW else KV_HEADS) + kv_head
                 s_GN *= tl.load(at_N, mask=ok_N, other=0.0)[None, :]
             if QUANT == "token":
                 value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0)[None, :]
@@ -133,7 +139,7 @@ def suffix_merge_kernel(
             p_GN = tl.exp(s_GN - new_G[:, None])
             decay_G = tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
-            if NARROW:
+            if QUANT == "head" or QUANT == "token":
                 p_GN *= value_scale
             acc_GE = tl.dot(p_GN.to(v_NE.dtype), v_NE, acc_GE * decay_G[:, None], input_precision="ieee")
             top_G = new_G
@@ -146,12 +152,7 @@ def suffix_merge_kernel(
         lse_G = tl.load(whole_lse + token * stride_lse_t + head_G * stride_lse_h, mask=ok_G, other=-float("inf"))
         at_GE = whole_out + token * stride_whole_t + head_G[:, None] * stride_whole_h + e[None, :]
         out_GE = tl.where((lse_G > -float("inf"))[:, None], tl.load(at_GE, mask=ok_GE, other=0.0).to(tl.float32), 0.0)
-        new_G = tl.maximum(top_G, lse_G)
-        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
-        weight_G, decay_G = tl.exp(lse_G - shift_G), tl.exp(top_G - shift_G)
-        total_G = total_G * decay_G + weight_G
-        acc_GE = acc_GE * decay_G[:, None] + out_GE * weight_G[:, None]
-        top_G = new_G
+        top_G, total_G, acc_GE = joined(top_G, total_G, acc_GE, lse_G, out_GE)
     state_G = (token * (KV_HEADS * GROUP) + head_G) * splits
     start = 0
     while start < splits:
