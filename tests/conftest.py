@@ -52,6 +52,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         os._exit(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _a_share_of_the_gpu() -> None:
+    """Processes that run tests side by side share a GPU, of which an engine with prefix caching takes most for itself."""
+    if torch.cuda.is_available():
+        from specdec.loading import memory
+
+        memory.POOL_SHARE /= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Models, prompts and texts that lie beside the repository."""

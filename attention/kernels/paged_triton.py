@@ -26,6 +26,8 @@ S splits.
 import triton
 import triton.language as tl
 
+from specdec.attention.kernels.tables_triton import slots_on
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -221,7 +223,7 @@ def paged_attention_kernel(
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key_N = start + n
         ok_N = key_N < high
-        slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+        slot_N = slots_on(page_N, key_N, PAGE_SIZE)
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)

@@ -1,8 +1,9 @@
 """Kernels that fill tables: positions and slots of each sequence's next tokens, and the first keys that queries read.
 
-The kernels know pages and positions, not which tokens stand there.  `slots_of` is for kernels elsewhere that fill tables.
+The kernels know pages and positions, not which tokens stand there.  `slots_of` is for kernels elsewhere that fill tables, and
+`slots_on` for kernels elsewhere that read rows of a cache.
 
-Shapes: B sequences, P tokens of each, W table width, R rows, T queries.
+Shapes: B sequences, P tokens of each, W table width, R rows, T queries, N keys of a block.
 """
 
 from __future__ import annotations
@@ -15,6 +16,17 @@ from torch import Tensor
 from specdec.attention.kinds import LayerKind
 from specdec.attention.pages import PageTable
 from specdec.ops.launch import chained
+
+
+@triton.jit
+def slots_on(page_N, position_N, PAGE_SIZE: tl.constexpr):
+    """int64 slots of positions on these pages, for the addresses of rows.
+
+    Triton 3.6 takes the sum for multiples of PAGE_SIZE, which only the first position of each page is.  Where rows are not
+    aligned by themselves, it would then load pieces that are too wide for them.  The hint takes that back; what the compiler
+    knows of a row's stride remains.
+    """
+    return tl.multiple_of(page_N.to(tl.int64) * PAGE_SIZE + position_N % PAGE_SIZE, 1)
 
 
 @triton.jit

@@ -101,7 +101,12 @@ class TritonBackend(Backend):
         K, widest = k.shape[1], max(k.shape[2], v.shape[2])
         packed, programs = segment.max_seqlen_q * (H // K), self.programs or programs_at_once(q_THD.device)
         waves = segment.rows * K / programs
-        tiles = paged_tiles(packed, widest, q_THD.element_size(), quant_of(view), segment.causal, waves)
+        wanted = packed
+        if v.shape[2] < k.shape[2] and not loads_ahead(k, v):
+            # Shared memory then holds narrow values where wide keys were.  In larger tiles the assembler that Triton 3.6 brings
+            # along (ptxas 12.8) takes their address from a register that it has not set.
+            wanted = min(packed, 32)
+        tiles = paged_tiles(wanted, widest, q_THD.element_size(), quant_of(view), segment.causal, waves)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 
@@ -238,6 +243,11 @@ def check_view(q_THD: Tensor, view: PlannedView) -> None:
 def strides_of(k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """A slot's stride; how far values begin after keys; the strides of key heads and of value heads.  All in numbers."""
     return k.stride(0), int(v.storage_offset() - k.storage_offset()), k.stride(1), v.stride(1)
+
+
+def loads_ahead(k: Tensor, v: Tensor) -> bool:
+    """Whether the compiler knows that rows are aligned, so that it loads keys and values a block ahead."""
+    return all(number % 16 == 0 for number in (k.data_ptr(), *strides_of(k, v)))
 
 
 def quant_of(view: PlannedView) -> str:

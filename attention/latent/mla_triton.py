@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec.attention.kernels.paged_triton import LN2, LOG2E
+from specdec.attention.kernels.tables_triton import slots_on
 
 
 @triton.jit
@@ -172,7 +173,7 @@ def latent_attention_kernel(
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < whole, other=0)
     for start in tl.range(low, whole, BLOCK_N, num_stages=STAGES):
-        slot_N = page_N.to(tl.int64) * PAGE_SIZE + (start + n) % PAGE_SIZE
+        slot_N = slots_on(page_N, start + n, PAGE_SIZE)
         ahead_N = start + BLOCK_N + n
         page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < whole, other=0)
         c_NC = latents(latent, scales, slot_N, None, LATENT_STRIDE, SCALES_STRIDE, q_MC.dtype, RANK, PADDED_RANK, SCALED)
@@ -183,7 +184,7 @@ def latent_attention_kernel(
         key_N = start + n
         ok_N = key_N < high
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N, other=0)
-        slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+        slot_N = slots_on(page_N, key_N, PAGE_SIZE)
         # Masked: an unwritten slot may hold NaN, and 0 * NaN is NaN.
         c_NC = latents(latent, scales, slot_N, ok_N, LATENT_STRIDE, SCALES_STRIDE, q_MC.dtype, RANK, PADDED_RANK, SCALED)
         r_NR = rotated_parts(rope, slot_N, ok_N, ROPE_STRIDE, q_MR.dtype, ROPE, PADDED_ROPE)

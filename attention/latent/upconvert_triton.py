@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.kernels.tables_triton import slots_on
 from specdec.attention.kernels.tiles_triton import padded
 from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.mla_triton import latents, rotated_parts
@@ -53,7 +54,7 @@ def upconvert_kernel(
     place_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok_N = place_N < tl.load(lens + row)
     page_N = tl.load(page_table + row.to(tl.int64) * stride_row + place_N // PAGE_SIZE, mask=ok_N, other=0)
-    slot_N = page_N.to(tl.int64) * PAGE_SIZE + place_N % PAGE_SIZE
+    slot_N = slots_on(page_N, place_N, PAGE_SIZE)
     to: tl.constexpr = out.dtype.element_ty
     c_NC = latents(latent, scales, slot_N, ok_N, LATENT_STRIDE, SCALES_STRIDE, to, RANK, PADDED_RANK, SCALED)
     r_NR = rotated_parts(rope, slot_N, ok_N, ROPE_STRIDE, to, ROPE, PADDED_ROPE)

@@ -17,6 +17,8 @@ Shapes: T queries, H heads, D indexer dim, N keys of a block, X slots, E ranges 
 import triton
 import triton.language as tl
 
+from specdec.attention.kernels.tables_triton import slots_on
+
 LARGEST = tl.constexpr(1e38)  # the bound of scores: twice of it is a finite float32
 
 
@@ -151,7 +153,7 @@ def row_scores_kernel(
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         ok_N = start + n < high
-        slot_N = page_N * PAGE_SIZE + (start + n) % PAGE_SIZE
+        slot_N = slots_on(page_N, start + n, PAGE_SIZE)
         k_ND = keys_at(keys, slot_N, ok_N, stride_slot, DIM, BLOCK_D)
         ahead_N = start + BLOCK_N + n
         page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < high, other=0)
@@ -247,7 +249,7 @@ def rows_scores_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if (start >= most) | (most + path_width <= topk):  # queries that see so few keys select all of them
         return
-    k_ND = keys_at(keys, page_N * PAGE_SIZE + key_N % PAGE_SIZE, ok_N, stride_slot, DIM, BLOCK_D)
+    k_ND = keys_at(keys, slots_on(page_N, key_N, PAGE_SIZE), ok_N, stride_slot, DIM, BLOCK_D)
     for t in tl.range(begin, end, num_stages=STAGES):
         token = begin.to(tl.int64) + (t - begin)
         q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP, row_bytes
 from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
@@ -156,20 +155,7 @@ def resolve_max_seq_len(max_seq_len: int | None, config: ModelConfig) -> int:
 
 def choose_attention(settings: EngineSettings, *configs: ModelConfig) -> BackendChoice:
     """The attention backend for these models, target first.  ValueError if the backend asked for can't do what they need."""
-    refuse_odd_rows(settings, configs[0])
     return choose_backend(settings.options.attention, attention_needs(settings, *configs))
-
-
-def refuse_odd_rows(settings: EngineSettings, target: ModelConfig) -> None:
-    """ValueError for 8-bit latents on a GPU whose rows are no multiple of 16 bytes: kernels read them as misaligned there."""
-    if settings.options.kv_cache_dtype != FP8_LATENTS or settings.device.type != "cuda" or latent_rank(target) % GROUP:
-        return
-    row = row_bytes(latent_rank(target), target.head_dim) if latent_rank(target) else 0
-    if row % 16:
-        raise ValueError(
-            f"kv_cache_dtype={FP8_LATENTS!r} takes latents on a GPU whose rows are a multiple of 16 bytes, got {row} bytes; "
-            "nearest setting that works: kv_cache_dtype='auto'"
-        )
 
 
 def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> AttentionNeeds:

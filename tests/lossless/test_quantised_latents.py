@@ -3,7 +3,6 @@
 The oracle and its bounds are those of test_quantised_kv.py; what it rounds are latents, before heads are made of them.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from specdec.attention.latent import mla, upconvert
 from specdec.config import GraphMode
 from specdec.engine.pages.groups import ALL
 from specdec.loading.memory import kv_page_bytes
-from specdec.loading.resolve import refuse_odd_rows
 
 TARGET = "v3-wide-latents"
 CASES = [("eagle3", (4, 4, 16), 16), ("eagle3", (4, 1, 5), 1), ("eagle1", (3, 8, 24), 5)]
@@ -105,17 +103,3 @@ def test_moves_copy_bytes() -> None:
     assert rows[:, [5, 2, 7]].equal(before[:, [5, 7, 0]]) and rows[:, [9, 13, 11]].equal(before[:, [9, 13, 19]])
     untouched = [slot for slot in range(20) if slot not in (2, 7, 11)]
     assert rows[:, untouched].equal(before[:, untouched])
-
-
-def test_rows_that_a_gpu_can_not_read_are_refused(zoo: DeepseekZoo) -> None:
-    """Keeps out: a CUDA error about misaligned addresses in the middle of a prompt."""
-    decoder = zoo.decoder(TARGET, kv_cache_dtype="fp8_ds_mla")
-    on_gpu = replace(decoder.settings, device=torch.device("cuda"))
-    even = decoder.model.config
-    odd = replace(even, head_dim=8)
-    refuse_odd_rows(on_gpu, even)
-    refuse_odd_rows(decoder.settings, odd)
-    with pytest.raises(
-        ValueError, match="multiple of 16 bytes, got 148 bytes; nearest setting that works: kv_cache_dtype='auto'"
-    ):
-        refuse_odd_rows(on_gpu, odd)

@@ -84,12 +84,14 @@ def out_of(attended: object) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("heads", [DEEPSEEK, DIFF_128, DIFF_64, Heads(6, 2, 24, 16)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [DEEPSEEK, DIFF_128, DIFF_64, Heads(6, 2, 24, 16), Heads(4, 2, 40, 32), Heads(3, 1, 20, 12)], ids=str
+)
 @pytest.mark.parametrize(
     "case", [("tree", 1, 1000, 32), ("tree", 3, 700, 6, 1), ("chain", 2, 5000, 1, 64), ("prompts", 2, 300, 5)], ids=str
 )
 def test_against_float64(case: tuple, heads: Heads, dtype: torch.dtype) -> None:
-    """Keeps out: a tile, a layout or a precision that is wrong only in compiled code.  Interpreted runs see none of it."""
+    """Keeps out: a tile, a layout, a precision or a fault of the compiler that only compiled code shows."""
     kind, B, L, N, *page_size = case
     w = World(kind, B, L, N, heads, dtype, *page_size)
     assert w.error(w.attend(w.plan), w.plan) < BOUNDS[dtype]
