@@ -86,10 +86,10 @@ def test_a_captured_graph_follows_the_lengths(small_rooms: bool) -> None:
     lens_B = world.plan.segments[0].cache_seqlens
 
     def run() -> tuple[Tensor, Tensor]:
-        if one_launch:
-            got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK)
+        if small_rooms:
+            got = in_small_rooms(world)
         else:
-            got = in_slices(world)
+            got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK)
         return got.pages.table, got.cache_seqlens
 
     with torch.no_grad():
