@@ -31,11 +31,12 @@ def kernel_scores(world: IndexWorld, topk: int) -> Tensor:
     return launch_scores(*args).scores
 
 
-def in_slices(world: IndexWorld) -> Segment:
-    """The selection of rows of many candidates, whatever the rows hold."""
+def in_small_rooms(world: IndexWorld) -> Segment:
+    """The selection by programs that have too little room for many rows' lists, and read all scores again."""
     from specdec.attention.sparse.launch import Sizes, launch_sparse_segment
 
-    return launch_sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK, Sizes(one_launch=0))
+    sizes = Sizes(block=1024, warps=4, room=(1024, 0))
+    return launch_sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK, sizes)
 
 
 @pytest.mark.parametrize("distinct", [0, 50, 1])
@@ -46,7 +47,7 @@ def test_selection_at_the_real_shape(kind: str, n: int, page_size: int, distinct
     """Keeps out: a wrong k-th score, ties by anything but position, NaN from slots that nobody may read."""
     world = IndexWorld.make(kind, [9000, 2048, 70, 2500, 4097], n, page_size, distinct=distinct, **SHAPE)
     with torch.no_grad():
-        results = [sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK), in_slices(world)]
+        results = [sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK), in_small_rooms(world)]
         scores = kernel_scores(world, TOPK)
     visible_T = world.candidates.visible_T
     many_T = visible_T > TOPK
@@ -78,17 +79,17 @@ def test_trees_and_chains_score_alike() -> None:
             assert torch.equal(scores[i, :seen], tree_scores[node, :seen])
 
 
-@pytest.mark.parametrize("one_launch", [True, False])
-def test_a_captured_graph_follows_the_lengths(one_launch: bool) -> None:
+@pytest.mark.parametrize("small_rooms", [True, False])
+def test_a_captured_graph_follows_the_lengths(small_rooms: bool) -> None:
     """Keeps out: sizes read from the device while capturing; counts or lists left over from the replay before."""
     world = IndexWorld.make("causal", [9000, 3000, 5000], 1, 64, **SHAPE)
     lens_B = world.plan.segments[0].cache_seqlens
 
     def run() -> tuple[Tensor, Tensor]:
-        if one_launch:
-            got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK)
+        if small_rooms:
+            got = in_small_rooms(world)
         else:
-            got = in_slices(world)
+            got = sparse_segment(world.q_THD, world.w_TH, world.keys_XD, world.candidates, TOPK)
         return got.pages.table, got.cache_seqlens
 
     with torch.no_grad():

