@@ -60,7 +60,7 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     stored = view.parts
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
-    if gpu_generation(device) == 9 and has_gluon() and takes_rows(q_THL, view, plan):
+    if isinstance(view, MLAView) and gpu_generation(device) == 9 and has_gluon() and takes_rows(q_THL, view, plan):
         return attend_rows(q_THL, view, plan, scoring.scale, programs)
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.attention import fake_flash
-from toolkit.attention.matrix import (
+from toolkit.attention.cells import (
     ANSWERED,
     CAPTURED,
     CELLS,
@@ -26,10 +26,10 @@ from toolkit.attention.matrix import (
     PASSES,
     WALKED,
     Cell,
-    World,
     combinations_of,
     label,
 )
+from toolkit.attention.matrix import World
 from toolkit.attention.wide_pair import widened
 from toolkit.paths import ROOT
 from torch import Tensor
