@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""FlashMLA's kernels beside ours at DeepSeek's shape: dense decode, sparse decode and sparse prefill.  Prints and writes JSON.
+"""FlashMLA's calls beside our kernels at DeepSeek's shape: dense and sparse decode, sparse prefill.  Prints and writes JSON.
 
     PYTHONPATH=FOLDER python benchmarks/flashmla.py --out benchmarks/results/flashmla_h200.json
 
@@ -7,10 +7,12 @@ FOLDER holds the package `flash_mla`, or vLLM's build of its operators (`_flashm
 of 512 + 64, bf16, scattered pages of 64, and 2,048 keys where a query reads chosen keys.
 
 Times are medians of CUDA-graph replays, per layer.  A graph holds several layers with caches of their own, so that a layer
-finds its latents in memory and not in L2, as in a model.  `apart` is the relative distance of the two sides' outputs.
+finds its latents in memory and not in L2, as in a model.  FlashMLA divides its work by the rows' lengths with a kernel that
+runs once a pass, here before the graph.  Each side leaves outputs and lse as it computes them.  `apart` is the relative
+distance of the outputs of the two sides.
 
-Both sides run as they do in a model: the backend `flashmla` reads pages or rows of slots by the library, and the rows of a tree
-by our kernel.  Here the library also reads what the backend leaves to our kernel because that is faster (`LEAST_ROWS`).
+FlashMLA reads chosen keys from 656 bytes a token (fp8_ds_mla) with its decode kernel, and from latents in 16 bits with its
+prefill kernel, which divides no query's keys over the GPU.
 
 Shapes: B rows, L keys of each, N queries of a row, T = B * N, H heads, C rank, R rotated dim, I chosen keys, X slots.
 """
@@ -23,7 +25,6 @@ import importlib.metadata
 import itertools
 import json
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -32,13 +33,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row_bytes
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
-from specdec.attention.flash import mla_adapters
-from specdec.attention.flash.mla_backend import FlashMLABackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import Scoring
 from specdec.attention.pages import PageTable
@@ -50,17 +50,17 @@ from toolkit.attention.flashmla import library
 
 DEVICE = torch.device("cuda")
 H, C, R, P, TOPK = 128, 512, 64, 64, 2048
-DEPTH = 6  # of a tree's nodes: the suffix's width
 SCALING = Scoring(scale=0.1352)
 LEAST_LAYERS = 4  # of a graph, so that its start counts little
 COLD_BYTES = 120_000_000  # of the layers of one graph: they do not fit L2
 READ_BANDWIDTH = 4.48e12  # bytes a second, measured on an H200
 PRODUCTS = 798e12  # operations a second, measured on an H100 80GB with 8192^3; an H200 reaches the same
-CHOSEN = ("sparse", "prompt")  # kinds of cases in which a query reads chosen keys: of a round, and of a prompt
+CHOSEN = ("sparse", "prompt")  # kinds of cases in which a query reads chosen keys
 
 
 class Case(NamedTuple):
-    """kind: "decode" (causal over pages), "tree" (pages, and DEPTH slots of each query's own), or one of CHOSEN."""
+    """kind: "decode" (causal over pages), "prefix" (a tree's pages), "sparse" (chosen keys), "prompt" (the same for many
+    queries)."""
 
     kind: str
     B: int
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 SIZES = tuple(itertools.product((1, 8, 32), (8192, 32768, 131072)))
 CASES = [Case("decode", B, L, N) for N, (B, L) in itertools.product((1, 6), SIZES)]
-CASES += [Case("tree", B, L, N) for B, L, N in ((1, 8192, 32), (1, 32768, 32), (8, 8192, 32), (32, 8192, 32))]
+CASES += [Case("prefix", B, L, N) for B, L, N in ((1, 8192, 32), (1, 32768, 32), (8, 8192, 32), (32, 8192, 32))]
 CASES += [Case("sparse", B, L, N) for N, (B, L) in itertools.product((1, 6), SIZES)]
 CASES += [Case("prompt", 1, 32768, N) for N in (1024, 4096)]
 
@@ -117,28 +117,82 @@ class World:
         places = torch.stack([torch.randperm(L, device=DEVICE)[:TOPK] for _ in range(B * N)])
         return PageTable(self.table.repeat_interleave(N, 0), P).slots_at(places).int()
 
-    @cached_property
+    @property
     def plan(self) -> AttentionPlan:
         if self.case.kind in CHOSEN:
             return AttentionPlan((Segment.of_slots(self.chosen_TI, self.counts_T),))
-        (kind, B, _, N), pages = self.case, PageTable(self.table, P)
-        if kind == "decode":
-            return AttentionPlan((causal_segment(pages, self.lens_B, N),))
-        paths_TD = torch.randint(self.slots, (B * N, DEPTH), dtype=torch.int32, device=DEVICE)
-        suffix = Segment.of_slots(paths_TD, torch.full_like(self.counts_T, DEPTH))
-        return AttentionPlan((prefix_segment(pages, self.lens_B, N),), suffix=suffix)
+        build = causal_segment if self.case.kind == "decode" else prefix_segment
+        return AttentionPlan((build(PageTable(self.table, P), self.lens_B, self.case.N),))
 
     def views(self, eight_bits: bool) -> list[LatentView]:
         return self.pool.views(self.slots, self.layers, eight_bits)
 
 
-def passing(backend: TritonBackend, world: World, eight_bits: bool) -> Callable[[], list[Tensor]]:
-    """A pass of a backend over all layers.  They share a plan that is prepared in the pass, as in a model."""
-    plan, views = world.plan, world.views(eight_bits)
+Side = Callable[[World], Callable[[], list[Tensor]]]
+
+
+def ours(eight_bits: bool) -> Side:
+    """Specdec's kernels over all layers; they share a plan that is prepared in the pass."""
+
+    def side(world: World) -> Callable[[], list[Tensor]]:
+        backend, plan, views = TritonBackend(), world.plan, world.views(eight_bits)
+
+        def layers() -> list[Tensor]:
+            prepared = backend.prepare(plan)
+            return [backend.attend(world.q_THL, view, prepared, SCALING).out_THD for view in views]
+
+        return layers
+
+    return side
+
+
+def dense(world: World) -> Callable[[], list[Tensor]]:
+    """FlashMLA's dense decode over pages."""
+    _, B, _, N = world.case
+    flash_mla, (schedule, _), views = library(), library().get_mla_metadata(), world.views(False)
+    q_BNHL, caches = world.q_THL.unflatten(0, (B, N)), [view.latent.unflatten(0, (-1, P))[:, :, None] for view in views]
 
     def layers() -> list[Tensor]:
-        prepared = backend.prepare(plan)
-        return [backend.attend(world.q_THL, view, prepared, SCALING).out_THD for view in views]
+        return [
+            flash_mla.flash_mla_with_kvcache(
+                q_BNHL, cache, world.table, world.lens_B, C, schedule, softmax_scale=SCALING.scale,
+                causal=world.case.kind == "decode",
+            )[0].flatten(0, 1)
+            for cache in caches
+        ]  # fmt: skip
+
+    return layers
+
+
+def sparse_decode(world: World) -> Callable[[], list[Tensor]]:
+    """FlashMLA's sparse decode over rows of 656 bytes."""
+    _, B, _, N = world.case
+    flash_mla, (schedule, _), views = library(), library().get_mla_metadata(), world.views(True)
+    q_BNHL, chosen_BNI = world.q_THL.unflatten(0, (B, N)), world.chosen_TI.unflatten(0, (B, N))
+    caches = [view.rows.unflatten(0, (-1, P))[:, :, None] for view in views]
+
+    def layers() -> list[Tensor]:
+        return [
+            flash_mla.flash_mla_with_kvcache(
+                q_BNHL, cache, None, None, C, schedule, softmax_scale=SCALING.scale, is_fp8_kvcache=True, indices=chosen_BNI
+            )[0].flatten(0, 1)
+            for cache in caches
+        ]  # fmt: skip
+
+    return layers
+
+
+def sparse_prefill(world: World) -> Callable[[], list[Tensor]]:
+    """FlashMLA's sparse prefill over latents in 16 bits, with the queries' counts of keys."""
+    flash_mla, views, chosen_T1I = library(), world.views(False), world.chosen_TI[:, None]
+
+    def layers() -> list[Tensor]:
+        return [
+            flash_mla.flash_mla_sparse_fwd(
+                world.q_THL, view.latent[:, None], chosen_T1I, SCALING.scale, topk_length=world.counts_T
+            )[0]
+            for view in views
+        ]  # fmt: skip
 
     return layers
 
@@ -151,30 +205,23 @@ def timed(layers: Callable[[], list[Tensor]], replays: int) -> tuple[float, Tens
         outs = layers()
     for out in outs:
         out.fill_(float("nan"))
-    times = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:]) / count, outs[0]
+    return replay_us(graph, replays) / count, outs[0]
 
 
 def measure(case: Case, pool: Pool, replays: int) -> dict[str, Any]:
     world = World(case, pool)
+    sides: list[tuple[str, Side]] = [("ours", ours(False)), ("flashmla", sparse_prefill if case.kind in CHOSEN else dense)]
+    if case.kind == "sparse":
+        sides += [("ours_8_bits", ours(True)), ("flashmla_8_bits", sparse_decode)]
     row: dict[str, Any] = {**case._asdict(), "layers": world.layers}
-    for bits, eight_bits in (("", False), ("_8_bits", True)) if case.kind in CHOSEN else (("", False),):
-        (us, out), (other_us, other) = (
-            timed(passing(b, world, eight_bits), replays) for b in (TritonBackend(), FlashMLABackend())
-        )
-        row |= {
-            f"ours{bits}_us": round(us, 2),
-            f"flashmla{bits}_us": round(other_us, 2),
-            f"faster{bits}": round(us / other_us, 2),
-        }
-        row[f"apart{bits}"] = float((out.double() - other.double()).norm() / out.double().norm())
+    outs = {}
+    for name, side in sides:
+        us, outs[name] = timed(side(world), replays)
+        row[f"{name}_us"] = round(us, 2)
+    for name in ("", "_8_bits") if case.kind == "sparse" else ("",):
+        mine, other = (outs[side + name].double() for side in ("ours", "flashmla"))
+        row[f"apart{name}"] = float((mine - other).norm() / mine.norm())
+        row[f"faster{name}"] = round(row[f"ours{name}_us"] / row[f"flashmla{name}_us"], 2)
     tokens = case.B * case.N * TOPK if case.kind in CHOSEN else case.B * case.L
     row["bytes_us"] = round(tokens * 2 * (C + R) / READ_BANDWIDTH * 1e6, 2)
     row["products_us"] = round(2.0 * case.pairs * H * (2 * C + R) / PRODUCTS * 1e6, 2)
@@ -196,8 +243,8 @@ def warm(cases: list[Case]) -> str:
     torch.set_grad_enabled(False)
     pool = Pool(64 * 4096)
     for case in cases:
-        for eight_bits in (False, True) if case.kind in CHOSEN else (False,):
-            passing(TritonBackend(), World(case, pool), eight_bits)()
+        for eight_bits in (False, True) if case.kind == "sparse" else (False,):
+            ours(eight_bits)(World(case, pool))()
     torch.cuda.synchronize()
     return f"{len(cases)} cases compiled"
 
@@ -212,7 +259,6 @@ def main() -> int:
         parser.error("needs the package flash_mla, or _flashmla_C.abi3.so, on the Python path")
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as processes:
         print(*processes.map(warm, [CASES[i :: args.processes] for i in range(args.processes)]), sep=", ", flush=True)
-    mla_adapters.LEAST_ROWS = 1
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     pool = Pool(max(case.B * case.L for case in CASES))
