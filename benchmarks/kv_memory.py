@@ -79,9 +79,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the numbers are written as JSON")
     args = parser.parse_args()
     rows = [row(name, length) for name in SHAPES for length in LENGTHS]
-    print(
-        "| model | layers | tokens | one table | two | of it in full layers | fit |\n| --- | --- | --- | --- | --- | --- | --- |"
-    )
+    print("| model | layers | tokens | one table | two | of it in full layers | fit |")
+    print("| --- " * 7 + "|")
     for one in rows:
         layers = ", ".join(f"{count} {kind}" for kind, count in one["layers"].items())
         print(

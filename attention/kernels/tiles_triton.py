@@ -33,9 +33,11 @@ class PagedTiles(NamedTuple):
     an_sm: int = 1
 
 
-def padded(D: int) -> int:
-    """The side of a tile that holds D numbers: tiles have power-of-two sides, and a tensor-core product needs at least 16."""
-    return max(16, triton.next_power_of_2(D))
+def padded(D: int, int8_product: bool = False) -> int:
+    """The side of a tile that holds D numbers: tiles have power-of-two sides, and a tensor-core product needs at least 16
+    numbers, or 32 of 8 bits.
+    """
+    return max(32 if int8_product else 16, triton.next_power_of_2(D))
 
 
 @lru_cache
