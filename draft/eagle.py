@@ -23,6 +23,8 @@ from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class DraftHead(nn.Module):
     """What the draft worker needs of a head.
 
     The embedding and the language-model head may be the target's own modules.
+    vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
     d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
     """
 
@@ -64,7 +67,9 @@ class DraftHead(nn.Module):
         self.config = config
         model = config.model
         self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
-        self.lm_head = Linear(model.hidden_size, config.draft_vocab_size)
+        self.lm_head = Linear.vocabulary(model.hidden_size, config.draft_vocab_size, model.shard)
+        self.vocabulary = Vocabulary.of(config.draft_vocab_size, ALONE)
+        self.group: Group = ALONE
         self.register_buffer("d2t_V", None)
         self.d2t_V: Tensor | None
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)
@@ -117,7 +122,7 @@ class Eagle3Head(DraftHead):
         residual = residual if rows_R is None else select_rows(residual, rows_R)
         attended = self.self_attn(x, self.rotary.at(positions_T), attn, 0, rows_R)
         residual, normed = self.post_attention_layernorm.add(residual, attended)
-        return residual + self.mlp(normed)
+        return residual + self.group.sum(self.mlp(normed))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -150,7 +155,7 @@ class Eagle1Head(DraftHead):
             x, delta = layer(x, normed, rotation, attn, index)
             x, normed = layers[index + 1].input_layernorm.add(x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
-        return x + delta
+        return x + self.group.sum(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specdec.ops.index import arange
 from specdec.ops.launch import use_kernels
-from specdec.ops.topk import stable_topk, top_tokens
+from specdec.ops.topk import stable_topk
+from specdec.parallel.vocabulary import Vocabulary
 
 MAX_KERNEL_TOPK = 32  # threshold: with a larger topk, one program would sort more than its registers hold
 
@@ -86,17 +87,19 @@ def next_level(candidates: Candidates, level: int, beam: Beam, tokens_BKK: Tenso
     return Beam(tokens.gather(1, top), top_scores, start + top, top // K)
 
 
-def expand(candidates: Candidates, level: int, beam: Beam, logits_RV: Tensor, offsets_V: Tensor | None) -> Beam:
+def expand(
+    candidates: Candidates, level: int, beam: Beam, logits_RW: Tensor, offsets_V: Tensor | None, vocabulary: Vocabulary
+) -> Beam:
     """`next_level` with the K most likely tokens of each branch.
 
-    logits_RV: row b * K + k belongs to branch k of sequence b.
+    logits_RW: of this rank's run of the vocabulary; row b * K + k belongs to branch k of sequence b.
     offsets_V: int64 offsets from draft ids to target ids, or None.
     Up to topk 32 this takes two kernel launches; a wider beam is grown by torch.
     """
     B, K = beam.tokens_BK.shape
-    if K <= MAX_KERNEL_TOPK and use_kernels(logits_RV):
+    if K <= MAX_KERNEL_TOPK and use_kernels(logits_RW) and vocabulary.group.size == 1:
         from specdec.draft.expand_triton import launch_expand
 
-        return launch_expand(candidates, level, beam, logits_RV, offsets_V)
-    logp_RK, tokens_RK = top_tokens(logits_RV, K, offsets_V)
+        return launch_expand(candidates, level, beam, logits_RW, offsets_V)
+    logp_RK, tokens_RK = vocabulary.top(logits_RW, K, offsets_V)
     return next_level(candidates, level, beam, tokens_RK.view(B, K, K), logp_RK.view(B, K, K))

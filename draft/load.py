@@ -29,6 +29,7 @@ from specdec.models.checkpoints.loader import (
 from specdec.models.checkpoints.swapped import refuse_target_tensors
 from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
 from specdec.models.kv_source import KEY
+from specdec.models.sharding import share_of
 from specdec.models.target import Target
 
 _HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's
@@ -72,7 +73,8 @@ def load_head(folder: Path, target: Target, max_positions: int, device: torch.de
     refuse_target_tensors(checkpoint.names(), folder)
     config = parse_head_config(raw, checkpoint, target.config, str(path))
     _expect_sizes(config, checkpoint)
-    head = build(lambda: HEADS[config.kind](config, max_positions), device, dtype)
+    own = replace(config, model=share_of(config.model, target.config.shard))
+    head = build(lambda: HEADS[config.kind](own, max_positions), device, dtype)
     if isinstance(head, Eagle3Head):
         _fill_eagle3(head, checkpoint)
     else:

@@ -32,7 +32,6 @@ from specdec.draft.eagle import DraftHead
 from specdec.draft.expand import Candidates, expand, first_level
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
-from specdec.ops.topk import greedy_tokens, top_tokens
 
 # Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
 # nothing, and no second plan is made to leave them out.
@@ -70,7 +69,7 @@ class DraftWorker:
                 plan = AttentionPlan(split_shared(segment, group.shared), positions_B)
                 tables.append(PassTables(plan, own.slots[step]))
             hidden_BH = self.head(tokens_B, hidden_BH, positions_B, self._attention(tables))
-            tokens_B = greedy_tokens(self.head.logits(hidden_BH), self.head.d2t_V)
+            tokens_B = self.head.vocabulary.greedy(self.head.logits(hidden_BH), self.head.d2t_V)
             drawn.append(tokens_B)
         return DraftTree.chain(torch.stack(drawn, dim=1))
 
@@ -95,7 +94,7 @@ class DraftWorker:
             ]
             tokens_R = beam.tokens_BK.flatten()
             hidden = self.head(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self._attention(tables))
-            beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V)
+            beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V, self.head.vocabulary)
             ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
@@ -131,7 +130,7 @@ class DraftWorker:
         attn = self._attention(prompts.tables_of(self.cache.group_numbers))
         next_ids_T = prompts.next_ids(first_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
-        logp_BK, tokens_BK = top_tokens(self.head.logits(hidden_BH), self.topk, self.head.d2t_V)
+        logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V)
         for target, source in zip(state.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
 
@@ -159,4 +158,5 @@ class DraftWorker:
     def _set_first_level(self, state: BatchState) -> None:
         """Computes the next tree's first level, K tokens a row, from the hidden states in `state`."""
         logits_BV = self.head.logits(state.level1_hidden_BH)
-        top_tokens(logits_BV, self.topk, self.head.d2t_V, out=(state.level1_logp_BK, state.level1_tokens_BK))
+        out = (state.level1_logp_BK, state.level1_tokens_BK)
+        self.head.vocabulary.top(logits_BV, self.topk, self.head.d2t_V, out)

@@ -16,12 +16,12 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import HeadsView
 from specdec.batch.packed import PackedPrompts
-from specdec.batch.sampling import RowSampling, sample_rows
+from specdec.batch.sampling import RowSampling, sample_rows, sampling_scores
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.models.target import EncoderDecoder, Target, TargetOutput
 from specdec.ops.rows import take_rows
-from specdec.ops.topk import greedy_tokens
+from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import SamplingMode
 from specdec.verify.accept import accept
 from specdec.verify.synthetic import SyntheticAcceptance
@@ -94,7 +94,7 @@ class TargetVerifier:
             hidden_BH = out.hidden_TH
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
-        return choose_tokens(logits_BV, sampling, last_positions_B, mode), self._features(out)
+        return choose_tokens(logits_BV, sampling, last_positions_B, mode, self.model.vocabulary), self._features(out)
 
     def verify(self, state: BatchState, tree: DraftTree, mode: SamplingMode, with_features: bool = True) -> VerifyResult:
         """One target pass over every tree; accepts, commits KV, and updates lengths and bonus tokens in `state`.
@@ -108,7 +108,7 @@ class TargetVerifier:
         aux_layers = self.aux_layers if with_features else ()
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers)
         logits_TV = self.model.logits(out.hidden_TH)
-        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, mode)
+        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, mode, self.model.vocabulary)
         tokens_BN = tokens_T.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.seed_B, state.lens_B, state.speculates_B)
@@ -127,13 +127,21 @@ class TargetVerifier:
         return features_BNF if tree.is_chain else take_rows(features_BNF, path_BE)
 
 
-def choose_tokens(logits_RV: Tensor, sampling: RowSampling, positions_R: Tensor, mode: SamplingMode) -> Tensor:
+def choose_tokens(
+    logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, mode: SamplingMode, vocabulary: Vocabulary
+) -> Tensor:
     """[R] int64: the target's token after the one at each row's absolute position; -1 where the logits are not finite.
 
+    logits_RW: of this rank's run of the vocabulary.
     sampling: the options of each sequence.  A sequence's rows of logits are adjacent, equally many for each sequence.
     """
     if mode == "greedy":
-        return greedy_tokens(logits_RV, finite=True)
-    rows = sampling.expand_rows(logits_RV.shape[0] // sampling.seed_R.shape[0])
-    tokens_R = sample_rows(logits_RV, rows, positions_R + 1, filtered=mode == "filtered")
-    return tokens_R.where(logits_RV.amax(-1).isfinite(), -1)
+        return vocabulary.greedy(logits_RW, finite=True)
+    rows = sampling.expand_rows(logits_RW.shape[0] // sampling.seed_R.shape[0])
+    if mode == "filtered":  # top-k and top-p sort all logits
+        logits_RV = vocabulary.whole(logits_RW)
+        tokens_R = sample_rows(logits_RV, rows, positions_R + 1, filtered=True)
+        return tokens_R.where(logits_RV.amax(-1).isfinite(), -1)
+    scores_RW = sampling_scores(logits_RW, rows, positions_R + 1, False, vocabulary.first)
+    tokens_R = vocabulary.greedy(scores_RW)
+    return tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)

@@ -71,10 +71,8 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))
 
 
-def sampling_scores(
-    logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool, first: int = 0
-) -> Tensor:
-    """[R, V] float32, whose argmax is a sample of softmax(filter(logits / temperature)), or the logits' argmax at temperature 0.
+def sampling_scores(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool, first: int = 0) -> Tensor:
+    """[R, V] float32, whose argmax is a sample of softmax(filter(logits / temperature)), or the logits' own at temperature 0.
 
     logits_RV: of the V ids from `first` on.  filtered: needs the logits of all ids.
     position_R: int64, the absolute position of the token to be sampled.
@@ -92,5 +90,5 @@ def sampling_scores(
 
 
 def sample_rows(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool) -> Tensor:
-    """[R] int64: one token per row, an exact sample of softmax(filter(logits / temperature)), or the argmax at temperature 0."""
+    """[R] int64: a token per row, an exact sample of softmax(filter(logits / temperature)), or the argmax at temperature 0."""
     return sampling_scores(logits_RV, sampling, position_R, filtered).argmax(-1)

@@ -24,6 +24,9 @@ from specdec.models.linear import Linear
 from specdec.models.target import Target, TargetOutput
 from specdec.ops.rope import Rotation
 from specdec.ops.rows import select_rows
+from specdec.parallel.group import ALONE
+from specdec.parallel.shard import Shard
+from specdec.parallel.vocabulary import Vocabulary
 
 
 class PreNormLayer(nn.Module):
@@ -81,6 +84,11 @@ def rows_of(attn: AttentionFn, asked_R: Tensor) -> AttentionFn:
     return asked
 
 
+def own_rows(table_VH: Tensor, shard: Shard) -> Tensor:
+    """The rows of a table whose tokens' logits this rank computes, as a parameter that shares the table's memory."""
+    return table_VH if shard.size == 1 else nn.Parameter(table_VH.detach()[shard.piece(len(table_VH))])
+
+
 class CausalLM(Target):
     """A decoder-only language model of the Llama family.
 
@@ -93,8 +101,9 @@ class CausalLM(Target):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.vocabulary = Vocabulary.of(config.vocab_size, ALONE)
         if config.tie_embeddings:
-            self.lm_head = Linear.of(self.embed_tokens.weight)
+            self.lm_head = Linear.of(own_rows(self.embed_tokens.weight, config.shard))
         else:
             self.lm_head = Linear.vocabulary(config.hidden_size, config.vocab_size, config.shard)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from torch import nn
 
@@ -12,6 +14,16 @@ from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.layers import RMSNorm
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
+from specdec.parallel.vocabulary import Vocabulary
+
+
+class Shared(Protocol):
+    """A target or a draft head of which each rank may hold a share."""
+
+    group: Group
+    vocabulary: Vocabulary
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
 
 def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -33,11 +45,13 @@ def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
     return local
 
 
-def join(model: nn.Module, group: Group) -> None:
-    """Tells the layers of a rank's share which ranks hold the rest: norms add up the terms of the layer before them."""
+def join(model: Shared, group: Group) -> None:
+    """Tells a rank's share which ranks hold the rest: norms add up the terms of the layer before them."""
+    model.group = group
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.group = group
+    model.vocabulary = Vocabulary.of(model.vocabulary.size, group)
 
 
 def misfit(config: ModelConfig, size: int) -> str:

@@ -18,6 +18,8 @@ from specdec.attention.inputs import AttentionFn
 from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.vocabulary import Vocabulary
 
 
 class TargetOutput(NamedTuple):
@@ -35,6 +37,8 @@ class TargetOutput(NamedTuple):
 class Target(nn.Module):
     """A decoder-only language model.
 
+    vocabulary: which of its tokens' logits this rank computes.  group: the ranks that hold the model together.
+
     A draft head may share embed_tokens and lm_head with its target.  It indexes the embedding's weight directly, so
     embed_tokens must not scale or otherwise change the rows of its table.
     """
@@ -42,6 +46,8 @@ class Target(nn.Module):
     config: ModelConfig
     embed_tokens: Embedding
     lm_head: Linear
+    vocabulary: Vocabulary
+    group: Group = ALONE
 
     @abstractmethod
     def forward(
@@ -63,7 +69,7 @@ class Target(nn.Module):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [..., V] of final hidden states [..., H]."""
+        """The logits [..., V] of final hidden states [..., H]; with several ranks, of this rank's run of the vocabulary."""
 
 
 class EncoderDecoder(Target):

@@ -51,6 +51,10 @@ class Vocabulary(NamedTuple):
         order_Rk = values_RX.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         return values_RX.gather(1, order_Rk), ids_RX.gather(1, order_Rk)
 
+    def largest(self, logits_RW: Tensor) -> Tensor:
+        """[R]: the largest logit of each row, NaN if there is one."""
+        return logits_RW.amax(-1) if self.group.size == 1 else self.best(logits_RW.float(), 1)[0][:, 0]
+
     def greedy(self, logits_RW: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False) -> Tensor:
         """[R] int64: as `greedy_tokens` of whole logits.  offsets_V: of the whole vocabulary."""
         if self.group.size == 1:

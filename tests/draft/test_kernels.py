@@ -19,6 +19,8 @@ from specdec.draft.build_tree_triton import launch_best_nodes
 from specdec.draft.expand import Beam, Candidates, expand, first_level
 from specdec.draft.expand_triton import launch_expand, launch_first_level
 from specdec.ops.topk import stable_topk
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 
@@ -51,7 +53,7 @@ def check_growth(B: int, K: int, S: int, V: int, kind: str, dtype: torch.dtype) 
     launch_first_level(got, on_device.tokens_BK, on_device.scores_BK)
     for level in range(2, S + 1):
         logits = logits_of(kind, B, K, V, dtype)
-        expand(candidates, level, beam, logits, offsets_V)
+        expand(candidates, level, beam, logits, offsets_V, Vocabulary.of(V, ALONE))
         on_device = launch_expand(got, level, on_device, logits.to(DEVICE), offsets_V.to(DEVICE))
         end = K + K * K * (level - 1)
         start = end - K * K
@@ -111,7 +113,7 @@ def random_candidates(B: int, K: int, S: int, coarse: bool) -> Candidates:
         beam = Beam(beam.tokens_BK, beam.scores_BK.round(), beam.indices_BK, beam.parents_BK)
     for level in range(2, S + 1):
         logits = torch.randn(B * K, 2 * K) * 8
-        beam = expand(candidates, level, beam, logits, None)
+        beam = expand(candidates, level, beam, logits, None, Vocabulary.of(2 * K, ALONE))
         if coarse:
             end = K + K * K * (level - 1)
             start = end - K * K

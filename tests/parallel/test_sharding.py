@@ -8,7 +8,7 @@ import pytest
 import torch
 from toolkit.deepseek import DeepseekZoo, SparseZoo
 from toolkit.models import Zoo
-from toolkit.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention

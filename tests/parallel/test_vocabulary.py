@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toolkit.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from torch import Tensor
 
 from specdec.ops.topk import greedy_tokens, top_tokens

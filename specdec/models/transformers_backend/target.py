@@ -37,6 +37,8 @@ from specdec.models.transformers_backend.make_parts import auto_class, make_part
 from specdec.ops.cuda_graph import GraphSet, on_device
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
 
 CHECK_TOKENS = 8
 MOST_MADE_UP = 4  # times the checkpoint's weights: what transformers may take memory for before missing ones are refused
@@ -55,6 +57,7 @@ class TransformersTarget(Target):
         with torch.device("meta"):
             self.embed_tokens = Embedding(table.shape[0], table.shape[1])
         self.embed_tokens.weight, self.lm_head = table, Linear.of(head.weight, head.bias)
+        self.vocabulary = Vocabulary.of(head.out_features, ALONE)
         self._captured: ContextVar[dict[int, Tensor]] = ContextVar("captured")
         self.parts.on_layers(self._see)
         self._prep, self._query_prep = HeadPrep(None, config.num_kv_heads), HeadPrep(None, 0)
