@@ -69,9 +69,7 @@ def key_of_environment() -> str | None:
     """The API key that the environment holds, where other users can't read it.  ValueError if it is set, but empty."""
     key = os.environ.get(KEY_VARIABLE)
     if key == "":
-        raise ValueError(
-            f"{KEY_VARIABLE} is set in the environment, but empty; nearest thing that works: unset it, for no key"
-        )
+        raise ValueError(f"{KEY_VARIABLE} is set in the environment, but empty; nearest thing that works: unset it, for no key")
     return key
 
 

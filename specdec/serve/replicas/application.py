@@ -52,8 +52,8 @@ def application(
     """
     if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
         raise ModuleNotFoundError(
-            f"replicas need {', '.join(missing)}; install the extra ray with: pip install '/path/to/the/clone[ray]', or in a clone "
-            "./scripts/setup.sh ray"
+            f"replicas need {', '.join(missing)}; install the extra ray with: pip install '/path/to/the/clone[ray]', or in a "
+            "clone ./scripts/setup.sh ray"
         )
     if target is None and draft is not None:
         raise ValueError("draft was given without target: the shipped target has a head of its own; nearest: target=...")
@@ -62,7 +62,7 @@ def application(
     if spec is not None and target is not None and draft is None:
         raise ValueError("spec would do nothing without draft; nearest setting that works: spec=None")
     checked = Settings.of(settings, None if target is None else Path(target).resolve().name)
-    options = _ray_options(checked, dict(ray_options or {}), scales="num_replicas" not in settings)
+    options = options_for_ray(checked, dict(ray_options or {}), scales="num_replicas" not in settings)
     pair = (shipped.target_folder(), shipped.draft_folder()) if target is None else (target, draft)
 
     import ray
@@ -74,7 +74,7 @@ def application(
     return deployment().options(**options).bind(*pair, spec, checked.door, checked.engine)
 
 
-def _ray_options(settings: Settings, more: dict[str, Any], scales: bool) -> dict[str, Any]:
+def options_for_ray(settings: Settings, more: dict[str, Any], scales: bool) -> dict[str, Any]:
     """What Ray is asked for.  scales: whether an autoscaling_config may decide how many replicas there are.
 
     more: options of the caller.  TypeError for unknown ones, ValueError for those that settings of specdec decide.
@@ -90,7 +90,8 @@ def _ray_options(settings: Settings, more: dict[str, Any], scales: bool) -> dict
     for name in more:
         if name not in known:
             alike = nearest_name(name, known)
-            raise TypeError(f"Ray Serve has no option {name!r}; " + (f"nearest: {alike}" if alike else f"known: {', '.join(known)}"))
+            hint = f"nearest: {alike}" if alike else f"known: {', '.join(known)}"
+            raise TypeError(f"Ray Serve has no option {name!r}; {hint}")
     replicas: ReplicaOptions = settings.replicas
     own: dict[str, Any] = {
         "name": NAME,

@@ -54,9 +54,9 @@ class ReplicaOptions:
         else:
             nearest = "num_cpus=1"
         raise ValueError(
-            f"the machines of the Ray cluster have room for {places} replicas of {self.num_gpus} GPU and {self.num_cpus} CPU, but "
-            f"num_replicas={self.num_replicas}; nearest setting that works: {nearest}; or cluster_grows=True if Ray's autoscaler "
-            "adds machines"
+            f"num_replicas={self.num_replicas}, but the machines of the Ray cluster have room for {places} replicas of "
+            f"{self.num_gpus} GPU and {self.num_cpus} CPU; nearest setting that works: {nearest}; or cluster_grows=True if "
+            "Ray's autoscaler adds machines"
         )
 
 
@@ -82,7 +82,8 @@ class Settings:
                 raise TypeError(f"{name} is no setting of a replica: {RAYS_OWN[name]}")
             if name not in known:
                 alike = nearest_name(name, [*known, "target", "draft", "spec", "ray_options"])
-                raise TypeError(f"there is no setting {name!r}; " + (f"nearest: {alike}" if alike else f"known: {', '.join(known)}"))
+                hint = f"nearest: {alike}" if alike else f"known: {', '.join(known)}"
+                raise TypeError(f"there is no setting {name!r}; {hint}")
         own, door, engine = ({name: given[name] for name in names[kind] if name in given} for kind in kinds)
         door = {"api_key": key_of_environment(), "model_name": model_name, **door}
         replicas = ReplicaOptions(**own)

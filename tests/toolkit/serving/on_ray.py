@@ -1,0 +1,143 @@
+"""A local Ray with two replicas for tests, asked over HTTP.  All of it has ended when the block ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+DRIVER = Path(__file__).parent / "ray_driver.py"
+KEY = "only-for-this-test"
+PREFIX = "/tested"
+PATIENCE = 120.0  # seconds; starts of Ray's processes take long on a busy machine
+END_SECONDS = 30.0  # for Ray to end in good order
+
+
+class OnRay:
+    """The application of examples/ray_serve.py on a local Ray while the block runs.
+
+    refused: what the application said to two replicas with a GPU each, of which this Ray has none.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = [f"{name}={value}" for name, value in arguments.items()]
+        # A short path: Ray puts sockets below it, whose paths may have 107 characters.
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+        self.refused = ""
+
+    def __enter__(self) -> OnRay:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}{PREFIX}"
+        argv = [sys.executable, "-P", str(DRIVER), self._folder.name, str(port), PREFIX, *self._arguments]
+        self._log: IO[str] = open(Path(self._folder.name) / "driver.log", "w+")  # noqa: SIM115
+        self._driver = subprocess.Popen(
+            argv, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        try:
+            self.refused = self._answer("refused: ")
+            self._answer("ready")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Ends Ray by its driver, and whatever has not ended by then."""
+        processes = self.processes()
+        assert self._driver.stdin is not None and self._driver.stdout is not None
+        self._driver.stdin.close()
+        try:
+            self._driver.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._driver.kill()
+            self._driver.wait()
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self._driver.stdout.close()
+            self._log.close()
+            self._folder.cleanup()
+
+    def _answer(self, beginning: str) -> str:
+        assert self._driver.stdout is not None
+        line = self._driver.stdout.readline()
+        assert line.startswith(beginning), (line, Path(self._log.name).read_text())
+        return line.removeprefix(beginning).strip()
+
+    def processes(self) -> set[int]:
+        """The processes of this Ray: all that come from the driver, without itself."""
+        listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        parents = {int(line.split()[0]): int(line.split()[1]) for line in listed.splitlines()}
+        found: set[int] = set()
+        new = {self._driver.pid}
+        while new:
+            new = {pid for pid, parent in parents.items() if parent in new}
+            found |= new
+        return found
+
+    def kill(self, replica: str) -> None:
+        self._command(f"kill {replica}")
+
+    def delete(self) -> None:
+        """Takes the application away; returns when its replicas have been drained."""
+        self._command("delete")
+
+    def _command(self, line: str) -> None:
+        assert self._driver.stdin is not None
+        self._driver.stdin.write(line + "\n")
+        self._driver.stdin.flush()
+        self._answer(f"done: {line}")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE)
+
+    def samples(self, name: str) -> dict[str, float]:
+        """A metric of each replica, summed over its other labels."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text):
+            for sample in family.samples:
+                if sample.name == name:
+                    replica = sample.labels["replica"]
+                    found[replica] = found.get(replica, 0) + sample.value
+        return found
+
+
+def environment() -> dict[str, str]:
+    """What Ray's processes see: nothing is reported, written to the home folder, or open to other users of the machine."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "SPECDEC_API_KEY": KEY,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_memory_monitor_refresh_ms": "0",  # other tests may fill the memory
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def is_gone(process: int) -> bool:
+    """Whether a process has ended, within a few seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
