@@ -1,7 +1,7 @@
 """Several decoders behind Ray Serve, one address in front: ray_serve.py [NAME=VALUE ...], until Ctrl-C.
 
-It needs the extra `ray`.  The values are the fields of Arguments: `ray_serve.py num_replicas=2 num_gpus=0` serves the pair in the
-box from two processes on the CPU.  On a cluster, the same file is what Ray's own commands take:
+It needs the extra `ray`.  The values are the fields of Arguments: `ray_serve.py num_replicas=2 num_gpus=0` serves the pair in
+the box from two processes on the CPU.  On a cluster, the same file is what Ray's own commands take:
 
     serve run --app-dir examples ray_serve:app target=/models/llama draft=/models/llama-eagle3 num_replicas=4
 """

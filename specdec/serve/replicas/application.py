@@ -62,26 +62,26 @@ def application(
     if spec is not None and target is not None and draft is None:
         raise ValueError("spec would do nothing without draft; nearest setting that works: spec=None")
     checked = Settings.of(settings, None if target is None else Path(target).resolve().name)
-    options = options_for_ray(checked, dict(ray_options or {}), scales="num_replicas" not in settings)
     pair = (shipped.target_folder(), shipped.draft_folder()) if target is None else (target, draft)
 
     import ray
+    from ray import serve
 
-    from specdec.serve.replicas.replica import deployment
+    from specdec.serve.replicas.replica import Replica
 
+    known = [name for name in inspect.signature(serve.Deployment.options).parameters if name != "self" and name[0] != "_"]
+    options = options_for_ray(checked, dict(ray_options or {}), known, scales="num_replicas" not in settings)
     if ray.is_initialized():
         checked.replicas.check_machines(node["Resources"] for node in ray.nodes() if node["Alive"])
-    return deployment().options(**options).bind(*pair, spec, checked.door, checked.engine)
+    return serve.deployment(serve.ingress()(Replica)).options(**options).bind(*pair, spec, checked.door, checked.options)
 
 
-def options_for_ray(settings: Settings, more: dict[str, Any], scales: bool) -> dict[str, Any]:
-    """What Ray is asked for.  scales: whether an autoscaling_config may decide how many replicas there are.
+def options_for_ray(settings: Settings, more: dict[str, Any], known: list[str], scales: bool) -> dict[str, Any]:
+    """What Ray is asked for.
 
-    more: options of the caller.  TypeError for unknown ones, ValueError for those that settings of specdec decide.
+    more: options of the caller.  TypeError for those that are not among the known, ValueError for those that settings of
+    specdec decide.  scales: whether an autoscaling_config among them may decide how many replicas there are.
     """
-    from ray.serve import Deployment
-
-    known = [name for name in inspect.signature(Deployment.options).parameters if name != "self" and not name.startswith("_")]
     actor = dict(more.pop("ray_actor_options", None) or {})
     for name in (*more, *actor):
         if name in (*OURS, *OURS_OF_ACTORS):
@@ -95,7 +95,7 @@ def options_for_ray(settings: Settings, more: dict[str, Any], scales: bool) -> d
     replicas: ReplicaOptions = settings.replicas
     own: dict[str, Any] = {
         "name": NAME,
-        "max_ongoing_requests": settings.engine.max_batch_size + settings.door.max_queue + BEYOND_THE_QUEUE,
+        "max_ongoing_requests": settings.options.max_batch_size + settings.door.max_queue + BEYOND_THE_QUEUE,
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_wait_loop_s": DRAIN_LOOK_SECONDS,
         "graceful_shutdown_timeout_s": settings.door.grace_seconds + CLOSING_SECONDS,

@@ -66,7 +66,7 @@ class Settings:
 
     replicas: ReplicaOptions
     door: ServeOptions
-    engine: EngineOptions
+    options: EngineOptions
 
     @classmethod
     def of(cls, given: Mapping[str, Any], model_name: str | None) -> Settings:

@@ -1,7 +1,7 @@
 """One replica: a decoder behind the HTTP door, in a process that Ray starts, watches and stops.
 
 Ray makes the object, then the application that answers its requests, and calls `check_health` every few seconds.  When it stops
-a replica, it sends no more requests there, waits for those that run, and calls `__del__`.
+a replica, it sends no more requests there, waits for those that run, and calls `__del__`.  This module imports no Ray.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import FastAPI
-from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.async_decoder import AsyncSpecDecoder
@@ -50,19 +49,22 @@ class Replica:
         options: ServeOptions,
         engine: EngineOptions,
     ) -> None:
-        self._decoder = AsyncSpecDecoder.from_pretrained(target, draft, spec, options=engine)
-        self._door = Door(self._decoder, options)
+        self.decoder = AsyncSpecDecoder.from_pretrained(target, draft, spec, options=engine)
+        self._door = Door(self.decoder, options)
+        from ray import serve
+
         context = serve.get_replica_context()
-        self._name, self._siblings = context.replica_tag, (context.deployment, context.app_name)
+        self._name = context.replica_tag
+        self._all_replicas = lambda: serve.get_deployment_handle(context.deployment, context.app_name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = app_of(self._door, self._all_metrics)
+        app = app_of(self._door, self.all_metrics)
         app.add_middleware(RaysId)  # around the Gate, which was added before
         return app
 
     async def check_health(self) -> None:
         """RuntimeError once the engine has failed for good, after which Ray starts another replica."""
-        if (failure := self._decoder.failure) is not None:
+        if (failure := self.decoder.failure) is not None:
             raise RuntimeError(f"the engine has failed for good: {failure}") from failure
 
     async def numbers(self) -> tuple[str, Families]:
@@ -70,9 +72,9 @@ class Replica:
         door = self._door
         return self._name, list(TotalsCollector(lambda: door.decoder.totals, door.responses).collect())
 
-    async def _all_metrics(self) -> bytes:
+    async def all_metrics(self) -> bytes:
         """The metrics of all replicas: a proxy of Ray sends whoever asks for them to any one replica."""
-        asked = serve.get_deployment_handle(*self._siblings).broadcast("numbers")
+        asked = self._all_replicas().broadcast("numbers")
         try:
             answers = await asked.results_async(timeout_s=SCRAPE_SECONDS, return_exceptions=True)
         except TimeoutError:  # a replica hangs, which its health check will find: the others' numbers must not wait for that
@@ -80,10 +82,5 @@ class Replica:
         return exposition(dict(answer for answer in answers if not isinstance(answer, BaseException)))
 
     def __del__(self) -> None:
-        if hasattr(self, "_decoder"):  # otherwise it could not be loaded
-            self._decoder.decoder.close()
-
-
-def deployment() -> serve.Deployment:
-    """The deployment of Ray Serve, with Ray's defaults."""
-    return serve.deployment(serve.ingress()(Replica))
+        if hasattr(self, "decoder"):  # otherwise it could not be loaded
+            self.decoder.decoder.close()

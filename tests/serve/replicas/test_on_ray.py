@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from toolkit.serving.on_ray import KEY, OnRay, is_gone
-from toolkit.serving.server import error_of, wait_until
+from toolkit.serving.on_ray import KEY, OnRay, is_gone, wait_until
+from toolkit.serving.server import error_of
 
 from specdec import SamplingParams, SpecDecoder
 
@@ -87,14 +87,14 @@ def test_a_stream_passes_while_it_is_written(on_ray: OnRay, pair: SpecDecoder) -
 def test_a_replica_that_dies_loses_no_request_without_an_error(on_ray: OnRay, pair: SpecDecoder) -> None:
     """Keeps out: requests that hang, or streams that seem complete, when their replica dies; and a replica that stays away."""
     before = on_ray.samples("specdec_running")
-    asked = PROMPTS * 2
+    asked = PROMPTS[:6]
     with ThreadPoolExecutor(len(asked)) as pool:
         running = [pool.submit((ask, read)[i % 2], on_ray, prompt, **LONG) for i, prompt in enumerate(asked)]
-        wait_until(lambda: min(on_ray.samples("specdec_running").values()) >= 2, "both replicas have requests")
+        wait_until(lambda: min(on_ray.samples("specdec_running").values()) >= 1, "both replicas have requests")
         on_ray.kill(victim := min(before))
         errors = [future.exception(timeout=120) for future in running]
     lost = [error for error in errors if error is not None]
-    assert 2 <= len(lost) < len(asked), "the dead replica's requests fail, and the other's go on"
+    assert 1 <= len(lost) < len(asked), "the dead replica's requests fail, and the other's go on"
     assert all(isinstance(error, openai.APIError | httpx.TransportError) for error in lost), lost
     expected = [item.text for item in pair.generate(asked, SamplingParams(max_tokens=450, ignore_eos=True))]
     texts = [None if error else future.result() for future, error in zip(running, errors)]
@@ -105,14 +105,14 @@ def test_a_replica_that_dies_loses_no_request_without_an_error(on_ray: OnRay, pa
     after = on_ray.samples("specdec_running")
     assert victim not in after and len(after.keys() & before.keys()) == 1
     (new,) = after.keys() - before.keys()
-    wait_until(lambda: ask(on_ray, "Once", max_tokens=8) and on_ray.samples("specdec_requests_total").get(new), "it gets requests")
+    wait_until(lambda: ask(on_ray, "Once", max_tokens=8) and on_ray.samples("specdec_requests_total").get(new), "it is asked")
 
 
 def test_an_application_that_goes_lets_its_requests_finish(on_ray: OnRay, pair: SpecDecoder) -> None:
     """Keeps out: texts cut off by every update, and processes that outlive Ray."""
-    (expected,) = pair.generate("Once", SamplingParams(max_tokens=450, ignore_eos=True))
+    (expected,) = pair.generate("Once", SamplingParams(max_tokens=300, ignore_eos=True))
     with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(read, on_ray, "Once", **LONG) for _ in range(4)]
+        running = [pool.submit(read, on_ray, "Once", **{**LONG, "max_tokens": 300}) for _ in range(4)]
         wait_until(lambda: sum(on_ray.samples("specdec_running").values()) == 4, "all of them run")
         on_ray.delete()
         assert [future.result(timeout=60) for future in running] == [expected.text] * 4

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +24,7 @@ DRIVER = Path(__file__).parent / "ray_driver.py"
 KEY = "only-for-this-test"
 PREFIX = "/tested"
 PATIENCE = 120.0  # seconds; starts of Ray's processes take long on a busy machine
+START_SECONDS = 240.0
 END_SECONDS = 30.0  # for Ray to end in good order
 
 
@@ -43,21 +46,25 @@ class OnRay:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}{PREFIX}"
         argv = [sys.executable, "-P", str(DRIVER), self._folder.name, str(port), PREFIX, *self._arguments]
-        self._log: IO[str] = open(Path(self._folder.name) / "driver.log", "w+")  # noqa: SIM115
+        self._log: IO[str] = open(Path(self._folder.name) / "driver.log", "w+")
         self._driver = subprocess.Popen(
             argv, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
+        watchdog = threading.Timer(START_SECONDS, self._driver.kill)  # its last words are then shown
+        watchdog.start()
         try:
             self.refused = self._answer("refused: ")
             self._answer("ready")
         except BaseException:
             self.__exit__()
             raise
+        finally:
+            watchdog.cancel()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Ends Ray by its driver, and whatever has not ended by then."""
-        processes = self.processes()
+        processes = self.processes()  # workers of Ray would otherwise have no parent that is known here
         assert self._driver.stdin is not None and self._driver.stdout is not None
         self._driver.stdin.close()
         try:
@@ -115,6 +122,14 @@ class OnRay:
                     replica = sample.labels["replica"]
                     found[replica] = found.get(replica, 0) + sample.value
         return found
+
+
+def wait_until(happened: Callable[[], Any], what: str) -> None:
+    """Asserts that something happens.  It asks seldom: each question costs the replicas time."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, f"did not happen: {what}"
+        time.sleep(0.3)
 
 
 def environment() -> dict[str, str]:

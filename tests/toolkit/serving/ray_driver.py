@@ -1,7 +1,7 @@
 """The process that owns a local Ray for tests: ray_driver.py FOLDER PORT PREFIX [NAME=VALUE ...], the values for the example.
 
-It prints "ready" when the application of examples/ray_serve.py answers, and a line for each command it has carried out.  It is a
-process of its own so that nothing of Ray stays in the test process, and it ends Ray when its input ends.
+It prints "ready" when the application of examples/ray_serve.py answers, and a line for each command it has carried out.  It is
+a process of its own so that nothing of Ray stays in the test process, and it ends Ray when its input ends.
 
     kill NAME    ends a replica at once
     delete       takes the application away, as for an update: Ray drains its replicas
