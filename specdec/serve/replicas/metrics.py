@@ -32,4 +32,4 @@ class Merged(Collector):
 
 def exposition(by_replica: Mapping[str, Families]) -> bytes:
     """The page in Prometheus' text format."""
-    return generate_latest(Merged(by_replica))  # type: ignore[arg-type]
+    return generate_latest(Merged(by_replica))

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from toolkit.serving.on_ray import KEY, OnRay, is_gone, wait_until
+from toolkit.serving.on_ray import KEY, OnRay, listed_processes, wait_until
 from toolkit.serving.server import error_of
 
 from specdec import SamplingParams, SpecDecoder
@@ -110,14 +110,20 @@ def test_a_replica_that_dies_loses_no_request_without_an_error(on_ray: OnRay, pa
 
 def test_an_application_that_goes_lets_its_requests_finish(on_ray: OnRay, pair: SpecDecoder) -> None:
     """Keeps out: texts cut off by every update, and processes that outlive Ray."""
-    (expected,) = pair.generate("Once", SamplingParams(max_tokens=300, ignore_eos=True))
+    (expected,) = pair.generate("Once", SamplingParams(max_tokens=450, ignore_eos=True))
+    before = sum(on_ray.samples("specdec_requests_total").values())
+
+    def arrived() -> bool:
+        runs = sum(on_ray.samples("specdec_running").values())
+        return runs > 0 and runs + sum(on_ray.samples("specdec_requests_total").values()) - before >= 4
+
     with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(read, on_ray, "Once", **{**LONG, "max_tokens": 300}) for _ in range(4)]
-        wait_until(lambda: sum(on_ray.samples("specdec_running").values()) == 4, "all of them run")
+        running = [pool.submit(read, on_ray, "Once", **LONG) for _ in range(4)]
+        wait_until(arrived, "all of them are there, and some run")
         on_ray.delete()
         assert [future.result(timeout=60) for future in running] == [expected.text] * 4
     assert httpx.get(f"{on_ray.url}/ready").status_code == 404
     processes = on_ray.processes()
     assert len(processes) > 3
     on_ray.__exit__()
-    assert [process for process in processes if not is_gone(process)] == []
+    wait_until(lambda: not processes & listed_processes().keys(), "every process of Ray has ended")

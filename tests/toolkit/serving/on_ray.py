@@ -47,8 +47,9 @@ class OnRay:
         self.url = f"http://127.0.0.1:{port}{PREFIX}"
         argv = [sys.executable, "-P", str(DRIVER), self._folder.name, str(port), PREFIX, *self._arguments]
         self._log: IO[str] = open(Path(self._folder.name) / "driver.log", "w+")
+        pipe = subprocess.PIPE
         self._driver = subprocess.Popen(
-            argv, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            argv, env=environment(), stdin=pipe, stdout=pipe, stderr=self._log, text=True, start_new_session=True
         )
         watchdog = threading.Timer(START_SECONDS, self._driver.kill)  # its last words are then shown
         watchdog.start()
@@ -73,7 +74,7 @@ class OnRay:
             self._driver.kill()
             self._driver.wait()
         finally:
-            for process in processes:
+            for process in processes | self.processes():
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             self._driver.stdout.close()
@@ -87,15 +88,12 @@ class OnRay:
         return line.removeprefix(beginning).strip()
 
     def processes(self) -> set[int]:
-        """The processes of this Ray: all that come from the driver, without itself."""
-        listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        parents = {int(line.split()[0]): int(line.split()[1]) for line in listed.splitlines()}
-        found: set[int] = set()
-        new = {self._driver.pid}
-        while new:
-            new = {pid for pid, parent in parents.items() if parent in new}
+        """The processes of this Ray, without its driver: those that come from it, and those of its group whose parent died."""
+        driver, listed = self._driver.pid, listed_processes()
+        found = {driver, *(pid for pid, (_, group) in listed.items() if group == driver)}
+        while new := {pid for pid, (parent, _) in listed.items() if parent in found} - found:
             found |= new
-        return found
+        return found - {driver}
 
     def kill(self, replica: str) -> None:
         self._command(f"kill {replica}")
@@ -125,7 +123,7 @@ class OnRay:
 
 
 def wait_until(happened: Callable[[], Any], what: str) -> None:
-    """Asserts that something happens.  It asks seldom: each question costs the replicas time."""
+    """Asserts that something happens.  It looks seldom: most looks are requests, which cost the replicas time."""
     deadline = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < deadline, f"did not happen: {what}"
@@ -146,13 +144,8 @@ def environment() -> dict[str, str]:
     }
 
 
-def is_gone(process: int) -> bool:
-    """Whether a process has ended, within a few seconds."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False
+def listed_processes() -> dict[int, tuple[int, int]]:
+    """Parent and group of every process that has not ended, whether or not its parent has noticed the end."""
+    shown = subprocess.run(["ps", "-eo", "pid=,ppid=,pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in shown.splitlines()]
+    return {int(pid): (int(parent), int(group)) for pid, parent, group, state in rows if not state.startswith("Z")}
