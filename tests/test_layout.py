@@ -36,6 +36,7 @@ OPTIONAL = (
     "fastapi",
     "uvicorn",
     "prometheus_client",
+    "ray",
 )
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER = 400, 60, 150, 12
 DRIVER = "tests/toolkit/driver.py"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from dataclasses import fields
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from specdec.cli.flags import (
     pair_of,
     tree_shape,
 )
-from specdec.serve.options import KEY_VARIABLE, ServeOptions
+from specdec.serve.options import KEY_VARIABLE, ServeOptions, key_of_environment
 
 HELP = "serve a pair over HTTP, as OpenAI's API"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -57,12 +56,8 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> ServeOptions:
     """The options of the command line; the key may come from the environment, where other users can't read it."""
     given: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(ServeOptions)}
-    if given["api_key"] is None and KEY_VARIABLE in os.environ:
-        given["api_key"] = os.environ[KEY_VARIABLE]
-        if not given["api_key"]:
-            raise ValueError(
-                f"{KEY_VARIABLE} is set in the environment, but empty; nearest thing that works: unset it, for no key"
-            )
+    if given["api_key"] is None:
+        given["api_key"] = key_of_environment()
     if given["model_name"] is None and args.target:
         given["model_name"] = Path(args.target).resolve().name
     return ServeOptions(**given)

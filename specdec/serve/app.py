@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from specdec.checks import nearest_name
 from specdec.serve.door import Door
-from specdec.serve.endpoints import Endpoints
+from specdec.serve.endpoints import Endpoints, ReadMetrics
 from specdec.serve.gate import ENTRY, OPEN_PATHS, Gate
 from specdec.serve.log import CLIENT_GONE
 from specdec.serve.wire.errors import ApiError, ClientGone, ErrorAnswer
@@ -18,10 +18,13 @@ from specdec.serve.wire.fields import CHAT, COMPLETIONS
 PATHS = ("/v1/models", COMPLETIONS, CHAT, *OPEN_PATHS)
 
 
-def app_of(door: Door) -> FastAPI:
-    """The application of a door.  FastAPI's pages of documentation are off: they load scripts from another site."""
+def app_of(door: Door, read_metrics: ReadMetrics | None = None) -> FastAPI:
+    """The application of a door.  FastAPI's pages of documentation are off: they load scripts from another site.
+
+    read_metrics: what /metrics answers; None: the metrics of this door.
+    """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    endpoints = Endpoints(door)
+    endpoints = Endpoints(door, read_metrics)
     for path, endpoint, methods in (
         (COMPLETIONS, endpoints.completions, ["POST"]),
         (CHAT, endpoints.chat, ["POST"]),
@@ -42,8 +45,7 @@ def app_of(door: Door) -> FastAPI:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    if request.url.path not in OPEN_PATHS:
-        request.scope[ENTRY].failed(error)
+    request.scope[ENTRY].failed(error)
     return ErrorAnswer(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 from prometheus_client import CollectorRegistry
@@ -19,13 +20,16 @@ from specdec.serve.wire.body import parse_object, read_body
 from specdec.serve.wire.fields import CHAT, COMPLETIONS
 from specdec.serve.wire.requests import read_plan, unknown_model
 
+ReadMetrics = Callable[[], Awaitable[bytes]]  # gives the page of /metrics
+
 
 class Endpoints:
     """The methods are what the paths answer."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, read_metrics: ReadMetrics | None) -> None:
         self._door = door
         self._registry: CollectorRegistry = registry_of(lambda: door.decoder.totals, door.responses)
+        self._read_metrics = read_metrics or self._own_metrics
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, COMPLETIONS)
@@ -55,7 +59,10 @@ class Endpoints:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self._read_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _own_metrics(self) -> bytes:
+        return generate_latest(self._registry)
 
     def _card(self) -> dict[str, object]:
         door = self._door

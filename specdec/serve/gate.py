@@ -13,6 +13,7 @@ from specdec.serve.wire.errors import ErrorAnswer, internal
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # without a key, and without a line in the log: they are asked all the time
 ENTRY = "specdec.entry"  # where endpoints find the Entry in an ASGI scope
+GIVEN_ID = "specdec.id"  # where the Gate finds the request's id in an ASGI scope, if whoever is in front has named it
 
 
 class Gate:
@@ -24,14 +25,17 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        entry = Entry("req-" + secrets.token_hex(12), scope["method"], scope["path"])
+        given = scope.get(GIVEN_ID, "")
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as the router sees it
+        entry = Entry(given or "req-" + secrets.token_hex(12), scope["method"], path)
         scope[ENTRY] = entry
         is_open = entry.path in OPEN_PATHS
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.id.encode())]
+                if not given:  # otherwise whoever has named it tells the caller
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.id.encode())]
             await send(message)
 
         try:

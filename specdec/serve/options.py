@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -62,6 +63,14 @@ class ServeOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+
+def key_of_environment() -> str | None:
+    """The API key that the environment holds, where other users can't read it.  ValueError if it is set, but empty."""
+    key = os.environ.get(KEY_VARIABLE)
+    if key == "":
+        raise ValueError(f"{KEY_VARIABLE} is set in the environment, but empty; nearest thing that works: unset it, for no key")
+    return key
 
 
 def _check_text(name: str, value: Any, optional: bool) -> None:

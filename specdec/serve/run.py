@@ -67,6 +67,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                loop="asyncio",  # what uvicorn always brings along: other installed packages must not change the server
+                http="h11",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=LAST_SECONDS,
             )

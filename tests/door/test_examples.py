@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MOST_LINES = 60
 CLIENT = ROOT / "examples" / "openai_client.py"  # the one that needs a server
+ON_RAY = ROOT / "examples" / "ray_serve.py"  # runs until it is stopped; tests/serve/replicas/ serve with it
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -48,7 +49,7 @@ def server(log: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path != CLIENT], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path not in (CLIENT, ON_RAY)], ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     """Keeps out: an example of an interface that has changed since it was written."""
     done = run(path, tmp_path)

@@ -1,0 +1,86 @@
+"""One replica: a decoder behind the HTTP door, in a process that Ray starts, watches and stops.
+
+Ray makes the object, then the application that answers its requests, and calls `check_health` every few seconds.  When it stops
+a replica, it sends no more requests there, waits for those that run, and calls `__del__`.  This module imports no Ray.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specdec.async_decoder import AsyncSpecDecoder
+from specdec.config import SpecConfig
+from specdec.options import EngineOptions
+from specdec.serve.app import app_of
+from specdec.serve.door import Door
+from specdec.serve.gate import GIVEN_ID
+from specdec.serve.metrics import TotalsCollector
+from specdec.serve.options import ServeOptions
+from specdec.serve.replicas.metrics import Families, exposition
+
+SCRAPE_SECONDS = 5.0  # for all replicas to tell their numbers
+LONGEST_ID = 128  # callers may choose ids
+
+
+class RaysId:
+    """ASGI middleware: a request has one id in the door's log, in Ray's logs, and in the answer's header, which Ray writes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value for key, value in scope.get("headers", ()) if key == b"x-request-id"]
+        if given:
+            scope[GIVEN_ID] = given[0].decode("latin-1")[:LONGEST_ID]
+        await self._app(scope, receive, send)
+
+
+class Replica:
+    """A decoder and its door.  All of it runs on the event loop that Ray gives a replica."""
+
+    def __init__(
+        self,
+        target: str | Path,
+        draft: str | Path | None,
+        spec: SpecConfig | None,
+        options: ServeOptions,
+        engine: EngineOptions,
+    ) -> None:
+        self.decoder = AsyncSpecDecoder.from_pretrained(target, draft, spec, options=engine)
+        self._door = Door(self.decoder, options)
+        from ray import serve
+
+        context = serve.get_replica_context()
+        self._name = context.replica_tag
+        self._all_replicas = lambda: serve.get_deployment_handle(context.deployment, context.app_name)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app = app_of(self._door, self.all_metrics)
+        app.add_middleware(RaysId)  # around the Gate, which was added before
+        return app
+
+    async def check_health(self) -> None:
+        """RuntimeError once the engine has failed for good, after which Ray starts another replica."""
+        if (failure := self.decoder.failure) is not None:
+            raise RuntimeError(f"the engine has failed for good: {failure}") from failure
+
+    async def numbers(self) -> tuple[str, Families]:
+        """The replica's name, and its metrics."""
+        door = self._door
+        return self._name, list(TotalsCollector(lambda: door.decoder.totals, door.responses).collect())
+
+    async def all_metrics(self) -> bytes:
+        """The metrics of all replicas: a proxy of Ray sends whoever asks for them to any one replica."""
+        asked = self._all_replicas().broadcast("numbers")
+        try:
+            answers = await asked.results_async(timeout_s=SCRAPE_SECONDS, return_exceptions=True)
+        except TimeoutError:  # a replica hangs, which its health check will find: the others' numbers must not wait for that
+            answers = [await self.numbers()]
+        return exposition(dict(answer for answer in answers if not isinstance(answer, BaseException)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "decoder"):  # otherwise it could not be loaded
+            self.decoder.decoder.close()
