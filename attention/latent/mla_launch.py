@@ -25,6 +25,7 @@ from specdec.attention.kinds import Scoring
 from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_merge_kernel
 from specdec.attention.segment import Segment
+from specdec.attention.sparse.rows_launch import attend_rows, takes_rows
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
@@ -59,6 +60,8 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     stored = view.parts
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
+    if isinstance(view, MLAView) and gpu_generation(device) == 9 and has_gluon() and takes_rows(q_THL, view, plan):
+        return attend_rows(q_THL, view, plan, scoring.scale, programs)
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
     shapes = [_tiles_and_splits(q_THL, view, segment, programs) for segment in paged]

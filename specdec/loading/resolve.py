@@ -175,6 +175,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         alibi=any(kind.alibi for c in configs for kind in c.layer_kinds),
         encoder=target.encoder is not None,
         kv_cache_dtype=settings.options.kv_cache_dtype,
+        int8_queries=settings.options.int8_queries,
         mla=keeps_latents(target),
         latent_rank=latent_rank(target),
         rope_dim=target.head_dim if keeps_latents(target) else 0,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.driver import Driver
-from toolkit.families import Families, assert_greedy, save_family
+from toolkit.families import FAMILIES, Families, assert_greedy, save_family
 from toolkit.models import ragged_prompts, save_eagle1, save_eagle3
 from torch import Tensor, nn
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
@@ -88,11 +88,11 @@ def test_keys_of_published_configs_are_known(families: Families, tmp_path: Path,
     assert choose_target(tmp_path).config.kv_source == SOURCES
 
 
-def test_heads_of_two_widths_are_refused(families: Families, tmp_path: Path) -> None:
+def test_heads_of_two_widths_are_refused(tmp_path: Path) -> None:
     """As published Gemma 4 models have them."""
-    folder = save_family(tmp_path, "gemma4_text", 0, global_head_dim=32)
+    save_family(tmp_path, "gemma4_text", 0, **FAMILIES["gemma4"][1] | {"global_head_dim": 32})
     with pytest.raises(ValueError, match=r"all layers must have the same heads.* \[\(4, 2, 16, 16\), \(4, 2, 32, 32\)\]"):
-        choose_target(folder)
+        choose_target(tmp_path)
 
 
 def test_features_of_several_streams_are_refused(families: Families, tmp_path: Path) -> None:

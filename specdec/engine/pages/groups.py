@@ -13,7 +13,7 @@ from typing import NamedTuple
 from specdec.engine.pages.pool import ring_pages
 
 RING_PREFILL = 2048  # the most tokens of one prompt in one chunk, where sequences reuse a ring of pages
-LOCAL_SHARE = 0.5  # the most of a memory that is too small which rings get before the pages of layers that read all keys
+LOCAL_SHARE = 0.5  # where memory is too small, the most of it that rings get before the layers that read all keys get theirs
 
 
 class Group(NamedTuple):

@@ -39,7 +39,7 @@ class LastRows:
 
     @contextmanager
     def cutting(self, cut: Cut | None) -> Iterator[None]:
-        """Within this context, a pass is limited to the rows of `cut`; None: it has all."""
+        """Within this context, a pass is limited to the rows of `cut`; None: the pass keeps all rows."""
         token = self._cut.set(cut)
         try:
             yield

@@ -35,6 +35,7 @@ class Trace(NamedTuple):
     sliding_windows: for each layer, how many keys a query reads, or None for all.  softcap: the largest of any layer, or None.
     kv_source: for each layer, the layer whose keys and values it reads: its own number, or that of an earlier layer.
     features_refusal: why the layers' outputs can't be a draft head's features; empty if they can.
+    encoder_head_dim: of the encoder's heads; None: there is no encoder.
     """
 
     num_heads: int
