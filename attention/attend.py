@@ -68,7 +68,7 @@ class _Group(NamedTuple):
 
 
 def make_backend(choice: BackendChoice | str) -> Backend:
-    """The attention backend that was chosen, or the one of that name ("torch", "triton", "fa2", "fa3" or "fa4").
+    """The attention backend that was chosen, or the one of that name, one of BACKENDS.
 
     The backend's library is imported here and not before, so `import specdec` needs neither triton nor a GPU.
     """
@@ -81,6 +81,10 @@ def make_backend(choice: BackendChoice | str) -> Backend:
         from specdec.attention.kernels.triton_backend import TritonBackend
 
         return TritonBackend()
+    if name == "flashmla":
+        from specdec.attention.flash.mla_backend import FlashMLABackend
+
+        return FlashMLABackend()
     from specdec.attention.flash.backend import FlashBackend
 
     return FlashBackend(name, by_rule)

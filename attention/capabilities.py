@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, GROUP
+from specdec.attention.caches.int8_keys import INT8_KEYS
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
 from specdec.attention.kinds import LayerKind
@@ -22,7 +23,8 @@ from specdec.attention.needs import AttentionNeeds
 from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")
-KV_DTYPES = ("auto", *KV_CACHE_DTYPES, FP8_LATENTS)
+KV_DTYPES = ("auto", *KV_CACHE_DTYPES, INT8_KEYS, FP8_LATENTS)
+INT8_KEPT = ("int8", INT8_KEYS)  # the settings of kv_cache_dtype with keys in int8
 GRAPH_MODES: tuple[GraphMode, ...] = (False, "step", "round")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -34,6 +36,10 @@ class HeadDims(NamedTuple):
     least: int
     most: int
     multiple: int
+
+    def hold(self, dim: int) -> bool:
+        """Whether the head dim is one of them."""
+        return self.least <= dim <= self.most and dim % self.multiple == 0
 
     def __str__(self) -> str:
         return f"{self.least} to {self.most}, multiples of {self.multiple}"
@@ -50,6 +56,8 @@ class Capability:
     architectures: the major numbers of the GPU's compute capability that work; empty: any.
     dtypes: the dtypes in which it computes.
     head_dims: the head dims that it takes; None: any.
+    page_sizes: the page sizes that it takes; empty: any, as far as page_multiple and unread_pages let it.
+    fp8_head_dims: those that it takes with keys and values in fp8; None: the same.
     page_multiple: page sizes must be a multiple of this.
     unread_pages: page sizes that it can't use, because at these sizes it also reads the unwritten slots of a page, which may
         hold NaN.
@@ -57,7 +65,10 @@ class Capability:
     ours: the kinds of layers that specdec's Triton kernels read in its place.  Where this is not empty, they read shared
         prefixes too.
     kv_cache_dtypes: the settings of kv_cache_dtype that it takes.
+    int8_queries: whether it multiplies keys in int8 with queries in int8.
     fp8_from: the lowest compute capability for float8, in KV or latents.
+    heads: whether it reads ordinary heads; if not, specdec's Triton kernels read those of a draft head.
+    latent_dims: the rank and the rotated dim of the latents that it takes; None: any.
     mla: whether it reads latent caches: with any scoring, only without softcap and sinks ("plain"), or not at all ("").
     sparse: whether it reads latents that an indexer chose for each query.
     alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
@@ -76,6 +87,8 @@ class Capability:
     architectures: tuple[int, ...] = ()
     dtypes: tuple[torch.dtype, ...] = HALVES
     head_dims: HeadDims | None = None
+    page_sizes: tuple[int, ...] = ()
+    fp8_head_dims: HeadDims | None = None
     page_multiple: int = 1
     unread_pages: tuple[int, ...] = ()
     kinds: tuple[str, ...] = KINDS
@@ -85,7 +98,10 @@ class Capability:
     alibi: bool = False
     encoder: bool = False
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    int8_queries: bool = False
     fp8_from: tuple[int, int] | None = None
+    heads: bool = True
+    latent_dims: tuple[int, int] | None = None
     mla: Literal["any scoring", "plain", ""] = ""
     sparse: bool = False
     split_heads: bool = False
@@ -100,12 +116,12 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
+            int8_queries=True, mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
-            kv_cache_dtypes=KV_DTYPES, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True, split_heads=True, alibi=True,
-            encoder=True,
+            kv_cache_dtypes=KV_DTYPES, int8_queries=True, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True,
+            split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
             "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -113,16 +129,22 @@ TABLE = {
         ),
         Capability(
             "fa3", "flash_attn_interface", "H200", package="flash-attn-3", least_version=(3, 0), architectures=(9,),
-            head_dims=HeadDims(8, 256, 8), kinds=("full",), ours=("window", "chunk"),
+            head_dims=HeadDims(8, 256, 8), fp8_head_dims=HeadDims(16, 256, 16), kinds=("full",), ours=("window", "chunk"),
+            kv_cache_dtypes=("auto", "fp8"),
         ),
         Capability(
             "fa4", "flash_attn.cute", "H100", package="flash-attn-4", least_version=(4, 0), architectures=(9,),
             head_dims=HeadDims(8, 256, 8), unread_pages=(80, 112, 128, 144), kinds=("full",), ours=("window", "chunk"),
         ),
+        Capability(
+            "flashmla", "flash_mla", "H200", package="flash_mla", architectures=(9,), head_dims=HeadDims(8, 256, 2),
+            page_sizes=(64,), kinds=("full",), ours=("window", "chunk"), kv_cache_dtypes=("auto", FP8_LATENTS),
+            fp8_from=FP8_LEAST_ARCHITECTURE, heads=False, latent_dims=(512, 64), mla="plain", sparse=True,
+        ),
     )
 }  # fmt: skip
 BACKENDS = tuple(TABLE)
-PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2")  # the order in which errors suggest a backend that can run
+PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2", "flashmla")  # the order in which errors suggest a backend that can run
 
 
 def kind_name(kind: LayerKind) -> str:
@@ -181,11 +203,17 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         best = c.dtypes[0]
         yield Fault(f"computes {names}, got {short(n.dtype)}", f"dtype='{short(best)}'", replace(n, dtype=best))
     for dim in (*n.head_dims, *n.value_dims):
-        if c.head_dims and (not c.head_dims.least <= dim <= c.head_dims.most or dim % c.head_dims.multiple):
+        if c.head_dims and not c.head_dims.hold(dim):
             yield Fault(f"takes heads of {c.head_dims}, got {dim}")
+        elif n.kv_cache_dtype == "fp8" and c.fp8_head_dims and not c.fp8_head_dims.hold(dim):
+            problem = f"takes heads of {c.fp8_head_dims} with fp8 KV, got {dim}"
+            yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
     if n.page_size in c.unread_pages:
         problem = f"reads pages of {listed(c.unread_pages)} tokens whole, unwritten slots included, got page_size={n.page_size}"
         yield Fault(problem, "page_size=64", replace(n, page_size=64))
+    if c.page_sizes and n.page_size not in c.page_sizes:
+        problem, fits = f"reads pages of {listed(c.page_sizes)} tokens, got page_size={n.page_size}", c.page_sizes[0]
+        yield Fault(problem, f"page_size={fits}", replace(n, page_size=fits))
     if n.page_size % c.page_multiple:
         fits = -(-n.page_size // c.page_multiple) * c.page_multiple
         problem = f"reads pages of a multiple of {c.page_multiple} tokens, got page_size={n.page_size}"
@@ -194,6 +222,12 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if not set(asked) & set(c.kinds) and not n.mla:
         yield Fault(f"reads {', '.join(c.kinds)} layers, and these models have {' and '.join(asked)} layers only")
     yield from _kv_faults(c, n)
+    if not n.mla and not c.heads:
+        yield Fault("reads latents (MLA), which these models have none of")
+    if n.mla and c.latent_dims and (n.latent_rank, n.rope_dim) != c.latent_dims:
+        takes, got = (" + ".join(map(str, dims)) for dims in (c.latent_dims, (n.latent_rank, n.rope_dim)))
+        yield Fault(f"reads latents of {takes} numbers, got {got}")
+    yield from _query_faults(c, n)
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
     if n.sparse and not c.sparse:
@@ -213,7 +247,7 @@ def _split_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault(f"does not read {what}, got values of {listed(n.value_dims)}")
     if n.kv_cache_dtype != "auto":
         problem = f"reads {what} in the model's own dtype, got kv_cache_dtype={n.kv_cache_dtype!r}"
-        yield Fault(problem, "kv_cache_dtype='auto'", replace(n, kv_cache_dtype="auto"))
+        yield Fault(problem, *_kept_as(n, "auto"))
 
 
 def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
@@ -230,20 +264,43 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
             yield Fault(f"needs {c.package} {wanted} or later, got {found}")
 
 
+def _kept_as(n: AttentionNeeds, kv_cache_dtype: str) -> tuple[str, AttentionNeeds]:
+    """A setting of kv_cache_dtype, with int8_queries if that has to change with it, and the needs with both."""
+    mended = replace(n, kv_cache_dtype=kv_cache_dtype)
+    if n.int8_queries and kv_cache_dtype not in INT8_KEPT:
+        return f"kv_cache_dtype={kv_cache_dtype!r} with int8_queries=False", replace(mended, int8_queries=False)
+    return f"kv_cache_dtype={kv_cache_dtype!r}", mended
+
+
+def _query_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
+    """What keeps a backend from queries in int8."""
+    if not n.int8_queries:
+        return
+    without = "int8_queries=False", replace(n, int8_queries=False)
+    if not c.int8_queries:
+        yield Fault("multiplies queries in the models' own dtype, got int8_queries=True", *without)
+    elif n.kv_cache_dtype not in INT8_KEPT:
+        problem = (
+            f"rounds queries to int8 where keys are in int8, got int8_queries=True with kv_cache_dtype={n.kv_cache_dtype!r}"
+        )
+        yield Fault(problem, *(without if n.mla or n.value_dims else _kept_as(n, INT8_KEYS)))
+
+
 def _kv_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     """Faults of how keys and values, or latents, are to be kept."""
 
     def fault(problem: str, nearest: str) -> Fault:
-        return Fault(f"{problem}, got {got}", f"kv_cache_dtype={nearest!r}", replace(n, kv_cache_dtype=nearest))
+        return Fault(f"{problem}, got {got}", *_kept_as(n, nearest))
 
     kept, got = n.kv_cache_dtype, f"kv_cache_dtype={n.kv_cache_dtype!r}"
     is_too_old = c.fp8_from is not None and n.architecture is not None and n.architecture < c.fp8_from
     if kept not in c.kv_cache_dtypes:
-        yield fault("reads KV in the models' own dtype", "auto")
+        kinds = "" if c.kv_cache_dtypes == ("auto",) else f" or as {' or '.join(c.kv_cache_dtypes[1:])}"
+        yield fault(f"reads KV in the models' own dtype{kinds}", "auto")
     elif kept == FP8_LATENTS and not n.mla:
         nearest = "auto" if n.value_dims else "int8" if is_too_old else "fp8"
         yield fault(f"keeps latents (MLA) as {FP8_LATENTS}, which these models have none of", nearest)
-    elif n.mla and kept in KV_CACHE_DTYPES:
+    elif n.mla and kept in (*KV_CACHE_DTYPES, INT8_KEYS):
         nearest = "auto" if is_too_old or n.latent_rank % GROUP else FP8_LATENTS
         yield fault(f"keeps latents (MLA) in the model's own dtype or as {FP8_LATENTS}", nearest)
     elif kept == FP8_LATENTS and n.latent_rank % GROUP:
@@ -335,8 +392,8 @@ def choose_backend(name: str, needs: AttentionNeeds) -> BackendChoice:
         if not_torch := why_not("torch", needs):
             raise ValueError(not_torch)
         return BackendChoice("torch", f"triton {problem}")
-    library = MEASURED.get(needs.gpu)
-    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM} and needs.tree:
-        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens)):
+    library = MEASURED.get(needs.gpu) if needs.kv_cache_dtype == "auto" else None  # no rule was measured over 8-bit caches
+    if library and not why_not(library, needs) and set(needs.head_dims) == {MEASURED_HEAD_DIM}:
+        if reason := why(needs.gpu, Reads(needs.rows, needs.kv_heads, needs.packed, needs.tokens), needs.tree):
             return BackendChoice(library, reason, by_rule=True)
     return BackendChoice("triton", "CUDA device and triton installed")

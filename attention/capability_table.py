@@ -14,7 +14,7 @@ def table_rows() -> list[list[str]]:
         "runs on": [_machine(c) for c in cs],
         "needs": [_package(c) for c in cs],
         "computes in": [", ".join(short(dtype) for dtype in c.dtypes) for c in cs],
-        "head dim": [str(c.head_dims or "any") for c in cs],
+        "head dim": [_head_dims(c) for c in cs],
         "page size": [_pages(c) for c in cs],
         **{f"{kind} layers": [_kind(c, kind) for c in cs] for kind in KINDS},
         "softcap": [_yes(c.softcap) for c in cs],
@@ -22,6 +22,7 @@ def table_rows() -> list[list[str]]:
         "ALiBi": [_yes(c.alibi) for c in cs],
         "encoder and cross attention": [_yes(c.encoder) for c in cs],
         **{f"{kv} KV": [_kv(c, kv) for c in cs] for kv in KV_DTYPES[1:]},
+        "int8 queries": [_yes(c.int8_queries) for c in cs],
         "MLA": [_mla(c) for c in cs],
         "sparse MLA": [_yes(c.sparse) for c in cs],
         "different key and value widths": [_split(c) for c in cs],
@@ -52,14 +53,23 @@ def _package(c: Capability) -> str:
     return c.package + (f" {'.'.join(map(str, c.least_version))}+" if any(c.least_version) else "")
 
 
+def _head_dims(c: Capability) -> str:
+    own = str(c.head_dims or "any")
+    return f"{own}; with fp8 KV {c.fp8_head_dims}" if c.fp8_head_dims else own
+
+
 def _pages(c: Capability) -> str:
+    if c.page_sizes:
+        return listed(c.page_sizes)
     if c.unread_pages:
         return f"any but {listed(c.unread_pages)}"
     return "any" if c.page_multiple == 1 else f"multiples of {c.page_multiple}"
 
 
 def _kind(c: Capability, kind: str) -> str:
-    return "yes" if kind in c.kinds else "our kernel" if kind in c.ours else "no"
+    if kind in c.kinds:
+        return "yes" if c.heads else "latents; heads by our kernel"
+    return "our kernel" if kind in c.ours else "no"
 
 
 def _kv(c: Capability, kv: str) -> str:
@@ -70,7 +80,8 @@ def _kv(c: Capability, kv: str) -> str:
 
 def _mla(c: Capability) -> str:
     """The cell on latent caches, which are kept in one of two ways."""
-    own = f"latents in the model's own dtype or {FP8_LATENTS}"
+    of = "" if c.latent_dims is None else f" of {' + '.join(map(str, c.latent_dims))} numbers"
+    own = f"latents{of} in the model's own dtype or {FP8_LATENTS}"
     return {"any scoring": own, "plain": f"{own}, without softcap, sinks or ALiBi", "": "no"}[c.mla]
 
 

@@ -26,9 +26,9 @@ class AttentionNeeds:
     alibi, encoder: whether layers have ALiBi's slopes, and whether the target has an encoder, which its decoder's layers read.
     value_dims: the width of the values that are not as wide as the keys that they go with; empty: there are none.
     differential: whether these values are those of differential attention.
-    kv_cache_dtype: as in EngineOptions.
-    mla, latent_rank, sparse: whether the target's layers keep latents, the latents' rank, and whether an indexer chooses those
-        that a query reads.
+    kv_cache_dtype, int8_queries: as in EngineOptions.
+    mla, latent_rank, rope_dim, sparse: whether the target's layers keep latents, the latents' rank and rotated dim, and whether
+        an indexer chooses those that a query reads.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
     rows: the most sequences in a batch.
@@ -50,8 +50,10 @@ class AttentionNeeds:
     alibi: bool = False
     encoder: bool = False
     kv_cache_dtype: str = "auto"
+    int8_queries: bool = False
     mla: bool = False
     latent_rank: int = 512
+    rope_dim: int = 64
     sparse: bool = False
     page_size: int = 16
     tree: bool = True

@@ -3,12 +3,17 @@
 
     python benchmarks/attention.py --out benchmarks/results/attention_h100.json
     python benchmarks/attention.py --kinds --out benchmarks/results/attention_kinds.json
+    python benchmarks/attention.py --caches --out benchmarks/results/attention_caches_h200.json
 
 --kinds measures windowed layers (4096 as in Mistral; 128 and sinks as in gpt-oss) and 8-bit caches, beside full bf16 layers of
 the same shapes.  The shape is 32/8 heads of 128, bf16, and scattered pages of 16.  Times are medians of CUDA-graph replays, per
 layer.  A graph holds several layers, each with its own cache, so that a layer finds its keys in memory and not in L2, as in a
 model.  The share of bandwidth counts the keys and values of the prefix that are read (a window's; 8-bit ones with their scales)
 once, and neither queries, suffix, partial states nor output.
+
+--caches measures every way to keep KV, over the same numbers, and prompts too; "int8 queries" and "int8_keys queries" stand for
+these caches with int8_queries=True.  A row's error is the distance of the output from attention in float64 over the numbers as
+they are stored, its rounding the distance of that from attention over the numbers themselves.
 
 flash-attn 4 is called once for the prefix and once for the suffix (pages of one slot), and a small kernel merges their states.
 Its prefix call is also timed alone.  Where flash-attn 4 is not installed, only our kernels are timed.
@@ -35,9 +40,11 @@ import torch
 import triton
 import triton.language as tl
 from graph_timing import replay_us
+from round_8b import this_gpu
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout, Int8KeysView
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -51,9 +58,9 @@ from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 DEVICE = torch.device("cuda")
 H, K, D, PAGE_SIZE, DEPTH = 32, 8, 128, 16, 8  # DEPTH of the trees: the suffix's width
 FP8 = torch.float8_e4m3fn
-READ_BANDWIDTH = 3.06e12  # bytes per second, measured on an H100 80GB as the fastest of a few large sums
 TOKEN_BYTES = 2 * K * D * 2
-KV_BYTES = {"auto": TOKEN_BYTES, "fp8": 2 * K * D, "int8": 2 * K * (D + 4)}  # of a token
+QUERIES = " queries"  # what follows the name of a cache whose queries are rounded to int8 too
+KV_BYTES = {"auto": TOKEN_BYTES, "fp8": 2 * K * D, "int8": 2 * K * (D + 4), INT8_KEYS: K * (D + 4 + 2 * D)}  # of a token
 BARS_US = {(1, 1024, 6): 12.0, (1, 1024, 32): 15.0}
 BARS_TBPS = {(1, 32768, 6): 2.2, (1, 32768, 32): 1.9, (32, 8192, 6): 2.6}
 WINDOWED = (("decode", 1), ("chain", 6), ("tree", 6), ("tree", 32))
@@ -87,6 +94,15 @@ KINDS = [
     *(Case(kind, B, 32768, N, window) for window in (128, 4096) for B in (1, 8) for kind, N in WINDOWED),
     *(Case("tree", 8, 32768, N, 4096, "fp8") for N in (6, 32)),
 ]
+LONG = 1024  # queries of a chunk of a prompt, and more
+CACHES = [
+    case._replace(kv=kv)
+    for case in (
+        *(Case(kind, B, L, N) for kind, N in WINDOWED[:2] + WINDOWED[3:] for B in (1, 8, 32) for L in (8192, 32768)),
+        *(Case("chain", 1, 8192, N) for N in (LONG, 8192)),
+    )
+    for kv in ("auto", "fp8", "int8", "int8" + QUERIES, INT8_KEYS, INT8_KEYS + QUERIES)
+]
 
 
 class World:
@@ -100,6 +116,7 @@ class World:
         most = 32 if case.window is None else 160
         self.layers = min(pool.numel() // numbers, max(2, min(most, -(-100_000_000 // numbers))))  # four times L2
         shape = (self.layers, B * held * PAGE_SIZE, 2, K, D)
+        self.numbers = pool[: self.layers * numbers].view(shape)[-1]  # the last layer's, as nobody has rounded them
         self.views = [cached(layer, case.kv) for layer in pool[: self.layers * numbers].view(shape)]
         self.scoring = Scoring(sinks_H=torch.randn(H, device=DEVICE)) if case.window == 128 else PLAIN
         table = torch.zeros(B, width, dtype=torch.int32, device=DEVICE)
@@ -110,7 +127,7 @@ class World:
         self.slots_T = PageTable(table, PAGE_SIZE).slots_at(positions).flatten()
         self.qkv_TXD = torch.randn(B * N, H + 2 * K, D, device=DEVICE, dtype=torch.bfloat16)
         self.q_THD = self.qkv_TXD[:, :H].contiguous()
-        rotary = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), 1024).to(DEVICE, torch.bfloat16)
+        rotary = rotary_table(10_000.0 ** -(torch.arange(D // 2) / (D // 2)), max(1024, B * N)).to(DEVICE, torch.bfloat16)
         self.prep = HeadPrep(Rotation(rotary, torch.arange(B * N, device=DEVICE)), K)
         if kind != "tree":
             self.plan = AttentionPlan((causal_segment(PageTable(table, PAGE_SIZE), lens, N),)).local(LayerKind(case.window))
@@ -123,16 +140,24 @@ class World:
         self.plan = plan.local(LayerKind(case.window))
 
 
-def cached(kv: Tensor, kv_cache_dtype: str) -> MHAView | QuantView:
-    """The numbers [slots, 2, K, D], stored as a cache of that kind stores them."""
+def cached(kv: Tensor, kept: str) -> MHAView | QuantView | Int8KeysView:
+    """The numbers [slots, 2, K, D], stored as a cache of that kind stores them, perhaps for queries in int8."""
+    kv_cache_dtype, int8_queries = kept.removesuffix(QUERIES), kept.endswith(QUERIES)
     if kv_cache_dtype == "auto":
         return MHAView(kv)
     parts = kv.split(65_536)
     if kv_cache_dtype == "fp8":
         scale_2K = torch.full((2, K), 0.02, device=DEVICE)
         return QuantView(torch.cat([to_fp8(part, scale_2K).view(torch.uint8) for part in parts]).view(FP8), scale_2K)
+    if kv_cache_dtype == INT8_KEYS:
+        layout = Int8KeysLayout(K, D, kv.dtype, int8_queries)
+        planes = {p.name: torch.empty(len(kv), *p.shape, dtype=p.dtype, device=DEVICE) for p in layout.planes}
+        view = layout.view(0, planes)
+        for slots_T in torch.arange(len(kv), device=DEVICE).split(65_536):
+            view.write(slots_T, kv[slots_T])
+        return view
     stored, scales = zip(*map(to_int8, parts), strict=True)
-    return QuantView(torch.cat(stored), scales_N2K=torch.cat(scales))
+    return QuantView(torch.cat(stored), scales_N2K=torch.cat(scales), int8_queries=int8_queries)
 
 
 def tree_mask(N: int) -> Tensor:
@@ -228,10 +253,11 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
     if case.kind != "tree":
         row["with_store_us"] = round(timed(ours_with_store, world, replays)[0], 2)
         out = timed(ours, world, 1)[1]  # of the keys as they are now
-    if case.B * case.L <= 65_536:
-        oracle = TorchBackend()
-        want = finished(oracle.attend(world.q_THD.double(), world.views[-1], oracle.prepare(world.plan), world.scoring), world)
+    if case.B * case.L <= 65_536 and case.N < LONG:
+        want = exact(world, world.views[-1])
         row["error"] = apart(out, want)
+        if case.kv != "auto" and case.kind == "tree":  # chains have stored other numbers meanwhile
+            row["rounding"] = apart(want, exact(world, MHAView(world.numbers)))
     if with_fa4 and case[4:] == (None, "auto"):
         fa4_us, fa4_out = timed(flash_attn_4, world, replays)
         prefix_us = timed(partial(flash_attn_4, prefix_only=True), world, replays)[0]
@@ -244,14 +270,21 @@ def measure(case: Case, pool: Tensor, with_fa4: bool, replays: int) -> dict[str,
     return row
 
 
+def exact(world: World, view: MHAView | QuantView | Int8KeysView) -> Tensor:
+    """Attention in float64 over the numbers that a view reads."""
+    oracle = TorchBackend()
+    return finished(oracle.attend(world.q_THD.double(), view, oracle.prepare(world.plan), world.scoring), world)
+
+
 def rates(case: Case, us: float) -> dict[str, float]:
-    speed = case.B * min(case.L, case.window or case.L) * KV_BYTES[case.kv] / us * 1e6
-    return {"TBps": round(speed / 1e12, 3), "share": round(speed / READ_BANDWIDTH, 3)}
+    read = case.B * min(case.L, case.window or case.L) * KV_BYTES[case.kv.removesuffix(QUERIES)]
+    limit = read / this_gpu().read_bandwidth * 1e6
+    return {"TBps": round(read / us / 1e6, 3), "share": round(limit / us, 3), "limit_us": round(limit, 2)}
 
 
 def show(row: dict[str, Any]) -> str:
     case = Case(*(row[name] for name in Case._fields))
-    text = f"{case.kind:6} {case.B:3} {case.L:7} {case.N:3} {case.window or '':6} {case.kv:4}"
+    text = f"{case.kind:6} {case.B:3} {case.L:7} {case.N:3} {case.window or '':6} {case.kv:17}"
     text += f" {row['us']:9.2f} {row['TBps']:6.2f} {row['share']:6.0%}"
     if "fa4_us" in row:
         text += f" {row['fa4_prefix_us']:9.2f} {row['fa4_us']:9.2f} {row['fa4_TBps']:6.2f}   {row['fa4_us'] / row['us']:5.2f}x"
@@ -284,13 +317,14 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=21)
     parser.add_argument("--trees-only", action="store_true", help="leave out decode and chains")
     parser.add_argument("--kinds", action="store_true", help="windows and 8-bit caches, and full bf16 layers beside them")
+    parser.add_argument("--caches", action="store_true", help="every way to keep KV, on the same numbers")
     args = parser.parse_args()
     installed = versions()
     print(f"{torch.cuda.get_device_name()}, {installed}")
     pool = torch.empty(int(args.pool_gb * 1e9) // 2, dtype=torch.bfloat16, device=DEVICE).normal_()
-    print("kind     B       L   N window kv         us   TB/s  share fa4prefix    fa4 us   TB/s   fa4 / ours")
+    print("kind     B       L   N window kv                      us   TB/s  share fa4prefix    fa4 us   TB/s   fa4 / ours")
     rows, skipped = [], []
-    for case in KINDS if args.kinds else TREES if args.trees_only else CAUSAL + TREES:
+    for case in CACHES if args.caches else KINDS if args.kinds else TREES if args.trees_only else CAUSAL + TREES:
         if case.B * (case.L + case.N + PAGE_SIZE) * TOKEN_BYTES > pool.numel() * 2:
             skipped.append(case._asdict())
             continue
@@ -308,7 +342,7 @@ def main() -> int:
         about = {
             "device": torch.cuda.get_device_name(), "python": platform.python_version(), "versions": installed,
             "date": datetime.date.today().isoformat(), "heads": [H, K, D], "dtype": "bfloat16", "page_size": PAGE_SIZE,
-            "read_bandwidth": READ_BANDWIDTH, "replays": args.replays,
+            "read_bandwidth": this_gpu().read_bandwidth, "replays": args.replays,
         }  # fmt: skip
         args.out.write_text(json.dumps({**about, "cells": rows, "skipped": skipped}, indent=1) + "\n")
     return int(any(max(row.get("error", 0.0), row.get("apart", 0.0)) > 1e-2 for row in rows))

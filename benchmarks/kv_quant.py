@@ -8,6 +8,7 @@ quality: accept length and texts of the shipped pair, over float32 KV and over K
 move away from those over float32 KV, in one dense forward over the pair's texts: with 8 bits, and with bf16 for comparison.
 rounds: random weights and random stored keys and values, through the engine, host included.  Prompts are not prefilled, since
 the values that are stored do not change what a round costs.
+"int8 queries" and "int8_keys queries" stand for these caches with int8_queries=True.  attention.py --caches times one layer.
 
 Shapes: T tokens, V vocabulary, K kv heads, D head dim.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import time
 from dataclasses import replace
@@ -29,6 +29,7 @@ from engine_internals import caches, num_pages, target_cache, without_prefill
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, shipped
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout, Int8KeysView, rounded_queries
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import HEADROOM, QuantLayout, QuantView, as_stored
 from specdec.attention.eager.dense import DenseAttention, StoreFn
@@ -44,10 +45,16 @@ from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
 
-KV_DTYPES = ("auto", "fp8", "int8")
+QUERIES = " queries"
+KINDS = ("auto", "fp8", "int8", "int8 queries", INT8_KEYS, INT8_KEYS + QUERIES)
 SHAPES = ("5,1,6", "5,8,32")
 PROMPTS, MAX_TOKENS = 48, 128
 BATCH, CONTEXT = 8, 32768
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    """The engine options of one of KINDS."""
+    return dict(kv_cache_dtype=kind.removesuffix(QUERIES), int8_queries=kind.endswith(QUERIES))
 
 
 # ---- quality ----
@@ -57,7 +64,8 @@ def texts(kind: str, shape: str) -> tuple[list[list[int]], float, SpecDecoder]:
     """(prompts and their texts, accept length, the decoder) of the shipped pair, greedy."""
     spec = SpecConfig(*map(int, shape.split(",")))
     folders = shipped.target_folder(), shipped.draft_folder()
-    decoder = SpecDecoder.from_pretrained(*folders, spec, dtype="float32", device="cpu", kv_cache_dtype=kind)
+    settings: dict[str, Any] = dict(dtype="float32", device="cpu", **options_of(kind))
+    decoder = SpecDecoder.from_pretrained(*folders, spec, **settings)
     prompts = read_prompts(shipped.prompts_file(), PROMPTS)
     outputs = decoder.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
     rounds = sum(out.stats.rounds for out in outputs)
@@ -68,8 +76,8 @@ def texts(kind: str, shape: str) -> tuple[list[list[int]], float, SpecDecoder]:
 class Compared(DenseAttention):
     """Dense attention as stored, which also notes how far each layer's output is from that over the values as they are."""
 
-    def __init__(self, as_stored: StoreFn) -> None:
-        super().__init__([FULL] * 1000, as_stored=as_stored)
+    def __init__(self, as_stored: StoreFn, int8_queries: bool) -> None:
+        super().__init__([FULL] * 1000, as_stored=as_stored, queries_as_read=rounded_queries if int8_queries else None)
         self.exact, self.errors = DenseAttention(self.kinds), list[float]()
 
     def __call__(self, layer: int, inputs: LayerInputs, *args: Any, **kwargs: Any) -> Tensor:
@@ -86,7 +94,7 @@ def errors(decoder: SpecDecoder, sequences: list[list[int]], as_stored: StoreFn)
     model, relative, differences, same, scale = decoder.model, list[float](), list[Tensor](), list[Tensor](), list[Tensor]()
     for ids in sequences:
         ids_T, positions_T = torch.tensor(ids), torch.arange(len(ids))
-        attn = Compared(as_stored)
+        attn = Compared(as_stored, decoder.settings.options.int8_queries)
         got_TV = model.logits(model(ids_T, positions_T, attn).hidden_TH)
         want_TV = model.logits(model(ids_T, positions_T, attn.exact).hidden_TH)
         relative += attn.errors
@@ -101,11 +109,11 @@ def errors(decoder: SpecDecoder, sequences: list[list[int]], as_stored: StoreFn)
     }  # fmt: skip
 
 
-def quality() -> dict[str, Any]:
+def quality(only: str | None) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     baseline: dict[str, tuple[list[list[int]], float]] = {}
     for shape in ("5,1,6", "5,4,16"):
-        for kind in KV_DTYPES:
+        for kind in [kind for kind in KINDS if kind == "auto" or only is None or kind.startswith(only)]:
             found, tau, decoder = texts(kind, shape)
             baseline.setdefault(shape, (found, tau))
             reference, reference_tau = baseline[shape]
@@ -133,14 +141,14 @@ def pool_bytes(decoder: SpecDecoder) -> int:
 
 
 def pool_bytes_in_bf16(decoder: SpecDecoder) -> int:
-    settings = replace(decoder.settings.with_options(kv_cache_dtype="auto"), dtype=torch.bfloat16)
+    settings = replace(decoder.settings.with_options(**options_of("auto")), dtype=torch.bfloat16)
     return counted_bytes(decoder, settings)
 
 
 def counted_bytes(decoder: SpecDecoder, settings: EngineSettings) -> int:
     """Bytes of the pool as its size is computed."""
     configs = [decoder.model.config] + ([decoder.head.config.model] if decoder.head else [])
-    return num_pages(decoder) * sum(pool_plan(configs, settings, math.inf).page_bytes)
+    return num_pages(decoder) * sum(pool_plan(configs, settings, 1 << 60).page_bytes)
 
 
 # ---- rounds ----
@@ -148,7 +156,13 @@ def counted_bytes(decoder: SpecDecoder, settings: EngineSettings) -> int:
 
 def fill(cache: KVCache) -> None:
     """Random numbers, as though they had been stored."""
-    if isinstance(cache.layout, QuantLayout):
+    if isinstance(cache.layout, Int8KeysLayout):
+        for view in map(cache.view, range(len(cache.kinds))):
+            assert isinstance(view, Int8KeysView)
+            for part in view.heads:
+                part.random_(-127, 128) if part.dtype == torch.int8 else part.normal_()
+        cache.planes["scales"].uniform_(1e-3, 2e-2)
+    elif isinstance(cache.layout, QuantLayout):
         bytes_ = cache.planes["kv"].view(torch.uint8)
         for layer, view in enumerate(map(cache.view, range(len(cache.kinds)))):
             bytes_[layer].copy_(torch.randint(0, 120, bytes_[layer].shape, dtype=torch.uint8, device=bytes_.device))
@@ -169,7 +183,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     spec = round_8b.spec_of(shape)
     options = EngineOptions(
         device="cuda:0", dtype="bfloat16", max_batch_size=BATCH, max_seq_len=CONTEXT + 1024, attention="triton",
-        kv_cache_dtype=kind,
+        **options_of(kind),
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
@@ -182,7 +196,7 @@ def measure(model: Any, head: Any, kind: str, shape: str, rounds: int) -> dict[s
     full_rounds(work, session.step, 8)  # compiles, captures
     walls = [full_rounds(work, session.timed_step, rounds) for _ in range(2)]
     ms = [[1e3 * step.wall for step, _ in found] for found in walls]
-    limit = byte_limit(model, head, spec, BATCH, CONTEXT, kind)
+    limit = byte_limit(model, head, spec, BATCH, CONTEXT, options.kv_cache_dtype)
     with work.running():
         split = trace(session.step, 10, decoder.settings.device)
     row = {
@@ -203,7 +217,7 @@ def rounds(count: int, only: str | None) -> dict[str, Any]:
     torch.manual_seed(0)
     model, head = round_8b.random_pair(CONTEXT + 2048, torch.device("cuda", 0))
     rows = []
-    for kind in KV_DTYPES:
+    for kind in KINDS:
         for shape in SHAPES:
             if only is None or f"{kind}:{shape}".startswith(only):
                 rows.append(measure(model, head, kind, shape, count))
@@ -218,10 +232,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("quality", "rounds"))
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", help="rounds: cases whose kv:S,k,nd starts with this")
+    parser.add_argument("--only", help="caches whose name starts with this; of rounds: cases whose kv:S,k,nd does")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = quality() if args.what == "quality" else rounds(args.rounds, args.only)
+    result = quality(args.only) if args.what == "quality" else rounds(args.rounds, args.only)
     result |= {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 """Milliseconds a round at the Llama-3.1-8B shape with an EAGLE-3 head of the real shape, random bf16 weights: the speed table.
 
     python benchmarks/round_8b.py --out benchmarks/results/round_8b.json
+    python benchmarks/round_8b.py --prefills 1:8192,1:32768 --attention triton,auto
 
 Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine,
 host included, as in `generate()`: first the wall time from one read of tokens to the next, then a profiler's trace of the
@@ -11,6 +12,7 @@ kernels.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import time
@@ -117,11 +119,18 @@ def spec_of(text: str) -> SpecConfig | None:
 
 
 def make_decoder(
-    model: CausalLM, head: DraftHead, spec: SpecConfig | None, batch: int, context: int, graphs: GraphMode
+    model: CausalLM,
+    head: DraftHead,
+    spec: SpecConfig | None,
+    batch: int,
+    context: int,
+    graphs: GraphMode,
+    attention: str = "auto",
 ) -> SpecDecoder:
     options = EngineOptions(
-        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs
-    )
+        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
+        attention=attention,
+    )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")))
@@ -159,9 +168,9 @@ def measure(
     return row
 
 
-def prefill_ms(model: CausalLM, head: DraftHead, batch: int, tokens: int, repeats: int = 8) -> float:
+def prefill_ms(model: CausalLM, head: DraftHead, batch: int, tokens: int, repeats: int = 8, attention: str = "auto") -> float:
     """Wall milliseconds from the request to the first token of every prompt, for both models."""
-    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round")
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round", attention)
     prompts, times = random_prompts(batch, tokens), []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -196,19 +205,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--graphs", choices=("round", "step"), default="round")
     parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--prefills", help="batch:tokens of prefills, separated by commas; nothing else is measured then")
+    parser.add_argument("--attention", default="auto", help="attention backends of the prefills, separated by commas")
     parser.add_argument("--no-auto", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
     rows = []
-    for case in CASES:
+    for case in () if args.prefills else CASES:
         if args.only and not case.name.startswith(args.only):
             continue
         rows.append(measure(model, head, case, args.rounds, args.graphs))
         show(rows[-1])
         torch.cuda.empty_cache()
-    for batch in () if args.no_auto else PAUSES:
+    for batch in () if args.no_auto or args.prefills else PAUSES:
         for spec in ("plain", "auto"):  # both over the same 600 rounds, so of the same lengths
             rows.append(measure(model, head, Case(spec, batch, 1024), 600, args.graphs, traced=False))
             print(
@@ -217,10 +228,12 @@ def main() -> None:
             )
             torch.cuda.empty_cache()
     prefills = []
-    for batch, tokens in () if args.no_prefill else PREFILLS:
-        ms, bar = prefill_ms(model, head, batch, tokens), this_gpu().bars.get(f"prefill:{batch}:{tokens}")
-        prefills.append({"batch": batch, "tokens": tokens, "ms": ms, "bar": bar})
-        print(f"prefill {batch} x {tokens}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)
+    asked = [tuple(map(int, text.split(":"))) for text in args.prefills.split(",")] if args.prefills else PREFILLS
+    for (batch, tokens), attention in () if args.no_prefill else itertools.product(asked, args.attention.split(",")):
+        ms = prefill_ms(model, head, batch, tokens, attention=attention)
+        bar = this_gpu().bars.get(f"prefill:{batch}:{tokens}")
+        prefills.append({"batch": batch, "tokens": tokens, "attention": attention, "ms": ms, "bar": bar})
+        print(f"prefill {batch} x {tokens}, attention={attention}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)
         torch.cuda.empty_cache()
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mla import DEVICE, SCALING, C, Case, H, R, World, ours, timed
+from mla import DEVICE, SCALING, C, Case, H, Pool, R, World, ours, timed
 from torch import Tensor
 
 from specdec.attention.kernels.tiles_triton import programs_at_once
@@ -45,7 +45,7 @@ CASES += [Case(kind, 1, L, N, 64) for (kind, N), L in itertools.product((("chain
 class SparseWorld(World):
     """A case's latents with the indexer's queries, weights and keys, and rows of selected slots made before."""
 
-    def __init__(self, case: Case, pool: Tensor, keys: Tensor) -> None:
+    def __init__(self, case: Case, pool: Pool, keys: Tensor) -> None:
         super().__init__(case, pool)
         T, slots = case.B * case.N, self.views[0].latent.shape[0]
         assert slots * self.layers * DIM <= keys.numel()
@@ -68,7 +68,7 @@ def scored(world: SparseWorld) -> list[Tensor]:
     """The scores alone."""
     T, programs = world.q_THD.shape[0], programs_at_once(DEVICE)
     return [
-        launch_scores(world.q_THD, world.w_TH, keys, world.candidates, TOPK, 0, T, Sizes(), programs)[0].scores
+        launch_scores(world.q_THD, world.w_TH, keys, world.candidates, TOPK, 0, T, Sizes(), programs).scores
         for keys in world.keys_LXD
     ]
 
@@ -90,7 +90,7 @@ def sparse(world: SparseWorld) -> list[Tensor]:
     return [world.attend(layer, world.select(layer)) for layer in range(world.layers)]
 
 
-def measure(case: Case, pool: Tensor, keys: Tensor, replays: int) -> dict[str, Any]:
+def measure(case: Case, pool: Pool, keys: Tensor, replays: int) -> dict[str, Any]:
     world = SparseWorld(case, pool, keys)
     row: dict[str, Any] = {**case._asdict(), "layers": world.layers}
     for name, step in (("dense", ours), ("sparse", sparse), ("scores", scored), ("select", selected), ("latents", attended)):
@@ -117,7 +117,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    pool = torch.empty(33 * 131_072 * (C + R), dtype=torch.bfloat16, device=DEVICE).normal_()
+    pool = Pool(33 * 131_072)
     keys = torch.empty(33 * 131_072 * DIM, dtype=torch.bfloat16, device=DEVICE).normal_()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {HEADS} x {DIM}, top {TOPK}, {H} heads of {C} + {R}")
     print("kind     B       L   N     dense   sparse  faster   scores  select latents   bytes  (us a layer)")

@@ -26,7 +26,17 @@ MAY_IMPORT = {
     "engine": {"engine", "leaf"},
     "door": {"door", "engine", "runner", "verify", "draft", "batch", "models", "attention", "leaf"},
 }
-OPTIONAL = ("triton", "flash_attn", "flash_attn_interface", "matplotlib", "scipy", "fastapi", "uvicorn", "prometheus_client")
+OPTIONAL = (
+    "triton",
+    "flash_attn",
+    "flash_attn_interface",
+    "flash_mla",
+    "matplotlib",
+    "scipy",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+)
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_FOLDER = 400, 60, 150, 12
 DRIVER = "tests/toolkit/driver.py"
 INTERNALS = {"engine", "owner", "_request", "_start"}  # of a decoder

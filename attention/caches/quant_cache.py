@@ -40,16 +40,19 @@ class QuantView:
     scale_2K: the layer's fp8 scales, float32.  They are set in place, so kernels and captured graphs read them from the device.
     scales_N2K: the int8 scales of every slot, float32.
     needs_scale: True for fp8 as long as no scale is known and nothing has been stored.
+    int8_queries: whether attention rounds queries to int8 too, one scale a query and head; for int8 only.
     """
 
     kv: Tensor
     scale_2K: Tensor | None = None
     scales_N2K: Tensor | None = None
     needs_scale: bool = False
+    int8_queries: bool = False
     rounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         assert (self.scale_2K is None) != (self.scales_N2K is None), "fp8 has scale_2K, int8 scales_N2K"
+        assert self.scale_2K is None or not self.int8_queries, "fp8 keys are not multiplied with int8 queries"
 
     @cached_property
     def heads(self) -> tuple[Tensor, Tensor]:
@@ -107,9 +110,11 @@ def as_stored(cache: KVCache) -> Callable[[int, Tensor], Tensor] | None:
     return (lambda layer, kept: rounding[layer].as_stored(kept)) if rounding else None
 
 
-def dequantised(stored_N2KD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored numbers times their scales ([2, K] or [N, 2, K]), multiplied in float32 and converted to that dtype."""
-    return (stored_N2KD.float() * scales[..., None]).to(dtype)
+def dequantised(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stored heads [..., D] times their scales ([2, K], or one for each head), multiplied in float32 and converted to that
+    dtype.
+    """
+    return (stored.float() * scales[..., None]).to(dtype)
 
 
 def to_fp8(kv_T2KD: Tensor, scale_2K: Tensor) -> Tensor:
@@ -125,16 +130,16 @@ def fp8_scale(kv_T2KD: Tensor) -> Tensor:
     return (sizes_T2KD.amax((0, 3)) * (HEADROOM / FP8_MAX)).clamp_(min=LEAST_SCALE)
 
 
-def to_int8(kv_T2KD: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 of kv / scale (ties go up), and the scales [T, 2, K] float32.
+def to_int8(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads [..., D] in int8, and their scales [...] float32: the nearest int8 of a number / scale (ties go up).
 
     A head's largest value is stored as 127.  A head of zeros has scale 0.
     """
-    kv_T2KD = kv_T2KD.float()
-    scales_T2K = kv_T2KD.abs().amax(-1) * (1 / INT8_MAX)
-    inverse_T2K = torch.where(scales_T2K > LEAST_STEP, 1 / scales_T2K, 0.0)
-    steps_T2KD = (kv_T2KD * inverse_T2K[..., None]).clamp_(-INT8_MAX, INT8_MAX)
-    return (steps_T2KD + 0.5).floor_().to(torch.int8), scales_T2K
+    heads = heads.float()
+    scales = heads.abs().amax(-1) * (1 / INT8_MAX)
+    inverse = torch.where(scales > LEAST_STEP, 1 / scales, 0.0)
+    steps = (heads * inverse[..., None]).clamp_(-INT8_MAX, INT8_MAX)
+    return (steps + 0.5).floor_().to(torch.int8), scales
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,7 @@ class QuantLayout(CacheLayout):
     """kv_cache_dtype: "fp8" or "int8".  num_kv_heads, head_dim: K and D.  device: where the scales of fp8 lie.
 
     scales: each layer's fp8 scales, [2, K] float32; None for layers whose scales the checkpoint does not hold.
+    int8_queries: see QuantView.
     """
 
     kv_cache_dtype: str
@@ -149,6 +155,7 @@ class QuantLayout(CacheLayout):
     head_dim: int
     device: torch.device | str = "cpu"
     scales: Sequence[Tensor | None] = ()
+    int8_queries: bool = False
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -158,7 +165,7 @@ class QuantLayout(CacheLayout):
 
     def view(self, layer: int, planes: Mapping[str, Tensor]) -> QuantView:
         if self.kv_cache_dtype == "int8":
-            return QuantView(planes["kv"], scales_N2K=planes["scales"])
+            return QuantView(planes["kv"], scales_N2K=planes["scales"], int8_queries=self.int8_queries)
         view = QuantView(planes["kv"], torch.ones(2, self.num_kv_heads, device=self.device), needs_scale=True)
         given = self.scales[layer] if layer < len(self.scales) else None
         if given is not None:

@@ -27,18 +27,26 @@ class DenseAttention:
     batch: B.
     as_stored: rounds what layers keep as an 8-bit cache would; None: the cache keeps it as it is.
     sources: for each layer, the layer whose keys and values it reads; left out: its own.
+    queries_as_read: rounds queries as attention over such a cache would; None: they are multiplied as they are.
     """
 
     def __init__(
-        self, kinds: Sequence[LayerKind], batch: int = 1, as_stored: StoreFn | None = None, sources: Sequence[int] = ()
+        self,
+        kinds: Sequence[LayerKind],
+        batch: int = 1,
+        as_stored: StoreFn | None = None,
+        sources: Sequence[int] = (),
+        queries_as_read: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.kinds, self.batch, self.as_stored = kinds, batch, as_stored
+        self.kinds, self.batch, self.as_stored, self.queries_as_read = kinds, batch, as_stored, queries_as_read
         self._chosen: Tensor | None = None  # by the last layer that chose its keys
         self.sources = sources or range(len(kinds))
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of layers that others read, from this pass
 
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         heads = self._with_keys(layer, inputs, rows_R)
+        if self.queries_as_read is not None:
+            heads = heads._replace(q_TQD=self.queries_as_read(heads.q_TQD))
         q, k, v = (per_row(x, self.batch) for x in heads)
         chosen = inputs.choose(self.batch, self._chosen)
         self._chosen = self._chosen if chosen is None else chosen

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.caches.int8_keys import queries_as_read
 from specdec.attention.caches.planes import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
@@ -188,7 +189,7 @@ def _gathered(q_THD: Tensor, view: KVView, block: DenseBlock, dtype: torch.dtype
     """q [B, K, Q*G, D], the heads of a group packed as queries; k [B, K, N, D]; v [B, K, N, E]."""
     B, Q, N = block.batch, block.queries, block.slots_BN.shape[1]
     k, v = (x.unflatten(0, (B, N)).transpose(1, 2) for x in view.read(block.slots_BN.flatten(), dtype))
-    q = q_THD[block.start : block.start + B * Q].to(dtype).view(B, Q, k.shape[1], -1, q_THD.shape[2])
+    q = queries_as_read(view, q_THD[block.start : block.start + B * Q]).to(dtype).view(B, Q, k.shape[1], -1, q_THD.shape[2])
     return q.transpose(1, 2).reshape(B, k.shape[1], -1, q_THD.shape[2]), k, v
 
 

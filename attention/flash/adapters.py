@@ -1,8 +1,8 @@
 """Three thin adapters of the flash-attn packages: each takes a segment and returns its state.
 
 They translate argument names, layouts of lse and conventions for empty rows; they hold no kernel.  They answer segments without
-first keys, over keys in the models' own dtype, in pages that the library can read.  Sinks are never passed to a library:
-they are added once, above the backend.
+first keys, over keys in the models' own dtype (fa3: also over fp8), in pages that the library can read.  Sinks are never passed
+to a library: they are added once, above the backend.
 
 Shapes: T queries, H heads, K kv heads, D head dim, R rows, n queries of each row, P page size.
 """
@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.quant_cache import QuantView
+from specdec.attention.flash.queries import float8_queries
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.segment import Segment, uniform_cu_seqlens
 from specdec.attention.state import AttentionState
+from specdec.ops.index import kept
 
-Adapter = Callable[[Tensor, MHAView, Segment, Scoring], AttentionState]
+LEAST_TILE = 64  # of keys in flash-attn 3: pages that hold no whole tile are copied token by token
+
+FlashView = MHAView | QuantView
+Adapter = Callable[[Tensor, FlashView, Segment, Scoring], AttentionState]
 
 
-def fa2_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+def fa2_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
     """The package flash_attn 2.8.  Pages hold a multiple of 256 tokens; a query that reads no key comes back with lse +inf.
 
     If all rows hold equally many queries, the call is flash_attn_with_kvcache, which may split keys over the GPU.  Packed
@@ -51,22 +57,42 @@ def fa2_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring =
     return _state(out_THD, lse_HT.t())
 
 
-def fa3_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+def fa3_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
     """The package flash_attn_interface.  It returns four values when asked for lse; lse is +inf if no row of the call has a
     key.
+
+    Over an fp8 cache its kernel multiplies float8 queries by float8 keys, and float8 weights by float8 values.  It takes a
+    factor for each row and kv head: of the queries, which are rounded here; of keys and values, for which each row names the
+    layer's.  Its output is then bfloat16.
+
+    Of many queries over large pages it copies whole tiles of keys, past a row's last one, and weighs what lies there by 0; what
+    was never written may be NaN.  It does not if it is told how many keys to leave out at the front of each row: none.
     """
     from flash_attn_interface import flash_attn_with_kvcache
 
+    dtype, options = q_THD.dtype, dict[str, Tensor]()
+    if isinstance(view, QuantView):
+        assert view.scale_2K is not None and not view.needs_scale, "flash-attn 3 reads 8-bit caches with a scale for each head"
+        k_RK, v_RK = view.scale_2K[:, None].expand(-1, segment.rows, -1)
+        q_THD, q_RK = float8_queries(q_THD, segment.cu_seqlens_q, segment.max_seqlen_q, k_RK.shape[1])
+        options = dict(q_descale=q_RK, k_descale=k_RK, v_descale=v_RK)
+    if segment.pages.page_size >= LEAST_TILE:
+        options["cache_leftpad"] = _none_left_out(segment.rows, q_THD.device)
     k, v = _pages(q_THD, view, segment, scoring)
     out_THD, lse_HT, *_ = flash_attn_with_kvcache(
         q_THD, k, v, cache_seqlens=segment.cache_seqlens, page_table=segment.pages.table, cu_seqlens_q=segment.cu_seqlens_q,
         max_seqlen_q=segment.max_seqlen_q, softmax_scale=scoring.scale, causal=segment.causal, softcap=scoring.softcap or 0.0,
-        return_softmax_lse=True,
+        return_softmax_lse=True, **options,
     )  # fmt: skip
-    return _state(out_THD, lse_HT.t())
+    return _state(out_THD.to(dtype), lse_HT.t())
 
 
-def fa4_state(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+@kept
+def _none_left_out(rows: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, dtype=torch.int32, device=device)
+
+
+def fa4_state(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
     """The package flash_attn.cute.
 
     It compiles at the first call of each dtype, head shape, causality and softcap.  That call must not happen inside a graph
@@ -94,9 +120,8 @@ def _fa4() -> Callable[..., tuple[Tensor, Tensor]]:
 ADAPTERS: dict[str, Adapter] = {"fa2": fa2_state, "fa3": fa3_state, "fa4": fa4_state}
 
 
-def _pages(q_THD: Tensor, view: MHAView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _pages(q_THD: Tensor, view: FlashView, segment: Segment, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Keys and values [pages, P, K, D], as views of the cache; asserts that the adapters can answer this segment."""
-    assert isinstance(view, MHAView), f"the flash-attn adapters read plain caches, got {type(view).__name__}"
     assert not segment.is_per_query, "queries differ in first keys, windows or places: our kernel reads such segments"
     assert q_THD.dtype == view.kv.dtype, f"queries are {q_THD.dtype}, the cache is {view.kv.dtype}"
     pages = view.kv.unflatten(0, (-1, segment.pages.page_size))
@@ -109,23 +134,36 @@ def _state(out_THD: Tensor, lse_TH: Tensor) -> AttentionState:
 
 
 @torch.inference_mode()
-def check_conventions(name: str, q_THD: Tensor, view: MHAView, like: Segment) -> None:
-    """Asks a library for two results that are known: that lse is a natural log, and that a row without keys is empty.
+def check_conventions(name: str, q_THD: Tensor, view: FlashView, like: Segment) -> None:
+    """Asks a library for results that are known: that lse is a natural log, that a row without keys is empty, and that the
+    scales of an fp8 cache apply to the heads that they belong to.
 
     The question uses the dtype and heads of q and view, and the kind of call that `like` is, so the kernel that it compiles is
     needed later anyway.  Raises RuntimeError if the installed library answers otherwise.
     """
     (H, D), K, device = q_THD.shape[1:], view.kv.shape[2], q_THD.device
     n, P = min(like.max_seqlen_q, 129), like.pages.page_size
-    table_R1 = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    lens_R = torch.tensor([min(3, P), 0], dtype=torch.int32, device=device)
-    segment = Segment(PageTable(table_R1, P), lens_R, uniform_cu_seqlens(2, n, device), n, like.causal)
-    ones = MHAView(torch.ones(P, 2, K, D, dtype=q_THD.dtype, device=device))
-    out_THD, lse_TH = ADAPTERS[name](torch.ones(2 * n, H, D, dtype=q_THD.dtype, device=device), ones, segment, PLAIN)
-    want, got = math.sqrt(D) + math.log(min(3, P)), float(lse_TH[n - 1, 0])  # the row's last query reads all keys
-    empty = (float(lse_TH[n:].max()), float(out_THD[n:].abs().max()))
-    if abs(got - want) > 1e-2 * want or empty != (-math.inf, 0.0):
+    lens = [min(3, P), 0, min(2, P)]
+    segment = Segment(
+        PageTable(torch.zeros(3, 1, dtype=torch.int32, device=device), P), torch.tensor(lens, dtype=torch.int32, device=device),
+        uniform_cu_seqlens(3, n, device), n, like.causal,
+    )  # fmt: skip
+    kv, keys_K, values_K = torch.ones(P, 2, K, D, device=device), torch.ones(K, device=device), torch.ones(K, device=device)
+    asked: FlashView = MHAView(kv.to(view.kv.dtype))
+    if isinstance(view, QuantView):  # every head has keys and values of its own
+        keys_K = 1 / torch.arange(1, K + 1, device=device)
+        asked, values_K = QuantView(kv.to(view.kv.dtype), torch.stack((keys_K, 2 - keys_K))), 2 - keys_K
+    q_3nHD = torch.tensor([1.0, 1.0, 2.0], device=device)[:, None, None, None].expand(-1, n, H, D)
+    out_THD, lse_TH = ADAPTERS[name](q_3nHD.flatten(0, 1).to(q_THD.dtype), asked, segment, PLAIN)
+    firsts, lasts = out_THD.unflatten(0, (3, n))[:, -1, :, 0].float(), lse_TH.unflatten(0, (3, n))[:, -1]  # these read all keys
+    logits_H = keys_K.repeat_interleave(H // K) * math.sqrt(D)
+    want = torch.stack((logits_H + math.log(lens[0]), 2 * logits_H + math.log(lens[2])))
+    apart = float((lasts[[0, 2]] - want).abs().max() / want.max())
+    values_apart = float((firsts[[0, 2]] - values_K.repeat_interleave(H // K)).abs().max())
+    empty = (float(lse_TH[n : 2 * n].max()), float(out_THD[n : 2 * n].abs().max()))
+    if not (apart <= 1e-2 and values_apart <= 2e-2 and empty == (-math.inf, 0.0)):
         raise RuntimeError(
-            f"{name}: the installed library answers lse {got:.4f} where the natural log is {want:.4f}, and lse, output {empty} "
+            f"{name}: the installed library answers lse {float(lasts[0, 0]):.4f} where the natural log is "
+            f"{float(want[0, 0]):.4f} (all heads: {apart:.1%} apart, their values {values_apart:.1%}), and lse, output {empty} "
             f"where no key is read; expected (-inf, 0.0).  Nearest setting that works: attention='triton'"
         )

@@ -2,7 +2,7 @@
 
 The rest is: a tree's suffix, the merge of its state, and segments with first keys.  Windowed and chunked layers
 have such segments, and so do shared prefixes: their first key differs from query to query, which flash-attn's interface can't
-express.
+express.  flash-attn 3 reads fp8 caches too, with queries rounded to float8 (queries.py).
 
 Shapes: T queries, H heads, K kv heads, D head dim, S splits.
 """
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.capabilities import TABLE
-from specdec.attention.flash.adapters import ADAPTERS, check_conventions
+from specdec.attention.flash.adapters import ADAPTERS, FlashView, check_conventions
 from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kernels.triton_backend import PlannedView, TritonBackend
 from specdec.attention.kinds import Scoring
@@ -49,24 +50,33 @@ class FlashBackend(TritonBackend):
     ) -> AttentionState | None:
         if not self._asks_library(q_THD, view, segment):
             return super().paged_partial(q_THD, view, segment, scoring, out_THSD, lse_THS)
-        assert isinstance(view, MHAView)
+        assert isinstance(view, FlashView)
         self._check_once(q_THD, view, segment)
         return ADAPTERS[self.library](q_THD, view, segment, scoring)
 
     def _asks_library(self, q_THD: Tensor, view: PlannedView, segment: Segment) -> bool:
-        if not isinstance(view, MHAView) or segment.is_per_query:
+        if segment.is_per_query or not self._knows(view):
             return False
         if segment.pages.page_size % TABLE[self.library].page_multiple:
             return False  # pages of a size that the library can't read, such as slots
         if not self.by_rule:
             return True
+        assert isinstance(view, MHAView)
         kv_heads = view.kv.shape[2]
-        packed = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads)
-        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, segment.max_keys))
+        packed, keys = segment.max_seqlen_q * (q_THD.shape[1] // kv_heads), segment.max_keys
+        if segment.causal:  # a captured chunk does not say how many tokens are cached: then its own count alone
+            keys = min(keys, segment.max_seqlen_q + (segment.max_cached or 0))
+        return is_faster(self.library, gpu_kind(q_THD.device), Reads(segment.rows, kv_heads, packed, keys, segment.causal))
 
-    def _check_once(self, q_THD: Tensor, view: MHAView, segment: Segment) -> None:
-        """Before the first call with these heads: checks the library's conventions on two cases with known answers."""
-        key = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype)
+    def _knows(self, view: PlannedView) -> bool:
+        """Whether the library reads such a cache.  No rule was measured over fp8."""
+        if isinstance(view, QuantView):
+            return view.scale_2K is not None and "fp8" in TABLE[self.library].kv_cache_dtypes and not self.by_rule
+        return isinstance(view, MHAView)
+
+    def _check_once(self, q_THD: Tensor, view: FlashView, segment: Segment) -> None:
+        """Before the first call with these heads: checks the library's conventions on cases with known answers."""
+        key = (q_THD.shape[1:], view.kv.shape[2], q_THD.dtype, view.kv.dtype)
         if key in self._checked or (q_THD.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._checked.add(key)

@@ -15,20 +15,26 @@ MEASURED = {"H100": "fa4", "H200": "fa3"}  # the library whose rule was measured
 # fewer programs than SMs, and a program is half empty where a row packs fewer queries.
 TILE = 128
 LEAST_TILES = 128  # threshold: about as many programs as an H100 has SMs (132)
-LONG = 4096  # threshold in tokens: rounds over shorter sequences never win its start-up time back
+LONG = 4096  # threshold in tokens: shorter sequences never win a library's start-up time back
 
 # flash-attn 3 on an H200.  It has more to do before its first product than our kernel, and more products a second after it.
 LEAST_PACKED = 128  # threshold in queries x heads: with fewer, both libraries wait for memory
 LEAST_PRODUCTS = 2**23  # threshold in pairs of a key and a query x head
+LEAST_PROMPT_PRODUCTS = 2**22  # the same for prompts, whose number of keys the host knows; of trees it knows an upper bound
 
 
 class Reads(NamedTuple):
-    """A call's shape: `rows` sequences of `keys` keys, and in each row `packed` queries x heads that share a kv head's keys."""
+    """A call's shape: `rows` sequences of `keys` keys, and in each row `packed` queries x heads that share a kv head's keys.
+
+    prompts: whether the queries read their own keys too, causally, as chunks of prompts do.  `keys` is then what a row is known
+        to hold, and no upper bound.
+    """
 
     rows: int
     kv_heads: int
     packed: int
     keys: int
+    prompts: bool = False
 
 
 def is_faster(library: str, gpu: str, reads: Reads) -> bool:
@@ -37,16 +43,25 @@ def is_faster(library: str, gpu: str, reads: Reads) -> bool:
         return False
     if library == "fa4":
         return reads.packed > TILE and reads.rows * reads.kv_heads * -(-reads.packed // TILE) >= LEAST_TILES
-    return reads.packed >= LEAST_PACKED and reads.rows * reads.keys * reads.packed >= LEAST_PRODUCTS
+    least = LEAST_PROMPT_PRODUCTS if reads.prompts else LEAST_PRODUCTS
+    return reads.packed >= LEAST_PACKED and reads.rows * reads.keys * reads.packed >= least
 
 
-def why(gpu: str, reads: Reads) -> str:
+def why(gpu: str, reads: Reads, tree: bool) -> str:
     """The reason for which `auto` takes the library that was measured on this GPU; the empty string if it takes none.
 
-    reads: the most sequences, the most tokens of one, and a tree's packed queries.
+    reads: the most sequences, the most tokens of one, and the packed queries of a pass of the target.
+    tree: whether that pass answers a draft tree.  flash-attn 4 is taken for trees alone, and then reads prompts too: it
+        takes seconds to import and to compile.
     """
     library = MEASURED.get(gpu)
-    if library is None or not is_faster(library, gpu, reads) or (library == "fa4" and reads.keys < LONG):
+    if library is None:
         return ""
-    read = f"prefixes of up to {reads.rows} trees ({reads.packed} queries x heads a key) and long prompts"
+    is_long, read = reads.keys >= LONG, f"prefixes of up to {reads.rows} trees ({reads.packed} queries x heads a key)"
+    if tree and is_faster(library, gpu, reads) and (is_long or library == "fa3"):
+        read += " and long prompts"
+    elif is_long and library == "fa3":
+        read = "long prompts"
+    else:
+        return ""
     return f"flash-attn {library[2:]} reads {read}; specdec's kernels read the rest"

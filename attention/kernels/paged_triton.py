@@ -11,6 +11,9 @@ represents all 8-bit numbers exactly, and the conversion takes a fifth of the in
 then scaled by a power of two into a range where float16 is at least as precise as bfloat16 was.  The scale of a head (fp8) is
 multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
+With int8 keys and values as they are ("int8_keys"), the scale of a token is multiplied into its products; its values lie in the
+bytes after its key.  With INT8_QUERIES, queries are rounded to int8 here, and int8 keys are multiplied without a conversion.
+
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
 a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any
 other caller has to make sure of the same.
@@ -26,6 +29,7 @@ S splits.
 import triton
 import triton.language as tl
 
+from specdec.attention.kernels.int8_triton import queries_in_int8
 from specdec.attention.kernels.tables_triton import slots_on
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -92,6 +96,28 @@ def in_float16(q_MD, of_MD, ok_MD, STAGED: tl.constexpr):
 
 
 @triton.jit
+def narrowed(q_MD, of_MD, ok_MD, STAGED: tl.constexpr, INT8_QUERIES: tl.constexpr):
+    """Queries as they multiply 8-bit keys, and the factor of their products.  of_MD, STAGED: see in_float16."""
+    if INT8_QUERIES:
+        q_MD, unit = queries_in_int8(q_MD)
+    elif q_MD.dtype == tl.bfloat16:
+        q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
+    else:
+        unit = 1.0
+    return q_MD, unit
+
+
+@triton.jit
+def loaded_once(scales_N, ok_N):
+    """Scales for the columns of products.
+
+    Each is a maximum of one number, so that it is loaded once: a load in the products' layout would fetch the scales of all its
+    columns in every thread, and page numbers too.
+    """
+    return tl.max(tl.load(scales_N[:, None], mask=ok_N[:, None], other=0.0), 1)
+
+
+@triton.jit
 def in_range(scales_N, to: tl.constexpr):
     """A token's scales in the type `to`, limited so that 127 times a scale is finite in float16."""
     return (tl.minimum(scales_N, 515.0) if to == tl.float16 else scales_N).to(to)
@@ -109,6 +135,27 @@ def masked(s_MN, key_N, ok_N, start_M, end_M, HAS_STARTS: tl.constexpr, HAS_ENDS
 
 
 @triton.jit
+def store_lse(lse, at_M, top_M, total_M, ok_M, LIFT: tl.constexpr):
+    """Stores the logarithms of sums of weights that were scaled by 2 ** (LIFT - top); returns the sums, 1 in place of 0."""
+    some_M = total_M > 0
+    safe_M = tl.where(some_M, total_M, 1.0)
+    tl.store(lse + at_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
+    return safe_M
+
+
+@triton.jit
+def values_at(kv, at_ND, slot_N, stride_slot, e, pointer: tl.constexpr, SAME_WIDTH: tl.constexpr, QUANT: tl.constexpr):
+    """Where the values of slots begin, stride_v values early.  pointer: the type of a pointer to queries."""
+    if QUANT == "key":
+        at_NE = (kv + slot_N * stride_slot).to(pointer)[:, None] + e[None, :]
+    elif SAME_WIDTH:
+        at_NE = at_ND
+    else:
+        at_NE = kv + (slot_N * stride_slot)[:, None] + e[None, :]
+    return at_NE
+
+
+@triton.jit
 def capped(logits, softcap):
     """softcap * tanh(logits / softcap)."""
     return softcap - 2 * softcap / (1 + tl.exp2(logits * (2 * LOG2E / softcap)))
@@ -121,8 +168,8 @@ def capped(logits, softcap):
 )
 def paged_attention_kernel(
     q,  # [T, H, D]
-    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v numbers later
-    scales,  # float32: [2, K] or [slots, 2, K]
+    kv,  # [slots, ...]: the keys [slots, K, D]; the values [slots, K, E] begin stride_v values later
+    scales,  # float32: [2, K], [slots, 2, K] or [slots, K]
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
     cu_seqlens_q,  # [R + 1] int32
@@ -156,7 +203,8 @@ def paged_attention_kernel(
     AHEAD: tl.constexpr,  # keys after its own that each query of a causal segment reads too
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8) or nothing ("")
+    QUANT: tl.constexpr,  # what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys) or nothing ("")
+    INT8_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
@@ -210,13 +258,15 @@ def paged_attention_kernel(
     scale2 = scale if SOFTCAP else scale * LOG2E
     if QUANT == "head":
         scale2 *= tl.load(scales + kv_head)
-    if QUANT != "" and q_MD.dtype == tl.bfloat16:
+    if QUANT != "":
         of_MD = staged + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_DIM + d[None, :]
-        q_MD, unit = in_float16(q_MD, of_MD, ok_MD, STAGED)
+        q_MD, unit = narrowed(q_MD, of_MD, ok_MD, STAGED, INT8_QUERIES)
         scale2 *= unit
     if HAS_SLOPES:
         at_M, slope_M = tl.load(at + first + query_M, mask=ok_M, other=0), tl.load(slopes + head_M) * LOG2E
-    LIFT: tl.constexpr = 14.0 if QUANT != "" else 0.0  # weights are scaled by 2 ** LIFT: small ones stay normal in float16
+    # Weights of 8-bit values are scaled by 2 ** LIFT: small ones stay normal in float16.  TO: what values are converted to.
+    LIFT: tl.constexpr = 14.0 if QUANT == "head" or QUANT == "token" else 0.0
+    TO: tl.constexpr = tl.float16 if LIFT > 0 and q.dtype.element_ty == tl.bfloat16 else q.dtype.element_ty
     top_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
@@ -227,10 +277,12 @@ def paged_attention_kernel(
         page_N = tl.load(pages + (key_N + BLOCK_N) // PAGE_SIZE, mask=key_N + BLOCK_N < high, other=0)
         at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
         k_ND = widened(tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0), q_MD.dtype, ASM)
-        if QUANT == "token":
-            scales_N = scales + slot_N * (2 * KV_HEADS) + kv_head
+        scales_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
+        if QUANT == "token" and not INT8_QUERIES:
             k_ND *= in_range(tl.load(scales_N, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale2
+        if QUANT == "key" or INT8_QUERIES:
+            s_MN *= loaded_once(scales_N, ok_N)[None, :]
         if SOFTCAP:
             s_MN = capped(s_MN, softcap) * LOG2E
         if HAS_SLOPES:
@@ -246,24 +298,19 @@ def paged_attention_kernel(
         p_MN = tl.exp2(s_MN - (shift_M - LIFT)[:, None])
         decay_M = tl.exp2(top_M - shift_M)
         total_M = total_M * decay_M + tl.sum(p_MN, 1)
-        at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
+        at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
         ok_NE = ok_N[:, None] & ok_E[None, :]  # also for values: an unwritten slot may hold NaN, and 0 * NaN is NaN
-        v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), q_MD.dtype, ASM)
+        v_NE = widened(tl.load(at_NE + stride_v, mask=ok_NE, other=0.0), TO, ASM)
         if QUANT == "token":
-            v_NE *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), q_MD.dtype)[:, None]
+            v_NE *= in_range(tl.load(scales_N + KV_HEADS, mask=ok_N, other=0.0), TO)[:, None]
         acc_ME = tl.dot(p_MN.to(v_NE.dtype), v_NE, acc_ME * decay_M[:, None], input_precision="ieee")
         top_M = new_M
 
     if QUANT == "head":
         acc_ME *= tl.load(scales + KV_HEADS + kv_head)
     state_M = (token_M * (KV_HEADS * GROUP) + head_M) * states + split
-    some_M = total_M > 0
-    safe_M = tl.where(some_M, total_M, 1.0)
-    tl.store(lse + state_M, tl.where(some_M, (top_M + (tl.log2(safe_M) - LIFT)) * LN2, -float("inf")), mask=ok_M)
+    safe_M = store_lse(lse, state_M, top_M, total_M, ok_M, LIFT)
     # The merge ignores the output of a split whose lse is -inf, so a short row's idle splits write no output.
     written_M = query_M < tl.where((low < high) | (splits == 1), queries, 0)
-    tl.store(
-        out + state_M[:, None] * VALUE_DIM + e[None, :],
-        (acc_ME / safe_M[:, None]).to(out.dtype.element_ty),
-        mask=written_M[:, None] & ok_E[None, :],
-    )
+    at_ME = out + state_M[:, None] * VALUE_DIM + e[None, :]
+    tl.store(at_ME, (acc_ME / safe_M[:, None]).to(out.dtype.element_ty), mask=written_M[:, None] & ok_E[None, :])

@@ -16,32 +16,26 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.caches.quant_cache import FP8_MAX, INT8_MAX, LEAST_STEP, QuantView
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysView
+from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
+from specdec.attention.kernels.int8_triton import nearest_step, scale_and_inverse
 from specdec.ops.launch import chained
 from specdec.ops.rope import HeadPrep
 
-MOST_FP8, MOST_INT8, SMALLEST_STEP = tl.constexpr(FP8_MAX), tl.constexpr(INT8_MAX), tl.constexpr(LEAST_STEP)
+MOST_FP8 = tl.constexpr(FP8_MAX)
+StoredView = MHAView | QuantView | Int8KeysView
 FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
-
-
-@triton.jit
-def nearest_step(x, inverse):
-    """The nearest int8 of x * inverse as a float; ties go up.
-
-    The clamp keeps the compiler from fusing product and sum, which would round differently.
-    """
-    return tl.floor(tl.clamp(x * inverse, -MOST_INT8, MOST_INT8) + 0.5)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def rope_store_kernel(
     qkv,  # [T, X, D]
-    kv,  # [slots, 2, K, D]
+    kv,  # [slots, 2, K, D]; with QUANT "int8_keys" the keys [slots, K, D], and the values lie stride_v bytes after them
     slots,  # [T] int64
     positions,  # [T] int64
     table,  # [P, 2, D]
     norm,  # [Q + K, D]
-    scales,  # float32: [2, K] of fp8, [slots, 2, K] of int8
+    scales,  # float32: [2, K] of fp8, [slots, 2, K] of int8, [slots, K] of int8_keys
     eps,
     stride_t,
     stride_slot,
@@ -54,7 +48,7 @@ def rope_store_kernel(
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ROTATES: tl.constexpr,
-    QUANT: tl.constexpr,  # "", "fp8" or "int8"
+    QUANT: tl.constexpr,  # "", "fp8", "int8" or "int8_keys"
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -104,50 +98,56 @@ def rope_store_kernel(
             tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_XE)
             tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_XE)
         else:
-            ok_query_XE = ok_XE & is_query_X[:, None]
-            tl.store(at_XE, low_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
-            tl.store(at_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_query_XE)
-            is_kv_X = (row_X >= 0) & (row_X < 2 * KV_HEADS)
+            # What has 8 bits: keys and values, or keys alone.  The other rows are stored as they are.
+            is_narrow_X = (row_X >= 0) & (row_X < (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS))
+            plain_XE = at_XE
+            if QUANT == "int8_keys":
+                value_XE = (kv + cache_X).to(qkv.dtype)[:, None] + e[None, :]
+                plain_XE = tl.where(is_query_X[:, None], at_XE, value_XE)
+            ok_plain_XE = ok_XE & (is_narrow_X == 0)[:, None]
+            tl.store(plain_XE, low_XE.to(qkv.dtype.element_ty), mask=ok_plain_XE)
+            tl.store(plain_XE + HALF, high_XE.to(qkv.dtype.element_ty), mask=ok_plain_XE)
             if QUANT == "fp8":
-                inverse_X = tl.div_rn(1.0, tl.load(scales + row_X, mask=is_kv_X, other=1.0))
+                inverse_X = tl.div_rn(1.0, tl.load(scales + row_X, mask=is_narrow_X, other=1.0))
                 low_XE = tl.clamp(low_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
                 high_XE = tl.clamp(high_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
             else:
                 most_X = tl.maximum(tl.max(tl.abs(low_XE), 1), tl.max(tl.abs(high_XE), 1))
-                scale_X = most_X * (1 / MOST_INT8)
-                tl.store(scales + slot * (2 * KV_HEADS) + row_X, scale_X, mask=is_kv_X)
-                is_some_X = scale_X > SMALLEST_STEP
-                inverse_X = tl.where(is_some_X, tl.div_rn(1.0, tl.where(is_some_X, scale_X, 1.0)), 0.0)
+                scale_X, inverse_X = scale_and_inverse(most_X)
+                of_slot = scales + slot * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS)
+                tl.store(of_slot + row_X, scale_X, mask=is_narrow_X)
                 low_XE = nearest_step(low_XE, inverse_X[:, None])
                 high_XE = nearest_step(high_XE, inverse_X[:, None])
             to_XE = kv + cache_X[:, None] + e[None, :]
-            ok_kv_XE = ok_XE & is_kv_X[:, None]
-            tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
-            tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_kv_XE)
+            ok_narrow_XE = ok_XE & is_narrow_X[:, None]
+            tl.store(to_XE, low_XE.to(kv.dtype.element_ty), mask=ok_narrow_XE)
+            tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_narrow_XE)
 
 
-def launch_rope_store(qkv_TXD: Tensor, view: MHAView | QuantView, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+def launch_rope_store(qkv_TXD: Tensor, view: StoredView, slots_T: Tensor, prep: HeadPrep) -> Tensor:
     """Norms and rotates heads, stores keys and values, and returns the queries [T, Q, D], a view of the input.
 
     slots_T: int64.  An fp8 view without a scale gets its scale from these keys and values.
     """
     T, X, D = qkv_TXD.shape
-    K, kv = prep.num_kv_heads, view.kv
+    K, (k, v) = prep.num_kv_heads, view.heads
     Q = X - 2 * K
-    assert kv.shape[1:] == (2, K, D) and kv.stride(3) == 1 and Q > 0
+    assert k.shape[1:] == v.shape[1:] == (K, D) and k.stride(2) == v.stride(2) == 1 and Q > 0
     assert qkv_TXD.stride()[1:] == (D, 1) and slots_T.shape == (T,)
     if not T:
         return qkv_TXD[:, :Q]
     quant = ""
-    scales: Tensor | None = kv  # without scales the kernel reads none: any tensor may be passed
+    scales: Tensor | None = k  # without scales the kernel reads none: any tensor may be passed
     if isinstance(view, QuantView):
         if view.needs_scale:
             view.set_scale(prep.apply_(qkv_TXD.clone())[1])
         quant, scales = ("fp8", view.scale_2K) if view.scales_N2K is None else ("int8", view.scales_N2K)
-    else:
-        assert kv.dtype == qkv_TXD.dtype
+    elif isinstance(view, Int8KeysView):
+        quant, scales = INT8_KEYS, view.scales_NK
+    assert v.dtype == qkv_TXD.dtype or isinstance(view, QuantView)
     assert scales is not None and (not quant or scales.is_contiguous())
-    _launch(qkv_TXD, kv, scales, slots_T.contiguous(), prep, quant)
+    strides = k.stride(0), (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1)
+    _launch(qkv_TXD, k, strides, scales, slots_T.contiguous(), prep, quant)
     return qkv_TXD[:, :Q]
 
 
@@ -156,12 +156,17 @@ def launch_rope(q_TQD: Tensor, prep: HeadPrep) -> Tensor:
     assert prep.num_kv_heads == 0 and q_TQD.stride()[1:] == (q_TQD.shape[2], 1)
     if len(q_TQD) and (prep.rotation is not None or prep.norm_HD is not None):
         slots_T = q_TQD if prep.rotation is None else prep.rotation.positions_T.contiguous()  # not read
-        _launch(q_TQD, q_TQD[:, None], q_TQD, slots_T, prep, "")
+        _launch(q_TQD, q_TQD, q_TQD.stride(), q_TQD, slots_T, prep, "")
     return q_TQD
 
 
-def _launch(qkv_TXD: Tensor, kv: Tensor, scales: Tensor, slots_T: Tensor, prep: HeadPrep, quant: str) -> None:
-    """Launches the kernel.  With 0 kv heads, any tensors may stand for kv, scales and slots_T."""
+def _launch(
+    qkv_TXD: Tensor, kv: Tensor, strides: tuple[int, ...], scales: Tensor, slots_T: Tensor, prep: HeadPrep, quant: str
+) -> None:
+    """Launches the kernel.  With 0 kv heads, any tensors and strides may stand for kv, strides, scales and slots_T.
+
+    kv: the keys.  strides: of a slot, from a key to its value, and of a kv head, all in elements of kv.
+    """
     T, X, D = qkv_TXD.shape
     K = prep.num_kv_heads
     rotation, norm = prep.rotation, prep.norm_HD
@@ -170,7 +175,7 @@ def _launch(qkv_TXD: Tensor, kv: Tensor, scales: Tensor, slots_T: Tensor, prep: 
     block = triton.next_power_of_2(X) if T > FEW_TOKENS else min(8, triton.next_power_of_2(X))
     rope_store_kernel[(T, triton.cdiv(X, block))](
         qkv_TXD, kv, slots_T, positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps,
-        qkv_TXD.stride(0), *kv.stride()[:3],
+        qkv_TXD.stride(0), *strides,
         QUERY_HEADS=X - 2 * K, KV_HEADS=K, HALF=D // 2, PADDED_HALF=triton.next_power_of_2(D // 2), BLOCK=block,
         HAS_NORM=norm is not None, ROTATES=rotation is not None, QUANT=quant,
         num_warps=4 if block > 8 else 1, **chained(kv.device),

@@ -7,7 +7,8 @@ query reads.
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads queries, the suffix's keys and its table.
 The paged kernel lets this kernel start only after its own wait, so the store of the queries and keys is complete by then.
 
-Values may have another width than keys, and keys may have parts, as in the paged kernel.
+Values may have another width than keys, and keys may have parts, as in the paged kernel.  Queries that are rounded to int8 are
+multiplied in their own type, which represents all int8 numbers exactly.
 
 Shapes: T queries (one a row), H heads, K kv heads, G heads of a group, D key dim, E value dim, N keys of a
 block, S splits, C splits of a chunk.
@@ -16,7 +17,17 @@ block, S splits, C splits of a chunk.
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.paged_triton import capped, own_part
+from specdec.attention.kernels.int8_triton import queries_in_int8
+from specdec.attention.kernels.paged_triton import capped, own_part, values_at
+
+
+@triton.jit
+def joined(top_G, total_G, acc_GE, lse_G, out_GE):
+    """Sums of weights and weighted values, relative to exp(top), with one more state's added."""
+    new_G = tl.maximum(top_G, lse_G)
+    shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
+    weight_G, decay_G = tl.exp(lse_G - shift_G), tl.exp(top_G - shift_G)
+    return new_G, total_G * decay_G + weight_G, acc_GE * decay_G[:, None] + out_GE * weight_G[:, None]
 
 
 @triton.jit(
@@ -26,7 +37,7 @@ from specdec.attention.kernels.paged_triton import capped, own_part
 def suffix_merge_kernel(
     q,  # [T, H, D]
     kv,  # as in the paged kernel
-    scales,  # float32: [2, K] or [slots, 2, K]
+    scales,  # float32: [2, K], [slots, 2, K] or [slots, K]
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
@@ -66,7 +77,8 @@ def suffix_merge_kernel(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    QUANT: tl.constexpr,  # as in the paged kernel
+    QUANT: tl.constexpr,  # this and the next as in the paged kernel
+    INT8_QUERIES: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
     LEFT_FILLED: tl.constexpr,  # after an empty split there are only empty ones
     PDL: tl.constexpr,
@@ -87,6 +99,9 @@ def suffix_merge_kernel(
         at_GD, ok_GD = own_part(g, d, GROUP, HEAD_DIM, KEY_PARTS)
         at_GD += token * stride_qt + head_G[:, None] * stride_qh
         q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
+        if INT8_QUERIES:
+            q_GD, unit = queries_in_int8(q_GD)
+            scale *= unit
         kv += kv_head.to(tl.int64) * stride_kv_head
         if VALUE_DIM != HEAD_DIM:
             stride_v += kv_head * (stride_v_head - stride_kv_head)
@@ -103,16 +118,17 @@ def suffix_merge_kernel(
             ok_N = key_N < length
             slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-            at_NE = at_ND if VALUE_DIM == HEAD_DIM else kv + (slot_N * stride_slot)[:, None] + e[None, :]
+            at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
             k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0)
             v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0)
             if QUANT != "":
-                k_ND, v_NE = k_ND.to(q_GD.dtype), v_NE.to(q_GD.dtype)
-            s_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale
-            if QUANT == "token":
-                at_N = scales + slot_N * (2 * KV_HEADS) + kv_head
+                k_ND, v_NE = k_ND.to(q.dtype.element_ty), v_NE.to(q.dtype.element_ty)
+            s_GN = tl.dot(q_GD.to(k_ND.dtype), tl.trans(k_ND), input_precision="ieee") * scale
+            at_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
+            if QUANT == "token" or QUANT == "key":
                 s_GN *= tl.load(at_N, mask=ok_N, other=0.0)[None, :]
+            if QUANT == "token":
                 value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0)[None, :]
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
@@ -123,7 +139,7 @@ def suffix_merge_kernel(
             p_GN = tl.exp(s_GN - new_G[:, None])
             decay_G = tl.exp(top_G - new_G)
             total_G = total_G * decay_G + tl.sum(p_GN, 1)
-            if QUANT != "":
+            if QUANT == "head" or QUANT == "token":
                 p_GN *= value_scale
             acc_GE = tl.dot(p_GN.to(v_NE.dtype), v_NE, acc_GE * decay_G[:, None], input_precision="ieee")
             top_G = new_G
@@ -136,12 +152,7 @@ def suffix_merge_kernel(
         lse_G = tl.load(whole_lse + token * stride_lse_t + head_G * stride_lse_h, mask=ok_G, other=-float("inf"))
         at_GE = whole_out + token * stride_whole_t + head_G[:, None] * stride_whole_h + e[None, :]
         out_GE = tl.where((lse_G > -float("inf"))[:, None], tl.load(at_GE, mask=ok_GE, other=0.0).to(tl.float32), 0.0)
-        new_G = tl.maximum(top_G, lse_G)
-        shift_G = tl.where(new_G == -float("inf"), 0.0, new_G)  # -inf: no key has been read so far
-        weight_G, decay_G = tl.exp(lse_G - shift_G), tl.exp(top_G - shift_G)
-        total_G = total_G * decay_G + weight_G
-        acc_GE = acc_GE * decay_G[:, None] + out_GE * weight_G[:, None]
-        top_G = new_G
+        top_G, total_G, acc_GE = joined(top_G, total_G, acc_GE, lse_G, out_GE)
     state_G = (token * (KV_HEADS * GROUP) + head_G) * splits
     start = 0
     while start < splits:

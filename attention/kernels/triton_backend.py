@@ -16,12 +16,13 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.int8_keys import Int8KeysView
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.quant_cache import QuantView
 from specdec.attention.caches.split_cache import PairedView, SplitView
 from specdec.attention.kernels.paged_triton import paged_attention_kernel
-from specdec.attention.kernels.rope_store_triton import launch_rope, launch_rope_store
+from specdec.attention.kernels.rope_store_triton import StoredView, launch_rope, launch_rope_store
 from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
@@ -32,7 +33,7 @@ from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl
 from specdec.ops.rope import HeadPrep
 
-PlannedView = MHAView | QuantView | SplitView | PairedView
+PlannedView = MHAView | QuantView | Int8KeysView | SplitView | PairedView
 
 
 class TritonBackend(Backend):
@@ -51,7 +52,7 @@ class TritonBackend(Backend):
         self.programs = programs
 
     def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
-        assert isinstance(view, MHAView | QuantView)
+        assert isinstance(view, StoredView)
         return launch_rope_store(qkv_TXD, view, slots_T, prep)
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
@@ -106,7 +107,8 @@ class TritonBackend(Backend):
             # Shared memory then holds narrow values where wide keys were.  In larger tiles the assembler that Triton 3.6 brings
             # along (ptxas 12.8) takes their address from a register that it has not set.
             wanted = min(packed, 32)
-        tiles = paged_tiles(wanted, widest, q_THD.element_size(), quant_of(view), segment.causal, waves)
+        kept = quant_of(view), segment.causal, waves, rounds_queries(view)
+        tiles = paged_tiles(wanted, widest, q_THD.element_size(), *kept)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
 
@@ -152,8 +154,8 @@ def launch_paged(
     states = lse_THS.stride(1)  # states of a query and head in the whole scratch
     assert segment.pages.table.stride(1) == 1 and out_THSD.stride() == (H * states * E, states * E, E, 1)
     assert lse_THS.stride(0) == H * states and (splits == 1 or lse_THS.stride(2) == 1)
-    slopes_H, quant = scoring.slopes_H, quant_of(view)
-    in_memory = quant != "" and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
+    slopes_H, quant, int8_queries = scoring.slopes_H, quant_of(view), rounds_queries(view)
+    in_memory = quant != "" and not int8_queries and q_THD.dtype == torch.bfloat16 and tiles.block_m > 64
     starts_T, at_T = segment.starts_T, positions_for(scoring, segment)
     for of_T in (starts_T, at_T):
         assert of_T is None or (of_T.shape[0] >= T and of_T.is_contiguous())
@@ -163,11 +165,11 @@ def launch_paged(
         lse_THS if slopes_H is None else slopes_H, out_THSD, lse_THS,
         torch.empty((T, H, D), dtype=torch.float16, device=q_THD.device) if in_memory else q_THD,
         *factors(scoring, D), *q_THD.stride()[:2], *strides_of(k, v), segment.pages.table.stride(0), states,
-        num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2]), VALUE_DIM=E,
-        PADDED_VALUE=padded(E), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
+        num_tiles, KV_HEADS=K, GROUP=H // K, HEAD_DIM=k.shape[2], PADDED_DIM=padded(k.shape[2], int8_queries), VALUE_DIM=E,
+        PADDED_VALUE=padded(E, int8_queries), KEY_PARTS=k.shape[2] // D, PAGE_SIZE=segment.pages.page_size,
         CAUSAL=segment.causal and segment.max_seqlen_q > 1, HAS_STARTS=starts_T is not None,
         AHEAD=segment.ahead, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None, QUANT=quant,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
+        INT8_QUERIES=int8_queries, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, LEAST=tiles.least, STAGES=tiles.stages,
         STAGED=in_memory, ASM=has_pdl(q_THD.device),
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **chained(q_THD.device),
     )  # fmt: skip
@@ -208,7 +210,8 @@ def launch_suffix_merge(
         KEY_PARTS=k.shape[2] // D, BLOCK_N=16,
         CHUNK=chunk_for(splits, padded_group * padded(E)), HAS_SUFFIX=suffix is not None,
         HAS_STARTS=starts_T is not None, HAS_SLOPES=at_T is not None, SOFTCAP=scoring.softcap is not None,
-        QUANT=quant_of(view) if suffix else "", HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
+        QUANT=quant_of(view) if suffix else "", INT8_QUERIES=suffix is not None and rounds_queries(view),
+        HAS_WHOLE=whole is not None, LEFT_FILLED=left_filled,
         num_warps=1, num_stages=1, **chained(q_THD.device),
     )  # fmt: skip
 
@@ -233,16 +236,20 @@ def check_view(q_THD: Tensor, view: PlannedView) -> None:
     _, H, D = q_THD.shape
     k, v = view.heads
     assert k.shape[2] % D == 0 and H % (k.shape[1] * (k.shape[2] // D)) == 0 and k.stride(2) == v.stride(2) == 1
-    assert k.stride(0) == v.stride(0) and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(), "not of one row"
-    if isinstance(view, QuantView):
+    assert k.stride(0) * k.itemsize == v.stride(0) * v.itemsize, "not of one row"
+    assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr(), "not of one row"
+    if isinstance(view, QuantView | Int8KeysView):
         assert scales_of(view).is_contiguous() and scales_of(view).dtype == torch.float32
-    else:
+    if isinstance(view, Int8KeysView):
+        assert q_THD.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache's values are {v.dtype}"
+    elif not isinstance(view, QuantView):
         assert q_THD.dtype == k.dtype == v.dtype, f"queries are {q_THD.dtype}, the cache is {k.dtype}"
 
 
 def strides_of(k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """A slot's stride; how far values begin after keys; the strides of key heads and of value heads.  All in numbers."""
-    return k.stride(0), int(v.storage_offset() - k.storage_offset()), k.stride(1), v.stride(1)
+    """A slot's stride, in keys; how far values begin after keys, in values; the strides of key heads and of value heads."""
+    offset = v.storage_offset() - k.storage_offset() * k.itemsize // v.itemsize
+    return k.stride(0), int(offset), k.stride(1), v.stride(1)
 
 
 def loads_ahead(k: Tensor, v: Tensor) -> bool:
@@ -251,12 +258,21 @@ def loads_ahead(k: Tensor, v: Tensor) -> bool:
 
 
 def quant_of(view: PlannedView) -> str:
-    """The kernels' name for what has a scale: "head" (fp8), "token" (int8), or "" for a cache without scales."""
+    """The kernels' name for what has a scale: "head" (fp8), "token" (int8), "key" (int8_keys), or "" if nothing has one."""
+    if isinstance(view, Int8KeysView):
+        return "key"
     return "" if not isinstance(view, QuantView) else "head" if view.scales_N2K is None else "token"
+
+
+def rounds_queries(view: PlannedView) -> bool:
+    """Whether attention over this view rounds queries to int8."""
+    return isinstance(view, QuantView | Int8KeysView) and view.int8_queries
 
 
 def scales_of(view: PlannedView) -> Tensor:
     """The view's scales.  A view without scales gives its keys and values: kernels need some pointer, and do not read it."""
+    if isinstance(view, Int8KeysView):
+        return view.scales_NK
     if not isinstance(view, QuantView):
         return view.heads[0]
     scales = view.scale_2K if view.scales_N2K is None else view.scales_N2K

@@ -25,6 +25,7 @@ from specdec.attention.kinds import Scoring
 from specdec.attention.latent.keys import LatentKeys
 from specdec.attention.latent.mla_triton import latent_attention_kernel, latent_merge_kernel
 from specdec.attention.segment import Segment
+from specdec.attention.sparse.rows_launch import attend_rows, takes_rows
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
@@ -59,6 +60,8 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
     stored = view.parts
     assert stored.scales_NG is not None or stored.latent_NC.dtype == q_THL.dtype
     (T, H, _), C, device = q_THL.shape, view.rank, q_THL.device
+    if isinstance(view, MLAView) and gpu_generation(device) == 9 and has_gluon() and takes_rows(q_THL, view, plan):
+        return attend_rows(q_THL, view, plan, scoring.scale, programs)
     paged, suffix = plan.segments, plan.suffix
     assert suffix is None or suffix.rows == T, "a suffix has a row for each query"
     shapes = [_tiles_and_splits(q_THL, view, segment, programs) for segment in paged]
@@ -75,6 +78,15 @@ def attend_latent(q_THL: Tensor, view: LatentView, plan: TritonPlan, scoring: Sc
         _launch_paged(q_THL, view, segment, scoring.scale, partial, shape, first, states)
         first += shape[1]
     _launch_merge(q_THL, view, suffix, scoring.scale, partial, result, states)
+    return result
+
+
+def merge_suffix(q_THL: Tensor, view: LatentView, suffix: Segment, scale: float, prefix: AttentionState) -> AttentionState:
+    """The state over a suffix and a prefix, whose state is given: contiguous, in any float type."""
+    assert suffix.rows == q_THL.shape[0], "a suffix has a row for each query"
+    assert prefix.out_THD.is_contiguous() and prefix.lse_TH.is_contiguous()
+    result = AttentionState.empty(tuple(prefix.out_THD.shape), q_THL.dtype, q_THL.device)
+    _launch_merge(q_THL, view, suffix, scale, prefix, result, 1)
     return result
 
 

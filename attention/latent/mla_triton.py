@@ -221,7 +221,7 @@ def latent_merge_kernel(
     slot_table,  # [T, W] int32
     cache_seqlens,  # [T] int32
     starts,  # [T] int32
-    partial_out,  # [T, H, S, C] float32
+    partial_out,  # [T, H, S, C], any float type
     partial_lse,  # [T, H, S] float32, natural log
     out,  # [T, H, C], any float type
     lse,  # [T, H] float32, natural log

@@ -95,6 +95,8 @@ def _turn(prep: HeadPrep) -> tuple[Tensor | None, Tensor | None, Tensor | None, 
 def _tensors(view: KVView) -> tuple[Tensor, Tensor | None, bool]:
     """The keys and values of a view, its scales, and whether it reads heads in pairs."""
     if isinstance(view, QuantView):
+        if view.int8_queries:
+            raise TypeError("the operators of attention know no int8_queries: it must be False, got True")
         return view.kv, view.scale_2K if view.scales_N2K is None else view.scales_N2K, False
     if not isinstance(view, MHAView | PairedView):
         raise _unknown(view)

@@ -3,11 +3,12 @@
 Nothing is read from the device: how many parts, programs and bytes there are follows from shapes and tables' widths; programs
 beyond a row's true length end at once.
 
-Shapes: T queries, H heads, D indexer dim, N candidates, B bins, S slices, E ranges of keys, I selected keys.
+Shapes: T queries, H heads, D indexer dim, N candidates, S slices, I selected keys.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,10 +20,11 @@ from specdec.attention.kernels.tiles_triton import padded, programs_at_once
 from specdec.attention.segment import Segment
 from specdec.attention.sparse.candidates import Candidates
 from specdec.attention.sparse.scores_triton import row_scores_kernel, rows_scores_kernel
-from specdec.attention.sparse.select_triton import border_kernel, compact_kernel, histogram_kernel, select_kernel
+from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
 
 START = 4  # the time before a program of scores reads its first key, in blocks
+LONG = 160_000  # from here on more scores than before lie between the selection's borders
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 
@@ -34,11 +36,10 @@ class Sizes(NamedTuple):
     rows, rows_warps, rows_stages: the same in rows of several queries.
     rows_registers: of a thread; with these, two such programs fit an SM.
     group: the most queries that such a program scores; least_group: the fewest, if the row has them.
-    block: scores of a block of the selection.
+    block, warps: scores of a block of the selection, and warps of its programs.
     slices: programs of the selection that an SM is given.
-    bins: of the selection's histogram.
-    one_launch: rows of at most so many candidates are selected from by one program each.
-    few: a list of at most so many scores is searched by comparing all pairs.
+    spread: the sample of a query's scores holds about the root of this many times their number.
+    room: for how many scores between the borders a program of the selection has room, at least, and in multiples of topk.
     """
 
     row: int = 128
@@ -52,21 +53,18 @@ class Sizes(NamedTuple):
     group: int = 64
     least_group: int = 4
     block: int = 2048
-    slices: int = 4
-    bins: int = 512
-    one_launch: int = 16384
-    few: int = 256
+    warps: int = 8
+    slices: int = 2
+    spread: int = 128
+    room: tuple[int, int] = (1024, 2)
 
 
 class Scratch(NamedTuple):
     """What the launches for a part of the queries hand on to each other."""
 
     scores: Tensor  # [queries, N] float32
-    extremes: Tensor  # [queries, E, 2] float32
-    histogram: Tensor  # [queries, B] int32
-    cursor: Tensor  # [queries] int32
-    listed: Tensor  # [queries, N] int64
-    counts: Tensor  # [queries, S] int32
+    listed: Tensor  # [queries, N] int32
+    counts: Tensor  # [queries, S, 2] int32
 
 
 def launch_sparse_segment(
@@ -83,25 +81,22 @@ def launch_sparse_segment(
     assert candidates.segment.pages.table.stride(1) == 1
     slots_TI = torch.empty(T, min(topk, N), dtype=torch.int32, device=device)
     counts_T = candidates.counts_T(topk)
-    part = max(1, min(T, scratch_bytes // (12 * max(1, N))))
+    part = max(1, min(T, scratch_bytes // (8 * max(1, N))))
     for first in range(0, T, part):
         queries = min(part, T - first)
-        scratch, splits = launch_scores(q_THD, w_TH, keys_XD, candidates, topk, first, queries, sizes, programs)
-        launch_selection(candidates, topk, first, queries, splits, scratch, slots_TI, sizes)
+        scratch = launch_scores(q_THD, w_TH, keys_XD, candidates, topk, first, queries, sizes, programs)
+        launch_selection(candidates, topk, first, queries, scratch, slots_TI, sizes)
     return Segment.of_slots(slots_TI, counts_T)
 
 
-def _scratch(queries: int, candidates: Candidates, ranges: int, sizes: Sizes, programs: int) -> Scratch:
+def _scratch(queries: int, candidates: Candidates, sizes: Sizes, programs: int) -> Scratch:
     N, device = candidates.width, candidates.paged_T.device
     slices = max(1, min(triton.cdiv(N, sizes.block), triton.cdiv(sizes.slices * programs, queries)))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(queries, *shape, dtype=dtype, device=device)
 
-    return Scratch(
-        empty(queries, N, dtype=torch.float32), empty(queries, ranges, 2, dtype=torch.float32), empty(queries, sizes.bins),
-        empty(queries), empty(queries, N, dtype=torch.int64), empty(queries, slices),
-    )  # fmt: skip
+    return Scratch(empty(N, dtype=torch.float32), empty(N), empty(slices, 2))
 
 
 @lru_cache
@@ -121,8 +116,8 @@ def score_splits(rows: int, blocks: int, at_once: int) -> int:
 def launch_scores(
     q_THD: Tensor, w_TH: Tensor, keys_XD: Tensor, candidates: Candidates, topk: int, first: int, queries: int, sizes: Sizes,
     programs: int,
-) -> tuple[Scratch, int]:  # fmt: skip
-    """Scores a part of the queries.  Returns what it leaves, and into how many splits a row's keys were divided (0: blocks)."""
+) -> Scratch:  # fmt: skip
+    """Scores a part of the queries."""
     (_, H, D), device = q_THD.shape, q_THD.device
     segment, suffix = candidates.segment, candidates.suffix
     pages = segment.pages.table
@@ -130,63 +125,55 @@ def launch_scores(
     strides = (q_THD.stride(0), w_TH.stride(0), keys_XD.stride(0), pages.stride(0), paths.stride(0))
     shared = {
         "HEADS": H, "BLOCK_H": padded(H), "DIM": D, "BLOCK_D": padded(D), "PAGE_SIZE": segment.pages.page_size,
-        "BINS": sizes.bins, "HAS_SUFFIX": suffix is not None, **chained(device),
+        "HAS_SUFFIX": suffix is not None, **chained(device),
     }  # fmt: skip
+    scratch = _scratch(queries, candidates, sizes, programs)
+    paths_first = 0 if suffix is None else queries  # programs that score a query's path
     if segment.max_seqlen_q == 1:
         splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.row), sizes.an_sm * programs)
-        scratch = _scratch(queries, candidates, 1 + splits, sizes, programs)
-        row_scores_kernel[(queries * (1 + splits),)](
+        row_scores_kernel[(paths_first + queries * splits,)](
             q_THD, w_TH, keys_XD, pages, paths, candidates.rows_T, candidates.paged_T, candidates.path_T,
-            *scratch[:4], D**-0.5, first, queries, splits, topk, *strides, scratch.scores.stride(0),
+            scratch.scores, D**-0.5, first, queries, splits, topk, *strides, scratch.scores.stride(0),
             BLOCK_N=sizes.row, STAGES=sizes.row_stages, num_warps=sizes.row_warps, num_stages=sizes.row_stages, **shared,
         )  # fmt: skip
-        return scratch, splits
+        return scratch
     most, blocks = min(segment.max_seqlen_q, queries), triton.cdiv(segment.pages.capacity, sizes.rows)
     # A block of keys serves a group of queries.  Groups are as large as leaves every SM several programs.
     wanted = max(min(most * segment.rows * blocks // (8 * programs), sizes.group), sizes.least_group)
     groups = triton.cdiv(most, wanted)
     group = triton.cdiv(most, groups)
-    scratch = _scratch(queries, candidates, 1 + blocks, sizes, programs)
     width = 0 if suffix is None else paths.shape[1]
-    rows_scores_kernel[(queries + segment.rows * groups * blocks,)](
+    rows_scores_kernel[(paths_first + segment.rows * groups * blocks,)](
         q_THD, w_TH, keys_XD, pages, paths, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,
-        candidates.path_T, *scratch[:4], D**-0.5, first, queries, groups, group, blocks, width, topk, *strides,
+        candidates.path_T, scratch.scores, D**-0.5, first, queries, groups, group, blocks, width, topk, *strides,
         scratch.scores.stride(0),
         BLOCK_N=sizes.rows, CAUSAL=segment.causal, STAGES=sizes.rows_stages, num_warps=sizes.rows_warps,
         num_stages=sizes.rows_stages, maxnreg=sizes.rows_registers, **shared,
     )  # fmt: skip
-    return scratch, 0
+    return scratch
 
 
 def launch_selection(
-    candidates: Candidates, topk: int, first: int, queries: int, splits: int, scratch: Scratch, slots_TI: Tensor,
-    sizes: Sizes,
+    candidates: Candidates, topk: int, first: int, queries: int, scratch: Scratch, slots_TI: Tensor, sizes: Sizes
 ) -> None:  # fmt: skip
     """Selects a part of the queries' best keys, into their rows of slots_TI."""
-    segment, suffix = candidates.segment, candidates.suffix
+    segment, suffix, N, device = candidates.segment, candidates.suffix, candidates.width, slots_TI.device
     pages = segment.pages.table
     paths = pages if suffix is None else suffix.pages.table
-    visible = (candidates.paged_T, candidates.path_T)
-    if candidates.width <= sizes.one_launch:
-        block = max(128, triton.next_power_of_2(candidates.width))
-        select_kernel[(queries,)](
-            scratch.scores, candidates.rows_T, *visible, pages, paths, slots_TI, first, topk, scratch.scores.stride(0),
-            pages.stride(0), paths.stride(0), slots_TI.stride(0), PAGE_SIZE=segment.pages.page_size,
-            HAS_SUFFIX=suffix is not None, BLOCK_N=block, num_warps=max(4, min(16, block // 512)), **chained(slots_TI.device),
-        )  # fmt: skip
-        return
-    slices, ranges = scratch.counts.shape[1], scratch.extremes.shape[1]
-    numbers = (first, splits, ranges, topk, scratch.scores.stride(0))
-    shared = {
-        "SCORE_BLOCK": sizes.row if splits else sizes.rows, "BLOCK_E": min(512, triton.next_power_of_2(ranges)),
-        "BLOCK_N": sizes.block, "BINS": sizes.bins, "num_warps": 8, **chained(slots_TI.device),
-    }  # fmt: skip
-    grid = (queries, slices)
-    histogram_kernel[grid](scratch.scores, scratch.extremes, *visible, scratch.histogram, *numbers, **shared)
-    border_kernel[grid](scratch.scores, scratch.extremes, *visible, *scratch[2:], *numbers, **shared)
-    compact_kernel[grid](
-        scratch.scores, scratch.extremes, candidates.rows_T, *visible, *scratch[2:], pages, paths, slots_TI,
-        *numbers, pages.stride(0), paths.stride(0), slots_TI.stride(0),
-        PAGE_SIZE=segment.pages.page_size, HAS_SUFFIX=suffix is not None, BLOCK_S=triton.next_power_of_2(slices),
-        BLOCK_C=sizes.few, **shared,
+    visible, slices = (candidates.paged_T, candidates.path_T), scratch.counts.shape[1]
+    room = triton.next_power_of_2(max(sizes.room[0], sizes.room[1] * topk * (1 if N <= LONG else 2)))
+    shared = {"LISTED": room, "BLOCK_N": sizes.block, "num_warps": sizes.warps, **chained(device)}
+    filter_kernel[(queries, slices)](
+        *scratch, *visible, first, topk, scratch.scores.stride(0), SAMPLE=sample_of(N, sizes.spread), **shared
+    )
+    select_kernel[(queries, slices)](
+        *scratch, *visible, candidates.rows_T, pages, paths, slots_TI, first, topk, scratch.scores.stride(0), pages.stride(0),
+        paths.stride(0), slots_TI.stride(0), PAGE_SIZE=segment.pages.page_size, HAS_SUFFIX=suffix is not None,
+        LOG_SLICES=triton.next_power_of_2(slices).bit_length() - 1, **shared,
     )  # fmt: skip
+
+
+@lru_cache
+def sample_of(N: int, spread: int) -> int:
+    """How many of a query's scores the selection's borders are searched in: a power of two near the root of spread * N."""
+    return min(max(16, 1 << round(math.log2(max(1, spread * N)) / 2)), 16384)

@@ -5,13 +5,12 @@ of several queries (chains, trees, prompts): a program keeps a block of keys and
 multiply a block of keys with all heads of one query in the same order, so a query's score of a key does not depend on which
 of them ran, nor on whether the key lies in a page or on the query's path in a draft tree.
 
-The first programs of either kernel, one for each query, score the query's path and clear what the selection counts with.
-Every program also leaves the smallest and largest score of each query and range of keys, for the bins of the selection.
+In a draft tree, the first programs of either kernel, one for each query, score the query's path.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernels read page tables, lengths and what a pass's
 layers share about its candidates, as attention's kernels read tables and lengths.  They trigger late.
 
-Shapes: T queries, H heads, D indexer dim, N keys of a block, X slots, E ranges of keys.
+Shapes: T queries, H heads, D indexer dim, N keys of a block, X slots.
 """
 
 import triton
@@ -53,33 +52,23 @@ def keys_at(keys, slot_N, ok_N, stride_slot, DIM: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def score_path(
-    q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, token, place,
-    stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, ranges,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BINS: tl.constexpr, HAS_SUFFIX: tl.constexpr, PDL: tl.constexpr,
+    q, w, keys, suffix, paged_T, path_T, scores, scale, token, place, stride_qt, stride_wt, stride_slot, stride_suffix,
+    stride_scores, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores one query's own path, and clears the query's histogram and its cursor."""
+    """Scores one query's own path."""
     paged = tl.load(paged_T + token)
     length = tl.load(path_T + token)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(histogram + place * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
-    tl.store(cursor + place, 0)
-    low = float("inf")
-    high = -float("inf")
-    if HAS_SUFFIX:
-        n = tl.arange(0, BLOCK_N)
-        q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
-        for start in tl.range(0, length, BLOCK_N, num_stages=1):
-            ok_N = start + n < length
-            slot_N = tl.load(suffix + token * stride_suffix + start + n, mask=ok_N, other=0)
-            s_N = block_scores(q_HD, w_H, keys_at(keys, slot_N, ok_N, stride_slot, DIM, BLOCK_D))
-            tl.store(scores + place * stride_scores + paged + start + n, s_N, mask=ok_N)
-            low = tl.minimum(low, tl.min(tl.where(ok_N, s_N, float("inf")), 0))
-            high = tl.maximum(high, tl.max(tl.where(ok_N, s_N, -float("inf")), 0))
-    tl.store(extremes + place * ranges * 2, low)
-    tl.store(extremes + place * ranges * 2 + 1, high)
+    n = tl.arange(0, BLOCK_N)
+    q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
+    for start in tl.range(0, length, BLOCK_N, num_stages=1):
+        ok_N = start + n < length
+        slot_N = tl.load(suffix + token * stride_suffix + start + n, mask=ok_N, other=0)
+        s_N = block_scores(q_HD, w_H, keys_at(keys, slot_N, ok_N, stride_slot, DIM, BLOCK_D))
+        tl.store(scores + place * stride_scores + paged + start + n, s_N, mask=ok_N)
 
 
 @triton.jit(
@@ -96,9 +85,6 @@ def row_scores_kernel(
     paged_T,  # [T] int32
     path_T,  # [T] int32
     scores,  # [queries, stride_scores] float32
-    extremes,  # [queries, 1 + splits, 2] float32
-    histogram,  # [queries, BINS] int32
-    cursor,  # [queries] int32
     scale,
     first_token,  # of this launch, which scores `queries` tokens
     queries,
@@ -116,21 +102,20 @@ def row_scores_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BINS: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < queries:
-        place = program.to(tl.int64)
-        score_path(
-            q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, first_token + place, place,
-            stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, 1 + splits,
-            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX, PDL,
-        )  # fmt: skip
-        return
-    program -= queries
+    if HAS_SUFFIX:
+        if program < queries:
+            place = program.to(tl.int64)
+            score_path(
+                q, w, keys, suffix, paged_T, path_T, scores, scale, first_token + place, place, stride_qt, stride_wt,
+                stride_slot, stride_suffix, stride_scores, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, PDL,
+            )  # fmt: skip
+            return
+        program -= queries
     place = (program // splits).to(tl.int64)
     split = program % splits
     token = first_token + place
@@ -148,8 +133,6 @@ def row_scores_kernel(
     if (low >= high) | (visible <= topk):  # a query that sees so few keys selects all of them
         return
     q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
-    low_N = tl.full([BLOCK_N], float("inf"), tl.float32)
-    high_N = tl.full([BLOCK_N], -float("inf"), tl.float32)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         ok_N = start + n < high
@@ -159,11 +142,6 @@ def row_scores_kernel(
         page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < high, other=0)
         s_N = block_scores(q_HD, w_H, k_ND)
         tl.store(scores + place * stride_scores + start + n, s_N, mask=ok_N)
-        low_N = tl.minimum(low_N, tl.where(ok_N, s_N, float("inf")))
-        high_N = tl.maximum(high_N, tl.where(ok_N, s_N, -float("inf")))
-    at = extremes + (place * (1 + splits) + 1 + split) * 2
-    tl.store(at, tl.min(low_N, 0))
-    tl.store(at + 1, tl.max(high_N, 0))
 
 
 @triton.jit(
@@ -191,9 +169,6 @@ def rows_scores_kernel(
     paged_T,  # [T] int32
     path_T,  # [T] int32
     scores,  # [queries, stride_scores] float32
-    extremes,  # [queries, 1 + blocks, 2] float32
-    histogram,  # [queries, BINS] int32
-    cursor,  # [queries] int32
     scale,
     first_token,  # of this launch, which scores `queries` tokens
     queries,
@@ -215,21 +190,20 @@ def rows_scores_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-    BINS: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < queries:
-        place = program.to(tl.int64)
-        score_path(
-            q, w, keys, suffix, paged_T, path_T, scores, extremes, histogram, cursor, scale, first_token + place, place,
-            stride_qt, stride_wt, stride_slot, stride_suffix, stride_scores, 1 + blocks,
-            HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, BINS, HAS_SUFFIX, PDL,
-        )  # fmt: skip
-        return
-    program -= queries
+    if HAS_SUFFIX:
+        if program < queries:
+            place = program.to(tl.int64)
+            score_path(
+                q, w, keys, suffix, paged_T, path_T, scores, scale, first_token + place, place, stride_qt, stride_wt,
+                stride_slot, stride_suffix, stride_scores, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, PDL,
+            )  # fmt: skip
+            return
+        program -= queries
     group = program % groups  # neighbouring programs read the same keys
     block = program // groups % blocks
     row = program // groups // blocks
@@ -259,6 +233,3 @@ def rows_scores_kernel(
             ok_N = key_N < length - (row_end - 1 - t)
         place = token - first_token
         tl.store(scores + place * stride_scores + key_N, s_N, mask=ok_N)
-        at = extremes + (place * (1 + blocks) + 1 + block) * 2
-        tl.store(at, tl.min(tl.where(ok_N, s_N, float("inf")), 0))
-        tl.store(at + 1, tl.max(tl.where(ok_N, s_N, -float("inf")), 0))

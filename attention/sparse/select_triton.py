@@ -1,16 +1,14 @@
 """The kernels that select each query's best scores, exactly: ties go to the lower position, and slots leave in position order.
 
-Rows of few candidates take one launch, `select_kernel`, whose programs keep a query's scores in registers and search the last
-selected score by halves.  Rows of many take three, each with one or more programs a query; a program looks at a range (slice)
-of the query's scores.
-- `histogram_kernel` counts the scores in equal bins between the query's smallest and largest score.
-- `border_kernel` finds the bin that the last selected score lies in.  Scores in higher bins are all selected; the scores in
-  this bin, the border, are listed.  It also counts each slice's scores in higher bins.
-- `compact_kernel` finds the last selected score among the border's, and writes the slots of a slice's selected positions after
-  those of earlier slices.
-The list's order depends on which program comes first; what is made of it does not.  Bins only decide how long the list is: the
-result is exact for any scores, and slow for a list that holds much of a row (many equal scores at the border, or a range of
-scores that a few outliers widen a thousandfold).
+There are two launches.  Several programs share a query, each with a range (slice) of its scores.
+- `filter_kernel` finds two borders by a sample of the query's scores, the same in each of its programs: somewhat more than topk
+  scores reach the lower one, and somewhat fewer the upper one.  It counts each slice's scores from the upper border on, which
+  are all selected, and lists those between the borders at the beginning of the slice's part of the list.
+- `select_kernel` searches the last selected score among all the query's listed ones, and writes the slots of a slice's selected
+  positions after those of earlier slices.
+The sample only decides how long the list is.  If the last selected score does not lie between the borders, or more scores do
+than a program takes (many equal ones, say), one program reads all of the query's scores as often as its search needs: slow, and
+as exact.
 
 A query that sees at most topk keys selects all of them, and its scores are not read.
 
@@ -18,7 +16,7 @@ Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernels r
 candidates, as the kernels of the scores do.  They trigger late.  Attention, which may be the next kernel, reads its rows'
 lengths before its own wait: they are made once a pass, not by these kernels.
 
-Shapes: T queries, N scores of a block, B bins, C border scores of a block, S slices, E ranges of keys, I selected keys.
+Shapes: T queries, N scores of a block, M scores of a sample, L listed scores, S slices, I selected keys.
 """
 
 import triton
@@ -26,123 +24,71 @@ import triton.language as tl
 
 from specdec.ops.topk_triton import ordered_32
 
-
-@triton.jit
-def bounds(extremes, place, ranges, live, BLOCK_E: tl.constexpr):
-    """(the smallest score, bins a unit of score) of a query, from the first `live` of its ranges of keys."""
-    e = tl.arange(0, BLOCK_E)
-    low = float("inf")
-    high = -float("inf")
-    for start in tl.range(0, live, BLOCK_E, num_stages=1):
-        ok_E = start + e < live
-        at_E = extremes + (place * ranges + start + e) * 2
-        low = tl.minimum(low, tl.min(tl.load(at_E, mask=ok_E, other=float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.load(at_E + 1, mask=ok_E, other=-float("inf")), 0))
-    return low, 1.0 / tl.maximum(high - low, 1e-30)
+LEAST_32 = tl.constexpr(-2147483648)  # lower than any ordered score
+MOST_32 = tl.constexpr(2147483647)
+STEPS = tl.constexpr(24)  # of the search for borders: enough for scores of which the largest is a million times too large
 
 
 @triton.jit
-def live_ranges(paged, splits, block):
-    """How many ranges of keys of a query hold scores.  The path's range is the first.
+def slice_of(visible, BLOCK_N: tl.constexpr):
+    """(begin, end, size) of this program's part of a query's candidates."""
+    size = tl.cdiv(tl.cdiv(visible, tl.num_programs(1)), BLOCK_N) * BLOCK_N
+    begin = tl.program_id(1) * size
+    return begin, tl.minimum(begin + size, visible), size
 
-    splits: into how many parts row_scores_kernel divided the keys; 0: the ranges are blocks.
+
+@triton.jit
+def borders(s_M, expected):
+    """(lower, upper): of these scores, at least `expected` and five times its root more reach the lower border, and at most as
+    many fewer the upper one.  Infinite where no border was found.
+
+    The two are searched together, by halving ranges of scores, until they are about as near as that.
     """
-    per_range = block
-    if splits > 0:
-        per_range = tl.cdiv(tl.cdiv(paged, tl.maximum(splits, 1)), block) * block
-    return 1 + tl.cdiv(paged, tl.maximum(per_range, 1))
+    margin = 5.0 * tl.sqrt(expected)
+    above = (expected + margin).to(tl.int32) + 4
+    below = tl.maximum(expected - margin, -1.0).to(tl.int32)  # 0: above all of the sample; -1: there is no upper border
+    lower, upper = -float("inf"), float("inf")
+    low_a = tl.min(s_M, 0)
+    high_a = tl.max(s_M, 0)
+    low_b, high_b = low_a, high_a
+    steps = 0
+    while steps < STEPS:
+        a = 0.5 * low_a + 0.5 * high_a
+        b = 0.5 * low_b + 0.5 * high_b
+        counts = tl.sum((s_M >= a).to(tl.int32) + ((s_M >= b).to(tl.int32) << 16), 0)
+        count_a, count_b = counts & 0xFFFF, counts >> 16
+        lower = tl.where(count_a >= above, a, lower)
+        low_a, high_a = tl.where(count_a >= above, a, low_a), tl.where(count_a >= above, high_a, a)
+        upper = tl.where(count_b <= below, b, upper)
+        low_b, high_b = tl.where(count_b <= below, low_b, b), tl.where(count_b <= below, b, high_b)
+        near_a = (count_a >= above) & (count_a <= above + above // 8)
+        near_b = (below < 0) | ((count_b <= below) & (count_b >= below - below // 8))
+        low_a, high_a = tl.where(near_a, a, low_a), tl.where(near_a, a, high_a)
+        low_b, high_b = tl.where(near_b, b, low_b), tl.where(near_b, b, high_b)
+        steps = tl.where(near_a & near_b, STEPS, steps + 1)
+    return lower, upper
 
 
-@triton.jit
-def bin_of(score, low, unit, BINS: tl.constexpr):
-    """The bin of a score; a larger score is never in a lower bin."""
-    return tl.minimum(((score - low) * unit * BINS).to(tl.int32), BINS - 1)
-
-
-@triton.jit
-def slice_of(visible, slices, BLOCK_N: tl.constexpr):
-    """(begin, end) of this program's part of a query's candidates."""
-    per_slice = tl.cdiv(tl.cdiv(visible, slices), BLOCK_N) * BLOCK_N
-    begin = tl.program_id(1) * per_slice
-    return begin, tl.minimum(begin + per_slice, visible)
-
-
-@triton.jit
-def border_of(histogram, place, visible, topk, BINS: tl.constexpr):
-    """(the bin of the topk-th score, how many of its scores are selected)."""
-    b = tl.arange(0, BINS)
-    count_B = tl.load(histogram + place * BINS + b)
-    above_B = visible - tl.cumsum(count_B, 0)  # scores in higher bins
-    border = tl.max(tl.where(above_B + count_B >= topk, b, 0), 0)
-    return border, topk - tl.sum(tl.where(b == border, above_B, 0), 0)
-
-
-@triton.jit(do_not_specialize=["first_token", "splits", "ranges", "topk", "slices"])
-def histogram_kernel(
+@triton.jit(do_not_specialize=["first_token", "topk"])
+def filter_kernel(
     scores,  # [queries, stride_scores] float32
-    extremes,  # [queries, ranges, 2] float32
+    listed,  # [queries, stride_scores] int32: ordered scores
+    counts,  # [queries, slices, 2] int32: how many scores of each slice are listed, and how many are above the upper border
     paged_T,  # [T] int32
     path_T,  # [T] int32
-    histogram,  # [queries, BINS] int32, zeros
     first_token,
-    splits,
-    ranges,
     topk,
     stride_scores,
-    SCORE_BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    LISTED: tl.constexpr,  # a query that sees at most so many keys lists all of them
     BLOCK_N: tl.constexpr,
-    BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     paged = tl.load(paged_T + first_token + place)
     visible = paged + tl.load(path_T + first_token + place)
-    begin, end = slice_of(visible, tl.num_programs(1), BLOCK_N)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if (visible <= topk) | (begin >= end):
-        return
-    n = tl.arange(0, BLOCK_N)
-    scores += place * stride_scores
-    s_N = tl.load(scores + begin + n, mask=begin + n < end, other=0.0)  # blocks are read one ahead
-    low, unit = bounds(extremes, place, ranges, live_ranges(paged, splits, SCORE_BLOCK), BLOCK_E)
-    count_B = tl.zeros([BINS], tl.int32)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=1):
-        bin_N = tl.where(start + n < end, bin_of(s_N, low, unit, BINS), 0)
-        s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < end, other=0.0)
-        count_B += tl.histogram(bin_N, BINS)
-        count_B -= tl.where(tl.arange(0, BINS) == 0, BLOCK_N - tl.minimum(end - start, BLOCK_N), 0)
-    tl.atomic_add(histogram + place * BINS + tl.arange(0, BINS), count_B, mask=count_B > 0, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["first_token", "splits", "ranges", "topk", "slices"])
-def border_kernel(
-    scores,  # [queries, stride_scores] float32
-    extremes,  # [queries, ranges, 2] float32
-    paged_T,  # [T] int32
-    path_T,  # [T] int32
-    histogram,  # [queries, BINS] int32
-    cursor,  # [queries] int32, zeros
-    listed,  # [queries, stride_scores] int64: border scores, each above its position
-    counts,  # [queries, slices] int32
-    first_token,
-    splits,
-    ranges,
-    topk,
-    stride_scores,
-    SCORE_BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BINS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    place = tl.program_id(0).to(tl.int64)
-    paged = tl.load(paged_T + first_token + place)
-    visible = paged + tl.load(path_T + first_token + place)
-    begin, end = slice_of(visible, tl.num_programs(1), BLOCK_N)
-    at = counts + place * tl.num_programs(1) + tl.program_id(1)
+    begin, end, _ = slice_of(visible, BLOCK_N)
+    at = counts + (place * tl.num_programs(1) + tl.program_id(1)) * 2
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -150,166 +96,127 @@ def border_kernel(
         return
     if begin >= end:
         tl.store(at, 0)
+        tl.store(at + 1, 0)
         return
     n = tl.arange(0, BLOCK_N)
     scores += place * stride_scores
-    s_N = tl.load(scores + begin + n, mask=begin + n < end, other=0.0)
-    low, unit = bounds(extremes, place, ranges, live_ranges(paged, splits, SCORE_BLOCK), BLOCK_E)
-    border, _ = border_of(histogram, place, visible, topk, BINS)
-    above_N = tl.zeros([BLOCK_N], tl.int32)
+    s_N = tl.load(scores + begin + n, mask=begin + n < end, other=0.0)  # blocks are read one ahead
+    lower, upper = -float("inf"), float("inf")
+    if visible > LISTED:
+        m = tl.arange(0, SAMPLE)
+        s_M = tl.load(scores + m.to(tl.int64) * visible // SAMPLE)
+        lower, upper = borders(s_M, topk * (SAMPLE / visible.to(tl.float32)))
+    listed += place * stride_scores + begin
+    found = 0
+    above = 0
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
-        bin_N = tl.where(start + n < end, bin_of(s_N, low, unit, BINS), -1)
+        ok_N = start + n < end
+        above += tl.sum((ok_N & (s_N >= upper)).to(tl.int32), 0)
+        take_N = (ok_N & (s_N >= lower) & (s_N < upper)).to(tl.int32)
         score_N = ordered_32(s_N)
         s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < end, other=0.0)
-        above_N += (bin_N > border).to(tl.int32)
-        on_N = (bin_N == border).to(tl.int32)
-        found = tl.sum(on_N, 0)
-        if found > 0:
-            first = tl.atomic_add(cursor + place, found, sem="relaxed")
-            to_N = place * stride_scores + first + tl.cumsum(on_N, 0) - 1
-            key_N = (score_N.to(tl.int64) << 32) | (start + n).to(tl.int64)
-            tl.store(listed + to_N, key_N, mask=on_N > 0)
-    tl.store(at, tl.sum(above_N, 0))
+        tl.store(listed + found + tl.cumsum(take_N, 0) - 1, score_N, mask=take_N > 0)
+        found += tl.sum(take_N, 0)
+    tl.store(at, found)
+    tl.store(at + 1, above)
 
 
 @triton.jit
-def last_of_few(listed, length, wanted, BLOCK_C: tl.constexpr):
-    """The score, as an ordered integer, of the `wanted`-th best of at most BLOCK_C listed ones."""
-    c = tl.arange(0, BLOCK_C)
-    o = tl.arange(0, 32)
-    score_C = (tl.load(listed + c, mask=c < length, other=0) >> 32).to(tl.int32)
-    better_C = tl.zeros([BLOCK_C], tl.int32)
-    for start in tl.range(0, length, 32, num_stages=1):
-        ok_O = start + o < length
-        other_O = (tl.load(listed + start + o, mask=ok_O, other=0) >> 32).to(tl.int32)
-        better_C += tl.sum(((other_O[None, :] > score_C[:, None]) & ok_O[None, :]).to(tl.int32), 1)
-    return tl.min(tl.where((c < length) & (better_C < wanted), score_C, 2147483647), 0)
+def extremes(score_L, ok_L):
+    """(smallest, largest) of ordered scores, of which those that are not ok are LEAST_32."""
+    return tl.min(tl.where(ok_L, score_L, MOST_32), 0).to(tl.int64), tl.max(score_L, 0).to(tl.int64)
 
 
 @triton.jit
-def last_of_many(listed, length, wanted, BLOCK_N: tl.constexpr):
-    """The same of any number of listed scores: a search by halves between the smallest and the largest."""
-    n = tl.arange(0, BLOCK_N)
-    low = tl.full([], 2147483647, tl.int64)
-    high = tl.full([], -2147483648, tl.int64)
-    for start in tl.range(0, length, BLOCK_N, num_stages=1):
-        ok_N = start + n < length
-        score_N = tl.load(listed + start + n, mask=ok_N, other=0) >> 32
-        low = tl.minimum(low, tl.min(tl.where(ok_N, score_N, 2147483647), 0))
-        high = tl.maximum(high, tl.max(tl.where(ok_N, score_N, -2147483648), 0))
-    while low < high:  # at least `wanted` scores are `low` or better, and at most as many are better than `high`
+def halved(low, high, middle, count, wanted):
+    """The next (low, high) of a search for a number that `wanted` scores reach; `count` scores reach `middle`."""
+    next_low = tl.where(count >= wanted, middle, low)
+    return next_low, tl.where(count > wanted, high, tl.where(count == wanted, middle, middle - 1))
+
+
+@triton.jit
+def last_of(score_L, ok_L, wanted):
+    """The `wanted`-th largest of ordered scores, or a number between it and the next smaller one."""
+    low, high = extremes(score_L, ok_L)
+    while low < high:
         middle = low + (high - low + 1) // 2
-        count = 0
-        for start in tl.range(0, length, BLOCK_N, num_stages=1):
-            ok_N = start + n < length
-            score_N = tl.load(listed + start + n, mask=ok_N, other=0) >> 32
-            count += tl.sum((ok_N & (score_N >= middle)).to(tl.int32), 0)
-        low = tl.where(count >= wanted, middle, low)
-        high = tl.where(count > wanted, high, tl.where(count == wanted, middle, middle - 1))
+        count = tl.sum((score_L >= middle.to(tl.int32)).to(tl.int32), 0)
+        low, high = halved(low, high, middle, count, wanted)
     return low.to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["first_token", "splits", "ranges", "topk", "stride_row", "stride_suffix", "stride_out"],
-    do_not_specialize_on_alignment=["page_table", "rows_T", "paged_T", "path_T", "suffix"],
-)
-def compact_kernel(
-    scores,  # [queries, stride_scores] float32
-    extremes,  # [queries, ranges, 2] float32
-    rows_T,  # [T] int32
-    paged_T,  # [T] int32
-    path_T,  # [T] int32
-    histogram,  # [queries, BINS] int32
-    cursor,  # [queries] int32
-    listed,  # [queries, stride_scores] int64
-    counts,  # [queries, slices] int32
-    page_table,  # [R, W] int32
-    suffix,  # [T, P] int32 slots
-    slots,  # [T, I] int32
-    first_token,
-    splits,
-    ranges,
-    topk,
-    stride_scores,
-    stride_row,
-    stride_suffix,
-    stride_out,
-    PAGE_SIZE: tl.constexpr,
-    HAS_SUFFIX: tl.constexpr,
-    SCORE_BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+@triton.jit
+def put_best(
+    scores, begin, end, last, ties, slots, pages, path, paged, PAGE_SIZE: tl.constexpr, HAS_SUFFIX: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BINS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    place = tl.program_id(0).to(tl.int64)
-    token = first_token + place
-    paged = tl.load(paged_T + token)
-    visible = paged + tl.load(path_T + token)
-    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
-    path = suffix + token * stride_suffix - paged
-    begin, end = slice_of(visible, tl.num_programs(1), BLOCK_N)
-    every = visible <= topk
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if begin >= end:
-        return
+):  # fmt: skip
+    """Writes the slots of a slice's scores that are better than `last`, and of the first `ties` equal to it.
+
+    last: LEAST_32 if all are selected; their scores are then not read.
+    """
     n = tl.arange(0, BLOCK_N)
-    scores += place * stride_scores
-    scored = tl.where(every, begin, end)  # scores that this program reads end here
-    s_N = tl.load(scores + begin + n, mask=begin + n < scored, other=0.0)
-    low, unit, border, last = 0.0, 0.0, 0, 0
-    ties = 0  # how many of the scores equal to the last one are still to be selected in this slice
-    at = begin
-    if not every:
-        low, unit = bounds(extremes, place, ranges, live_ranges(paged, splits, SCORE_BLOCK), BLOCK_E)
-        border, wanted = border_of(histogram, place, visible, topk, BINS)
-        listed += place * stride_scores
-        length = tl.load(cursor + place)
-        if length <= BLOCK_C:
-            last = last_of_few(listed, length, wanted, BLOCK_C)
-        else:
-            last = last_of_many(listed, length, wanted, BLOCK_N)
-        better = 0
-        better_before = 0
-        ties_before = 0
-        for start in tl.range(0, length, BLOCK_N, num_stages=1):
-            ok_N = start + n < length
-            key_N = tl.load(listed + start + n, mask=ok_N, other=0)
-            score_N = (key_N >> 32).to(tl.int32)
-            before_N = ok_N & ((key_N & 0xFFFFFFFF).to(tl.int32) < begin)
-            better += tl.sum((ok_N & (score_N > last)).to(tl.int32), 0)
-            better_before += tl.sum((before_N & (score_N > last)).to(tl.int32), 0)
-            ties_before += tl.sum((before_N & (score_N == last)).to(tl.int32), 0)
-        tied = wanted - better  # how many of the scores equal to the last one are selected: the first ones
-        s = tl.arange(0, BLOCK_S)
-        count_S = tl.load(counts + place * tl.num_programs(1) + s, mask=s < tl.program_id(1), other=0)
-        at = tl.sum(count_S, 0) + better_before + tl.minimum(ties_before, tied)
-        ties = tl.maximum(tied - ties_before, 0)
+    scored = tl.where(last == LEAST_32, begin, end)  # scores that this program reads end here
+    s_N = tl.load(scores + begin + n, mask=begin + n < scored, other=0.0)  # blocks are read one ahead
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         key_N = start + n
-        ok_N = key_N < end
-        take_N = ok_N
-        if not every:
-            bin_N = bin_of(s_N, low, unit, BINS)
-            score_N = ordered_32(s_N)
-            tie_N = (ok_N & (bin_N == border) & (score_N == last)).to(tl.int32)
-            take_N = ok_N & ((bin_N > border) | ((bin_N == border) & (score_N > last)))
-            if ties > 0:  # most slices hold no tie that is selected
-                take_N = take_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= ties))
-                ties -= tl.minimum(tl.sum(tie_N, 0), ties)
-            s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < scored, other=0.0)
+        score_N = ordered_32(s_N)
+        take_N = (key_N < end) & (score_N > last)
+        if ties > 0:  # most slices hold no tie that is selected
+            tie_N = ((key_N < end) & (score_N == last)).to(tl.int32)
+            take_N = take_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= ties))
+            ties -= tl.minimum(tl.sum(tie_N, 0), ties)
+        s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < scored, other=0.0)
         paged_N = take_N & (key_N < paged)
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=paged_N, other=0)
         slot_N = page_N * PAGE_SIZE + key_N % PAGE_SIZE
         if HAS_SUFFIX:
             slot_N = tl.where(paged_N, slot_N, tl.load(path + key_N, mask=take_N & (key_N >= paged), other=0))
-        to_N = at + tl.cumsum(take_N.to(tl.int32), 0) - 1
-        tl.store(slots + token * stride_out + to_N, slot_N, mask=take_N)
-        at += tl.sum(take_N.to(tl.int32), 0)
+        tl.store(slots + tl.cumsum(take_N.to(tl.int32), 0) - 1, slot_N, mask=take_N)
+        slots += tl.sum(take_N.to(tl.int32), 0)
+
+
+@triton.jit
+def last_of_all(scores, visible, topk, BLOCK_N: tl.constexpr):
+    """(the topk-th largest of any number of scores, how many of those equal to it are selected).  Every step of the search
+    reads all of them.
+    """
+    n = tl.arange(0, BLOCK_N)
+    low = tl.full([], MOST_32, tl.int64)
+    high = tl.full([], LEAST_32, tl.int64)
+    for start in tl.range(0, visible, BLOCK_N, num_stages=1):
+        ok_N = start + n < visible
+        score_N = tl.where(ok_N, ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0)), LEAST_32)
+        least, most = extremes(score_N, ok_N)
+        low, high = tl.minimum(low, least), tl.maximum(high, most)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        count = 0
+        for start in tl.range(0, visible, BLOCK_N, num_stages=1):
+            ok_N = start + n < visible
+            score_N = ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0))
+            count += tl.sum((ok_N & (score_N >= middle)).to(tl.int32), 0)
+        low, high = halved(low, high, middle, count, topk)
+    ties = topk
+    for start in tl.range(0, visible, BLOCK_N, num_stages=1):
+        ok_N = start + n < visible
+        score_N = ordered_32(tl.load(scores + start + n, mask=ok_N, other=0.0))
+        ties -= tl.sum((ok_N & (score_N > low)).to(tl.int32), 0)
+    return low.to(tl.int32), ties
+
+
+@triton.jit
+def listed_scores(listed, count_S, size, SLICES: tl.constexpr, LOG_SLICES: tl.constexpr, LISTED: tl.constexpr):
+    """[L]: the listed scores of a query, slice after slice, and LEAST_32 after them."""
+    place_L = tl.arange(0, LISTED)
+    at_L = place_L
+    if SLICES > 1:
+        offset_S = tl.cumsum(count_S, 0) - count_S
+        slice_L = tl.zeros([LISTED], tl.int32)  # of each place in the list: the last slice that begins at or before it
+        for bit in tl.static_range(LOG_SLICES):
+            higher_L = slice_L + (SLICES >> (bit + 1))
+            slice_L = tl.where(tl.gather(offset_S, higher_L, 0) <= place_L, higher_L, slice_L)
+        at_L = place_L - tl.gather(offset_S, slice_L, 0) + slice_L * size
+    return tl.load(listed + at_L, mask=place_L < tl.sum(count_S, 0), other=LEAST_32)
 
 
 @triton.jit(
@@ -318,9 +225,11 @@ def compact_kernel(
 )
 def select_kernel(
     scores,  # [queries, stride_scores] float32
-    rows_T,  # [T] int32
+    listed,  # [queries, stride_scores] int32
+    counts,  # [queries, slices, 2] int32
     paged_T,  # [T] int32
     path_T,  # [T] int32
+    rows_T,  # [T] int32
     page_table,  # [R, W] int32
     suffix,  # [T, P] int32 slots
     slots,  # [T, I] int32
@@ -332,39 +241,50 @@ def select_kernel(
     stride_out,
     PAGE_SIZE: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # no row has more candidates
+    LOG_SLICES: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
+    slices = tl.num_programs(1)
     token = first_token + place
     paged = tl.load(paged_T + token)
     visible = paged + tl.load(path_T + token)
     pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
     path = suffix + token * stride_suffix - paged
+    begin, end, size = slice_of(visible, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.arange(0, BLOCK_N)
-    take_N = n < visible
+    if begin >= end:
+        return
+    scores += place * stride_scores
+    slots += token * stride_out
+    last = tl.full([], LEAST_32, tl.int32)
+    ties = 0  # how many of the scores equal to the last one are still to be selected in this slice
+    at = begin
     if visible > topk:
-        s_N = tl.load(scores + place * stride_scores + n, mask=n < visible, other=0.0)
-        score_N = tl.where(n < visible, ordered_32(s_N), -2147483648)
-        low = tl.min(tl.where(n < visible, score_N, 2147483647), 0).to(tl.int64)
-        high = tl.max(score_N, 0).to(tl.int64)
-        while low < high:  # at least topk scores are `low` or better, and at most as many are better than `high`
-            middle = low + (high - low + 1) // 2
-            count = tl.sum((score_N >= middle.to(tl.int32)).to(tl.int32), 0)
-            low = tl.where(count >= topk, middle, low)
-            high = tl.where(count > topk, high, tl.where(count == topk, middle, middle - 1))
-        last = low.to(tl.int32)
-        better_N = score_N > last
-        tie_N = ((n < visible) & (score_N == last)).to(tl.int32)
-        tied = topk - tl.sum(better_N.to(tl.int32), 0)
-        take_N = better_N | ((tie_N > 0) & (tl.cumsum(tie_N, 0) <= tied))
-    paged_N = take_N & (n < paged)
-    page_N = tl.load(pages + n // PAGE_SIZE, mask=paged_N, other=0)
-    slot_N = page_N * PAGE_SIZE + n % PAGE_SIZE
-    if HAS_SUFFIX:
-        slot_N = tl.where(paged_N, slot_N, tl.load(path + n, mask=take_N & (n >= paged), other=0))
-    to_N = tl.cumsum(take_N.to(tl.int32), 0) - 1
-    tl.store(slots + token * stride_out + to_N, slot_N, mask=take_N)
+        s = tl.arange(0, 1 << LOG_SLICES)
+        at_S = counts + (place * slices + s) * 2
+        count_S = tl.load(at_S, mask=s < slices, other=0)
+        above_S = tl.load(at_S + 1, mask=s < slices, other=0)
+        total = tl.sum(count_S, 0)
+        wanted = topk - tl.sum(above_S, 0)
+        if (wanted > 0) & (wanted <= total) & (total <= LISTED):
+            score_L = listed_scores(listed + place * stride_scores, count_S, size, 1 << LOG_SLICES, LOG_SLICES, LISTED)
+            l = tl.arange(0, LISTED)
+            last = last_of(score_L, l < total, wanted)
+            before = tl.sum(tl.where(s < tl.program_id(1), count_S, 0), 0)
+            better_L = (score_L > last).to(tl.int32)
+            ties_before = tl.sum(((score_L == last) & (l < before)).to(tl.int32), 0)
+            ties = wanted - tl.sum(better_L, 0)
+            at = tl.sum(tl.where(s < tl.program_id(1), above_S, 0), 0) + tl.sum(tl.where(l < before, better_L, 0), 0)
+            at += tl.minimum(ties_before, ties)
+            ties = tl.maximum(ties - ties_before, 0)
+        else:
+            if begin > 0:
+                return
+            last, ties = last_of_all(scores, visible, topk, BLOCK_N)
+            end = visible
+    put_best(scores, begin, end, last, ties, slots + at, pages, path, paged, PAGE_SIZE, HAS_SUFFIX, BLOCK_N)

@@ -18,7 +18,7 @@ PATTERNS = (  # the first pattern that occurs in a kernel's short name says its 
     (NORM, r"norm|rope|rotate|silu"),
     (
         ATTENTION,
-        r"attention|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|^(histogram|border|compact|select)_kernel",
+        r"attention|latent|suffix|store|flash|fmha|sinks|subtract|upconvert|_scores|^(filter|select|rows_hopper|merge_rows)_kernel",
     ),
     (GEMM, r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear"),
     (TREE, r"(?<!s)top|sort|radix|scan|merge|level|expand|fork|grow|best|tables|tokens|accept|move|rows"),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS
+from specdec.attention.caches.int8_keys import INT8_KEYS, rounded_queries
 from specdec.attention.eager.dense import DenseAttention
 from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
 from specdec.bench.measurement import Divergence
@@ -33,7 +34,7 @@ from specdec.config import SamplingParams
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 # How far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py; of latents: benchmarks/latent_quality.py.
-LOGIT_NOISE = {"fp8": 2.0**-6, "int8": 2.0**-8, FP8_LATENTS: 2.0**-8}
+LOGIT_NOISE = {"fp8": 2.0**-6, "int8": 2.0**-8, INT8_KEYS: 2.0**-8, FP8_LATENTS: 2.0**-8}
 
 
 def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:
@@ -78,10 +79,15 @@ def explain_divergence(
 
 @torch.inference_mode()
 def _last_logits(session: Session, ids: list[int]) -> Tensor:
-    """[V] float32 logits after the ids, computed in the model's own dtype, from keys and values as the cache keeps them."""
+    """[V] float32 logits after the ids, computed in the model's own dtype, with all that attention rounds rounded."""
     model, device = session.model, session.settings.device
     ids_T = torch.tensor(ids, device=device)
-    attn = DenseAttention(model.config.layer_kinds, as_stored=session.as_stored, sources=model.config.kv_source)
+    attn = DenseAttention(
+        model.config.layer_kinds,
+        as_stored=session.as_stored,
+        sources=model.config.kv_source,
+        queries_as_read=rounded_queries if session.settings.options.int8_queries else None,
+    )
     out = model(ids_T, torch.arange(len(ids), device=device), attn)
     return model.logits(out.hidden_TH[-1:])[0].float()
 

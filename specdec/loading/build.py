@@ -157,13 +157,14 @@ def most_captured_cost(model: Target, head: DraftHead | None) -> int:
 def _cache(model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings) -> KVCache:
     """The KV cache of one of both models.  config: that model's."""
     options, slots = settings.options, [pages * settings.options.page_size for pages in plan.num_pages]
-    return make_cache(
-        model, config, slots, options.kv_cache_dtype, settings.dtype, settings.device, plan.groups_of_layers(config)
-    )
+    kept = options.kv_cache_dtype, settings.dtype, settings.device
+    return make_cache(model, config, slots, *kept, plan.groups_of_layers(config), options.int8_queries)
 
 
 def _source_cache(config: ModelConfig, settings: EngineSettings) -> KVCache:
     """The cache of the encoder's texts: a page for each row of a batch, as long as the longest text.  config: the target's."""
-    layout = cache_layout(config, settings.options.kv_cache_dtype, settings.dtype, settings.device)
-    slots = settings.options.max_batch_size * settings.longest_source(config)
+    options = settings.options
+    kept = options.kv_cache_dtype, settings.dtype, settings.device
+    layout = cache_layout(config, *kept, int8_queries=options.int8_queries)
+    slots = options.max_batch_size * settings.longest_source(config)
     return KVCache(layout, (FULL,) * config.num_layers, slots, device=settings.device)

@@ -129,8 +129,12 @@ def _backend_table() -> Table:
     for column in ("name", "runs", "tests passed on", "why not"):
         table.add_column(column, overflow="fold", justify="left")
     for name in BACKENDS:
-        problem = problem_of(name, AttentionNeeds(device, dtype, architecture_of(device), page_size=TABLE[name].page_multiple))
-        table.add_row(name, Text("no", "yellow") if problem else Text("yes", "green"), TABLE[name].run_on, problem)
+        row = TABLE[name]
+        page_size = row.page_sizes[0] if row.page_sizes else row.page_multiple
+        problem = problem_of(
+            name, AttentionNeeds(device, dtype, architecture_of(device), mla=not row.heads, page_size=page_size)
+        )
+        table.add_row(name, Text("no", "yellow") if problem else Text("yes", "green"), row.run_on, problem)
     return table
 
 

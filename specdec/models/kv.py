@@ -3,9 +3,9 @@
 This file knows model configs and caches; it knows neither pages nor requests.
 
 kv_cache_dtype is, in all functions, the setting of that name: "auto" stores keys and values in the model's own dtype, while
-"fp8" and "int8" quantise them.  "fp8_ds_mla" quantises latents; a draft head with ordinary heads then stores its few keys and
-values in its own dtype.  A config's head_dim is the dimension of every key and value head; only with latent attention
-(MLA) it is the rotated part of a key, which is stored beside the latent.
+"fp8" and "int8" quantise them, and "int8_keys" quantises keys alone.  "fp8_ds_mla" quantises latents; a draft head with
+ordinary heads then stores its few keys and values in its own dtype.  A config's head_dim is the dimension of every key and
+value head; only with latent attention (MLA) it is the rotated part of a key, which is stored beside the latent.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.caches.planes import CacheLayout
@@ -67,10 +68,12 @@ def cache_layout(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     scales: Sequence[Tensor | None] = (),
+    int8_queries: bool = False,
 ) -> CacheLayout:
     """What each layer of a model of that config keeps of a token.
 
     dtype: the model's.  scales: of an fp8 cache, the checkpoint's scales by layer.
+    int8_queries: whether attention over int8 keys rounds queries to int8.
     """
     if isinstance(config, DeepseekConfig):
         latents: LatentFormat = LatentLayout(config.rank, config.head_dim, dtype)
@@ -84,7 +87,9 @@ def cache_layout(
     if kv_cache_dtype in ("auto", FP8_LATENTS):
         return HeadsLayout(config.num_kv_heads, config.head_dim, dtype)
     assert not split_widths(config), "the capability table refuses 8-bit caches for such models"
-    return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales)
+    if kv_cache_dtype == INT8_KEYS:
+        return Int8KeysLayout(config.num_kv_heads, config.head_dim, dtype, int8_queries)
+    return QuantLayout(kv_cache_dtype, config.num_kv_heads, config.head_dim, device, scales, int8_queries)
 
 
 def kv_read_bytes(config: ModelConfig, kv_cache_dtype: str, dtype: torch.dtype, context: float) -> float:
@@ -120,12 +125,13 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
     groups: Sequence[int] | None = None,
+    int8_queries: bool = False,
 ) -> KVCache:
     """An empty cache for all layers of a model.
 
-    num_slots, groups: see KVCache.
+    num_slots, groups: see KVCache.  int8_queries: see cache_layout.
     model: the module with that config; an fp8 cache uses the scales of keys and values that the model's checkpoint brought.
     """
-    layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model))
+    layout = cache_layout(config, kv_cache_dtype, dtype, device, kv_scales(model), int8_queries)
     sources = config.kv_source
     return KVCache(layout, config.layer_kinds, num_slots, groups=groups, device=device, sources=sources)

@@ -14,7 +14,9 @@ from transformers.models.bart.modeling_bart import BartAttention
 
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.encoder.inputs import CrossInputs
@@ -34,11 +36,13 @@ class World:
 
     def __init__(self, K: int, D: int, dtype: torch.dtype, kept: str = "auto") -> None:
         self.generator, pages = torch.Generator().manual_seed(K), len(LENS) + 1
-        layout = HeadsLayout(K, D, dtype) if kept == "auto" else QuantLayout(kept, K, D, DEVICE)
+        layout: CacheLayout = Int8KeysLayout(K, D, dtype)
+        if kept != INT8_KEYS:
+            layout = HeadsLayout(K, D, dtype) if kept == "auto" else QuantLayout(kept, K, D, DEVICE)
         self.own = KVCache(HeadsLayout(K, D, dtype), (FULL, FULL), len(LENS) * N, device=DEVICE)
         self.cache = KVCache(layout, (FULL, FULL), pages * LONGEST, device=DEVICE)
         for plane in self.cache.planes.values():
-            plane.view(torch.uint8).fill_(0x7F) if plane.dtype.itemsize == 1 else plane.fill_(torch.nan)
+            plane.view(torch.uint8).fill_(0xFF) if plane.dtype.itemsize == 1 else plane.fill_(torch.nan)
         self.page_B = torch.randperm(len(LENS), generator=self.generator).int()
         self.sources = Sources(self.page_B.to(DEVICE), torch.tensor(LENS, dtype=torch.int32, device=DEVICE), LONGEST)
 
@@ -59,7 +63,7 @@ class World:
         return PagedAttention(backend, self.own, tables, sources=self.cache), counts
 
 
-@pytest.mark.parametrize("kept", ["auto", "int8"])
+@pytest.mark.parametrize("kept", ["auto", "int8", INT8_KEYS])
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_query_reads_its_rows_text(name: str, ragged: bool, kept: str) -> None:
@@ -110,7 +114,7 @@ def test_equals_bart() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kept", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kept", ["auto", "int8", "fp8", INT8_KEYS])
 def test_bfloat16(kept: str) -> None:
     """Keeps out: a tile, a layout or a precision that is wrong only in compiled code."""
     w, K, D = World(16, 64, torch.bfloat16, kept), 16, 64

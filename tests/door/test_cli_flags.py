@@ -28,6 +28,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "attention": (["fa3"], "fa3"),
     "cuda_graphs": (["off"], False),
     "kv_cache_dtype": (["int8"], "int8"),
+    "int8_queries": ([], True),
     "backend": (["transformers"], "transformers"),
     "prefix_caching": ([], True),
     "prefill_chunk": (["64"], 64),

@@ -171,11 +171,15 @@ LOAD_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(device="meta"), ValueError, "device must be 'auto', .* got 'meta'"),
     (dict(dtype="int8"), ValueError, "dtype must be 'auto', 'float32', .* got 'int8'; nearest .* dtype='auto'"),
     (dict(dtype=torch.int8), ValueError, "dtype must be 'auto', .* got torch.int8; nearest .* dtype='auto'"),
-    (dict(attention="flash"), ValueError, "attention must be 'auto', .* or 'fa4', got 'flash'; nearest .* attention='auto'"),
+    (
+        dict(attention="paged"),
+        ValueError,
+        "attention must be 'auto', .* or 'flashmla', got 'paged'; nearest .* attention='auto'",
+    ),
     (
         dict(kv_cache_dtype="int4"),
         ValueError,
-        "kv_cache_dtype must be {}, {}, {} or {}, got 'int4'".format(*map(repr, KV_DTYPES)),
+        "kv_cache_dtype must be {}, {}, {}, {} or {}, got 'int4'".format(*map(repr, KV_DTYPES)),
     ),
     (dict(cuda_graphs="yes"), ValueError, "cuda_graphs must be 'round', 'step' or False, got 'yes'"),
     (dict(cuda_graphs=True), ValueError, "got True; nearest setting that works: cuda_graphs='round'"),
@@ -190,7 +194,7 @@ def test_from_pretrained(zoo: Zoo, settings: dict[str, Any], error: type[Excepti
         zoo.decoder("llama", "eagle3", **settings)
 
 
-@pytest.mark.parametrize("name", ["triton", "fa2", "fa3", "fa4"])
+@pytest.mark.parametrize("name", ["triton", "fa2", "fa3", "fa4", "flashmla"])
 def test_a_backend_that_cannot_run_here_is_refused(name: str) -> None:
     """Keeps out: a silent fall back to another backend."""
     with pytest.raises(ValueError, match=f"attention='{name}' .*nearest"):
@@ -203,6 +207,7 @@ REFUSED = [  # target's changes, kv_cache_dtype, what is said after the backend'
     (dict(kv_lora_rank=128), "fp8", "keeps latents (MLA) in the model's own dtype or as fp8_ds_mla", "fp8_ds_mla"),
     (dict(kv_lora_rank=128), "int8", "keeps latents (MLA) in the model's own dtype or as fp8_ds_mla", "fp8_ds_mla"),
     (dict(), "int8", "keeps latents (MLA) in the model's own dtype or as fp8_ds_mla", "auto"),
+    (dict(kv_lora_rank=128), "int8_keys", "keeps latents (MLA) in the model's own dtype or as fp8_ds_mla", "fp8_ds_mla"),
     (dict(), "fp8_ds_mla", "keeps latents of a multiple of 128 numbers as fp8_ds_mla, these have 16", "auto"),
 ]
 
@@ -231,6 +236,17 @@ def test_8_bit_latents_are_refused_where_a_model_keeps_none(zoo: Zoo, monkeypatc
     )
     with pytest.raises(ValueError, match=f"{said} works: kv_cache_dtype='fp8'$"):
         SpecDecoder.from_pretrained(zoo.target("llama"), kv_cache_dtype="fp8_ds_mla", device="cpu", max_seq_len=64)
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
+def test_int8_queries_without_int8_keys_are_refused(kept: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: queries that stay as they are although int8 was asked for, or that meet float8 keys."""
+    monkeypatch.setattr("specdec.loading.load.load_chosen", lambda *args: pytest.fail("weights were read"))
+    said = f"rounds queries to int8 where keys are in int8, got int8_queries=True with kv_cache_dtype='{kept}'; nearest setting"
+    with pytest.raises(ValueError, match=f"{said} that works: kv_cache_dtype='int8_keys'$"):
+        SpecDecoder.from_pretrained(
+            zoo.target("llama"), kv_cache_dtype=kept, int8_queries=True, device="cpu", max_seq_len=64
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])

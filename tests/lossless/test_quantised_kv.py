@@ -17,6 +17,7 @@ from toolkit.models import COMMON, HEADS, Zoo, ragged_prompts, save_target
 from toolkit.oracles.stored import is_clearly_the_oracle_s_text
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
+from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench import near_tie
@@ -34,7 +35,11 @@ CASES = [
     ("qwen2", "eagle3", (5, 4, 30), 1, 3, "fp8"),
     ("qwen3", "eagle1-two-layers", (3, 3, 10), 64, 1, "int8"),
     ("qwen3", "eagle3-window", (3, 2, 7), 4, 8, "fp8"),
+    ("llama-dim80-biases", "eagle3", (4, 2, 9), 4, 3, "int8_keys"),
+    ("mistral", "eagle1-window", (3, 3, 10), 5, 3, "int8_keys queries"),
+    ("qwen3", "eagle3", (4, 1, 5), 16, 3, "int8 queries"),
 ]
+STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8_keys": torch.uint8}  # the plane of keys and values
 
 
 @pytest.mark.slow_cases
@@ -45,7 +50,9 @@ def test_generate_equals_the_oracle(
     zoo: Zoo, target: str, head: str, shape: tuple[int, int, int], page_size: int, batch: int, kind: str
 ) -> None:
     """Keeps out: scales that a commit does not move, or of another request's page; a draft that changes the text."""
-    decoder = zoo.decoder(target, head, SpecConfig(*shape), page_size=page_size, max_batch_size=batch, kv_cache_dtype=kind)
+    kept, rounds_queries = kind.removesuffix(" queries"), kind.endswith("queries")
+    settings: dict[str, Any] = dict(page_size=page_size, max_batch_size=batch, kv_cache_dtype=kept, int8_queries=rounds_queries)
+    decoder = zoo.decoder(target, head, SpecConfig(*shape), **settings)
     prompts = ragged_prompts(COMMON["vocab_size"], 7)[::-1]
     sampling = [SamplingParams(max_tokens=n) for n in (20, 7, 24, 1, 13, 2, 18)]
     outputs = decoder.generate(prompts, sampling)
@@ -57,7 +64,7 @@ def test_generate_equals_the_oracle(
     assert sum(clear) >= 2, "too many near-ties: choose other prompts"
     assert sum(out.stats.drafted for out in outputs) > 0
     for cache in Driver(decoder).caches:
-        assert cache.planes["kv"].dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
+        assert cache.planes["kv"].dtype == STORED[kept]
 
 
 @pytest.mark.slow
@@ -79,7 +86,7 @@ def test_sampled_text_does_not_depend_on_speculation(zoo: Zoo) -> None:
     assert [out.token_ids for out in outputs[0]] == [out.token_ids for out in outputs[1]]
 
 
-@pytest.mark.parametrize("kind", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("kind", ["auto", "fp8", "int8", "int8_keys"])
 def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
     """Keeps out: a pool sized for 16 bit, which would hold half as many requests as it could."""
     decoder = zoo.decoder("llama", "eagle3", page_size=4, max_batch_size=2, kv_cache_dtype=kind)
@@ -90,7 +97,9 @@ def test_the_pool_is_counted_in_the_bytes_it_takes(zoo: Zoo, kind: str) -> None:
 
 
 def test_a_wrong_setting_is_refused(zoo: Zoo) -> None:
-    with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto', 'fp8', 'int8' or 'fp8_ds_mla', got 'fp16'"):
+    with pytest.raises(
+        ValueError, match="kv_cache_dtype must be 'auto', 'fp8', 'int8', 'int8_keys' or 'fp8_ds_mla', got 'fp16'"
+    ):
         zoo.decoder("llama", kv_cache_dtype="fp16")
 
 
@@ -190,20 +199,22 @@ def test_a_scheme_of_keys_and_values_alone_loads(tmp_path: Path, scheme: dict[st
 
 
 def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> None:
-    """Keeps out: texts over 8-bit KV judged by logits over the exact values, which differ."""
-    decoder = zoo.decoder("llama", kv_cache_dtype="int8")
+    """Keeps out: texts over 8-bit KV judged by logits over the exact values, or of the exact queries, which differ."""
+    decoder = zoo.decoder("llama", kv_cache_dtype="int8_keys", int8_queries=True)
     ids = ragged_prompts(40, 5)[4]
     got_V = near_tie._last_logits(Session(decoder), ids)
     kinds, cache = decoder.model.config.layer_kinds, Driver(decoder).cache("target")
     with torch.inference_mode():
-        rounded_V, exact_V = (
+        rounded_V, exact_q_V, exact_kv_V = (
             decoder.model.logits(
-                decoder.model(torch.tensor(ids), torch.arange(len(ids)), DenseAttention(kinds, as_stored=store)).hidden_TH
+                decoder.model(
+                    torch.tensor(ids), torch.arange(len(ids)), DenseAttention(kinds, as_stored=store, queries_as_read=queries)
+                ).hidden_TH
             )[-1]
-            for store in (as_stored(cache), None)
+            for store, queries in ((as_stored(cache), rounded_queries), (as_stored(cache), None), (None, rounded_queries))
         )
     torch.testing.assert_close(got_V, rounded_V, rtol=1e-5, atol=1e-5)
-    assert (got_V - exact_V).abs().max() > 1e-3
+    assert (got_V - exact_q_V).abs().max() > 1e-3 and (got_V - exact_kv_V).abs().max() > 1e-3
 
 
 def test_the_command_line_passes_it_on() -> None:

@@ -62,6 +62,7 @@ def _facts(m: Measurement) -> Table:
     without = "off" if s["device"].startswith("cuda") else "off (no GPU)"
     graphs = f"one a {s['cuda_graphs']}" if s["cuda_graphs"] else without
     kept = "" if s.get("kv_cache_dtype", "auto") == "auto" else f", KV {s['kv_cache_dtype']}"
+    kept += ", int8 queries" if s.get("int8_queries", False) else ""
     sampling = s["sampling"]
     how = "greedy" if sampling["temperature"] == 0 else _sampled(sampling)
     rows = [

@@ -1,4 +1,5 @@
-"""The adapters of the flash-attn packages, held against the definition; on a CPU through stand-ins, on an H100 fa4 itself.
+"""The adapters of the flash-attn packages, held against the definition; on a CPU through stand-ins, on a GPU the packages
+that are installed.
 
 Shapes: B sequences, T queries, H heads, K kv heads, D head dim.
 """
@@ -16,8 +17,11 @@ from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.quant_cache import QuantView, to_fp8
 from specdec.attention.capabilities import TABLE, choose_backend, installed
 from specdec.attention.flash.adapters import ADAPTERS, check_conventions
+from specdec.attention.flash.queries import float8_queries
+from specdec.attention.flash.rule import Reads, is_faster
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.needs import AttentionNeeds
 from specdec.attention.pages import PageTable
@@ -31,6 +35,7 @@ DEVICE = "cuda" if REAL else "cpu"
 DTYPE = torch.bfloat16 if REAL else torch.float16
 BOUND = 2e-2 if REAL else 4e-3
 NAMES = REAL or list(ADAPTERS)
+HEAD_DIMS = {"fa2": 64, "fa3": 128, "fa4": 128} if REAL else dict.fromkeys(ADAPTERS, D)  # builds of fa2 lack the small ones
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +78,7 @@ def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None
     if "fa4" in REAL and scoring != "plain" and shape not in ("prefix", "chain"):
         pytest.skip("compiles for seconds, and another shape shows nothing new")
     page_size = P if name == "fa2" else 16
-    head_dim = 128 if REAL else D
+    head_dim = HEAD_DIMS[name]
     table, lens, view = world(page_size, LENS, head_dim)
     segment, count = segments(table, lens, page_size)[shape]
     q_THD = queries(count, head_dim)
@@ -83,6 +88,113 @@ def test_a_door_answers_the_segment(name: str, shape: str, scoring: str) -> None
     want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment, SCORINGS[scoring])
     torch.testing.assert_close(got.out_THD.double(), want.out_THD, atol=BOUND, rtol=BOUND)
     torch.testing.assert_close(got.lse_TH.double(), want.lse_TH, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("page_size", [128, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_not_read_past_its_last_token(name: str, page_size: int) -> None:
+    """Keeps out: large pages that a library copies whole: 0 times what was never written there may be NaN."""
+    if page_size in TABLE[name].unread_pages or page_size % TABLE[name].page_multiple:
+        pytest.skip("the capability table refuses such pages")
+    table, lens, view = world(page_size, LENS, HEAD_DIMS[name])
+    segment, count = segments(table, lens, page_size)["prompts"]
+    q_THD = queries(count, HEAD_DIMS[name])
+    got = ADAPTERS[name](q_THD, view, segment, PLAIN)
+    want = ReferenceBackend().run(q_THD.double(), MHAView(view.kv.double()), segment)
+    torch.testing.assert_close(got.out_THD.double(), want.out_THD, atol=BOUND, rtol=BOUND)
+
+
+# ---- flash-attn 3 over an fp8 cache ----
+
+needs_fa3 = pytest.mark.skipif("fa3" not in NAMES, reason="flash-attn-3 is not installed")
+
+
+def fp8_world(page_size: int, head_dim: int) -> tuple[Tensor, Tensor, QuantView]:
+    """As `world`, in fp8: every head has scales of its own, of keys and of values."""
+    table, lens, view = world(page_size, LENS, head_dim)
+    scale_2K = torch.tensor([[0.02, 0.05], [0.03, 0.0125]], device=DEVICE)
+    stored = to_fp8(view.kv.nan_to_num(), scale_2K).view(torch.uint8)
+    return table, lens, QuantView(stored.masked_fill_(view.kv.isnan(), 0x7F).view(torch.float8_e4m3fn), scale_2K)
+
+
+def uneven_queries(count: int, head_dim: int) -> Tensor:
+    """Queries of heads and rows that differ in size, so that a scale of another one shows."""
+    sizes_T = torch.tensor([0.5, 1.0, 2.0, 4.0]).repeat_interleave(-(-count // 4))[:count].to(DEVICE, DTYPE)
+    return (
+        queries(count, head_dim)
+        * sizes_T[:, None, None]
+        * torch.tensor([1, 1, 0.25, 0.25], device=DEVICE, dtype=DTYPE)[:, None]
+    )
+
+
+@needs_fa3
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts", "empty"])
+def test_fa3_reads_an_fp8_cache(shape: str, page_size: int, scoring: str) -> None:
+    """Keeps out: a descale in another layout, or of another row or head; an lse that forgets the factors."""
+    table, lens, view = fp8_world(page_size, HEAD_DIMS["fa3"])
+    segment, count = segments(table, lens, page_size)[shape]
+    q_THD, K_ = uneven_queries(count, HEAD_DIMS["fa3"]), view.kv.shape[2]
+    got = ADAPTERS["fa3"](q_THD, view, segment, SCORINGS[scoring])
+    assert got.out_THD.dtype == DTYPE and got.lse_TH.dtype == torch.float32
+    # The definition, over the numbers that the cache and the rounded queries hold.
+    rounded, scale_RK = float8_queries(q_THD, segment.cu_seqlens_q, segment.max_seqlen_q, K_)
+    row_T = torch.repeat_interleave(segment.cu_seqlens_q.diff().long())
+    q_THD64 = rounded.double() * scale_RK.double().repeat_interleave(H // K_, dim=1)[row_T][:, :, None]
+    want = ReferenceBackend().run(q_THD64, view, segment, SCORINGS[scoring])
+    torch.testing.assert_close(got.lse_TH.double(), want.lse_TH, atol=2e-2, rtol=4e-3)
+    if shape == "empty":
+        assert not got.out_THD.any()
+        return
+    error = float((got.out_THD.double() - want.out_THD).norm() / want.out_THD.norm())
+    assert error < (5e-2 if REAL else 4e-3), f"{error:.4f}: a GPU rounds softmax weights to float8, a stand-in does not"
+    assert not got.out_THD.isnan().any()
+
+
+@needs_fa3
+@pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts"])
+def test_fa3_keeps_the_conventions_over_fp8(shape: str) -> None:
+    table, lens, view = fp8_world(P, HEAD_DIMS["fa3"])
+    check_conventions("fa3", queries(4, HEAD_DIMS["fa3"]), view, segments(table, lens, P)[shape][0])
+
+
+@pytest.mark.skipif(bool(REAL), reason="of stand-ins")
+@pytest.mark.parametrize("fault", ["no q", "k and v swapped", "one head's", "of one row"])
+def test_a_library_that_misreads_descales_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a release that takes its factors in another layout, used until the text is wrong."""
+    module = sys.modules["flash_attn_interface"]
+    honest = module.flash_attn_with_kvcache
+
+    def other(*args: Any, q_descale: Tensor, k_descale: Tensor, v_descale: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        if fault == "no q":
+            q_descale = torch.ones_like(q_descale)
+        elif fault == "k and v swapped":
+            k_descale, v_descale = v_descale, k_descale
+        elif fault == "one head's":
+            k_descale = k_descale[:, :1].expand_as(k_descale)
+        else:
+            q_descale = q_descale[:1].expand_as(q_descale)
+        return honest(*args, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **kwargs)
+
+    monkeypatch.setattr(module, "flash_attn_with_kvcache", other)
+    table, lens, view = fp8_world(16, D)
+    with pytest.raises(RuntimeError, match="fa3: the installed library .* attention='triton'"):
+        check_conventions("fa3", queries(4), view, segments(table, lens, 16)["chain"][0])
+
+
+@pytest.mark.parametrize(("name", "by_rule", "asks"), [("fa3", False, True), ("fa3", True, False), ("fa4", False, False)])
+def test_who_reads_an_fp8_cache(name: str, by_rule: bool, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a library that is handed a cache that it can't read, or by a rule that nobody measured."""
+    from specdec.attention.flash.backend import FlashBackend
+
+    monkeypatch.setattr("specdec.attention.flash.backend.is_faster", lambda *args: True)
+    table, lens, view = fp8_world(P, D)
+    segment, count = segments(table, lens, P)["prefix"]
+    backend = FlashBackend(name, by_rule)
+    assert (backend.partial_splits(queries(count), view, segment, PLAIN) == 0) == asks
+    of_tokens = QuantView(view.kv.view(torch.int8), scales_N2K=torch.ones(len(view.kv), 2, K, device=DEVICE))
+    assert backend.partial_splits(queries(count), of_tokens, segment, PLAIN) > 0
 
 
 @pytest.mark.skipif(bool(REAL), reason="of stand-ins")
@@ -105,7 +217,7 @@ def test_adapters_answer_full_layers_only(name: str) -> None:
 @pytest.mark.parametrize("shape", ["prefix", "chain", "decode", "prompts"])
 @pytest.mark.parametrize("name", NAMES)
 def test_libraries_keep_the_conventions(name: str, shape: str) -> None:
-    head_dim = 128 if REAL else D
+    head_dim = HEAD_DIMS[name]
     table, lens, view = world(P, LENS, head_dim)
     check_conventions(name, queries(4, head_dim), view, segments(table, lens, P)[shape][0])
 
@@ -143,10 +255,12 @@ def test_a_library_that_breaks_its_word_is_found_out(fault: str, monkeypatch: py
         ("H100", "triton", dict(kv_cache_dtype="fp8")),
         ("H200", "fa3", dict()),
         ("H200", "fa3", dict(packed=128)),
-        ("H200", "triton", dict(packed=124)),
+        ("H200", "fa3", dict(packed=24)),  # for its prompts
+        ("H200", "fa3", dict(tree=False)),
         ("H200", "triton", dict(tokens=1024)),
-        ("H200", "triton", dict(tree=False)),
+        ("H200", "triton", dict(tokens=4080, tree=False)),
         ("H200", "triton", dict(head_dims=(64,))),
+        ("H200", "triton", dict(kv_cache_dtype="fp8")),
         ("", "triton", dict()),
     ],
 )
@@ -158,6 +272,39 @@ def test_auto_takes_what_measured_faster(gpu: str, asked: str, change: dict[str,
     )
     choice = choose_backend("auto", replace(needs, **change))
     assert choice.name == asked and choice.reason and choice.by_rule == (asked != "triton")
+
+
+@pytest.mark.parametrize(
+    ("rows", "packed", "keys", "prompts", "faster"),
+    [
+        (1, 4096, 1024, True, True),
+        (8, 1024, 256, True, False),
+        (1, 2048, 8192, True, True),
+        (32, 256, 1024, False, True),
+        (1, 256, 8192, False, False),
+        (32, 24, 131072, False, False),
+    ],
+)
+def test_the_rule_of_an_h200_says_what_was_measured(rows: int, packed: int, keys: int, prompts: bool, faster: bool) -> None:
+    """Keeps out: a threshold that is moved without a measurement (flash_h200.json, flash_prompts_h200.json)."""
+    assert is_faster("fa3", "H200", Reads(rows, 8, packed, keys, prompts)) == faster
+    assert not is_faster("fa3", "H100", Reads(rows, 8, packed, keys, prompts))
+
+
+def test_the_rule_counts_a_prompts_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a short prompt that counts for a long one because its page table has room."""
+    from specdec.attention.flash.backend import FlashBackend
+
+    seen: list[Reads] = []
+    monkeypatch.setattr("specdec.attention.flash.backend.is_faster", lambda name, gpu, reads: bool(seen.append(reads)))
+    table, lens, view = world(P, LENS)
+    shapes = segments(torch.nn.functional.pad(table, (0, 4)), lens, P)
+    prompts, count = shapes["prompts"]
+    captured = replace(prompts, max_cached=None)
+    for segment, queried in ((prompts, count), (captured, count), shapes["prefix"]):
+        FlashBackend("fa3", by_rule=True).partial_splits(queries(queried), view, segment, PLAIN)
+    # The longest prompt has 300 queries, and another one 471 keys before its own queries.
+    assert seen == [Reads(4, K, 600, 771, True), Reads(4, K, 600, 300, True), Reads(4, K, 10, 1792, False)]
 
 
 class Asked(Exception):

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.int8_keys import Int8KeysLayout, Int8KeysView
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels import triton_backend
@@ -48,7 +50,7 @@ class World(NamedTuple):
     """lens_B: what the plan reads; slots_T: where this pass's tokens stand."""
 
     plan: AttentionPlan
-    view: MHAView | QuantView
+    view: MHAView | QuantView | Int8KeysView
     q_THD: Tensor
     lens_B: Tensor
     slots_T: Tensor
@@ -87,12 +89,20 @@ def world(
     return World(plan, MHAView(kv), q_THD, lens_B, slots_BN.flatten(), table)
 
 
-def in_8_bit(view: MHAView, kv_cache_dtype: str) -> QuantView:
+def in_8_bit(view: MHAView, kept: str) -> QuantView | Int8KeysView:
+    """kept: a kv_cache_dtype, followed by " queries" if queries are rounded to int8 too."""
+    slots, _, K, D = view.kv.shape
+    kv_cache_dtype, int8_queries = kept.removesuffix(" queries"), kept.endswith(" queries")
+    if kv_cache_dtype == "int8_keys":
+        keys = KVCache(Int8KeysLayout(K, D, view.kv.dtype, int8_queries), [FULL], slots, device=DEVICE).view(0)
+        keys.write(torch.arange(slots, device=DEVICE), view.kv)
+        assert isinstance(keys, Int8KeysView)
+        return keys
     if kv_cache_dtype == "fp8":
         scale_2K = torch.rand(2, view.kv.shape[2], device=DEVICE) * 0.02 + 0.01
         return QuantView(to_fp8(view.kv, scale_2K), scale_2K)
     stored, scales_N2K = to_int8(view.kv)
-    return QuantView(stored, scales_N2K=scales_N2K)
+    return QuantView(stored, scales_N2K=scales_N2K, int8_queries=int8_queries)
 
 
 def error(out_THD: Tensor, w: World, scoring: Scoring = PLAIN) -> float:
@@ -123,7 +133,7 @@ def test_against_float64(case: tuple, dtype: torch.dtype) -> None:
     assert error(attend(w), w) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8", "int8_keys", "int8_keys queries"])
 @pytest.mark.parametrize("layer", [FULL, LayerKind(window=128), LayerKind(chunk=700)], ids=str)
 @pytest.mark.parametrize(
     "case", [("tree", 2, 3000, 32), ("tree", 3, 1500, 6, 5), ("chain", 2, 3000, 6), ("prompts", 2, 900, 0)], ids=str
@@ -139,11 +149,38 @@ def test_kinds_against_float64(case: tuple, layer: LayerKind, kv_cache_dtype: st
     assert error(attend(w, scoring), w, scoring) < BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.parametrize("kept", ["int8_keys", "int8_keys queries", "int8 queries"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("chain", 3, 700, 1), ("tree", 2, 300, 32), ("chain", 2, 130, 5, 4, (6, 2, 24)), ("tree", 2, 130, 40, 4, (6, 2, 24)),
+        ("tree", 2, 130, 5, 4, (8, 1, 80)), ("chain", 3, 500, 7, 4, (4, 2, 256)), ("prompts", 2, 300, 0, 1, (8, 2, 64)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_int8_keys_with_poison(case: tuple, kept: str) -> None:
+    """Keeps out: products of int8 whose side is too short, tiles of other head dims, and a slot that nobody may read."""
+    w = world(*case)
+    kind, B, L, N = case[:4]
+    view = in_8_bit(w.view, kept)
+    unread = torch.ones(len(view.kv), dtype=torch.bool, device=DEVICE)
+    reads = torch.arange(L, device=DEVICE).expand(B, L)
+    unread[PageTable(w.table, case[4] if len(case) > 4 else 16).slots_at(reads).flatten()] = False
+    if kind == "tree":
+        unread[w.slots_T] = False
+    view.kv.view(torch.uint8)[unread] = 255
+    scales = view.scales_NK if isinstance(view, Int8KeysView) else view.scales_N2K
+    assert scales is not None
+    scales[unread] = NAN
+    assert error(attend(w._replace(view=view)), w._replace(view=view)) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kept", ["fp8", "int8_keys", "int8_keys queries"])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e5])
-def test_queries_of_any_size_meet_8_bit_keys(size: float) -> None:
+def test_queries_of_any_size_meet_8_bit_keys(size: float, kept: str) -> None:
     """Keeps out: bfloat16 queries beyond float16's range, and a row of NaN (padding) that reaches the rows of its tile."""
     w = world("chain", 1, 500, 6)
-    w = w._replace(view=in_8_bit(w.view, "fp8"), q_THD=w.q_THD * size)
+    w = w._replace(view=in_8_bit(w.view, kept), q_THD=w.q_THD * size)
     scoring = Scoring(scale=0.1 / size)
     broken = w.q_THD.clone()
     broken[2, 5] = NAN

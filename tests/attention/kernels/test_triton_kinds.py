@@ -20,6 +20,8 @@ from torch import Tensor
 
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.caches.int8_keys import Int8KeysLayout, Int8KeysView
+from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.quant_cache import QuantView, to_fp8, to_int8
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.tables_triton import launch_first_keys, launch_last_positions
@@ -32,7 +34,8 @@ from specdec.attention.state import AttentionState
 
 NAN = float("nan")
 N = 5  # nodes of a tree, queries of a chain
-View = MHAView | QuantView
+View = MHAView | QuantView | Int8KeysView
+STORED = ("auto", "fp8", "int8", "int8_keys", "int8 queries", "int8_keys queries")  # the last two: with queries in int8
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +65,15 @@ class World:
         if kv_cache_dtype == "fp8":
             scale_2K = torch.rand(2, self.K, generator=self.pages.generator) * 0.02 + 0.005
             return QuantView(to_fp8(kv_N2KD, scale_2K), scale_2K)
-        if kv_cache_dtype == "int8":
+        if kv_cache_dtype in ("int8", "int8 queries"):
             stored, scales_N2K = to_int8(kv_N2KD)
-            return QuantView(stored, scales_N2K=scales_N2K)
+            return QuantView(stored, scales_N2K=scales_N2K, int8_queries=kv_cache_dtype == "int8 queries")
+        if kv_cache_dtype.startswith("int8_keys"):
+            layout = Int8KeysLayout(self.K, self.D, dtype, int8_queries=kv_cache_dtype == "int8_keys queries")
+            view = KVCache(layout, [FULL], len(kv_N2KD)).view(0)
+            view.write(torch.arange(len(kv_N2KD)), kv_N2KD.to(dtype))
+            assert isinstance(view, Int8KeysView)
+            return view
         return MHAView(kv_N2KD.to(dtype))
 
     def scoring(self, full: bool) -> Scoring:
@@ -138,10 +147,13 @@ def poisoned(view: View, plan: AttentionPlan, P: int) -> tuple[View, AttentionPl
     *segments, suffix = parts if plan.suffix is not None else (*parts, None)
     plan = replace(plan, segments=tuple(segments), suffix=suffix)
     kv = view.kv.clone()
+    if not isinstance(view, MHAView):
+        kv.view(torch.uint8)[~seen_N] = 255  # NaN in every float type
+    if isinstance(view, Int8KeysView):
+        return replace(view, kv=kv, scales_NK=view.scales_NK.masked_fill(~seen_N[:, None], NAN)), plan
     if isinstance(view, QuantView):
-        kv.view(torch.uint8)[~seen_N] = 127  # NaN in float8_e4m3fn
         scales = None if view.scales_N2K is None else view.scales_N2K.masked_fill(~seen_N[:, None, None], NAN)
-        return QuantView(kv, view.scale_2K, scales), plan
+        return replace(view, kv=kv, scales_N2K=scales), plan
     kv[~seen_N] = NAN
     return MHAView(kv), plan
 
@@ -151,7 +163,7 @@ PLANS = [decode, chain, prompts, tree, shared_tree, shared_chain]
 KINDS = [FULL, LayerKind(window=1), LayerKind(window=6), LayerKind(chunk=4), LayerKind(window=140)]
 HEADS = [(4, 2, 8), (3, 1, 24), (1, 3, 8), (2, 2, 16), (8, 1, 64)]  # G, K, D
 CASES = [
-    pytest.param(name, plan_of, kind, HEADS[(p + k) % 5], (1, 5, 16)[(p + 2 * k) % 3], ("auto", "fp8", "int8")[(p + k) % 3],
+    pytest.param(name, plan_of, kind, HEADS[(p + k) % 5], (1, 5, 16)[(p + 2 * k) % 3], STORED[(p + 2 * k) % 6],
                  k % 2 == 0, id=f"{name}-{plan_of.__name__}-{kind}".replace(" ", ""))
     for name in BACKENDS for p, plan_of in enumerate(PLANS) for k, kind in enumerate(KINDS)
     if HAS_GPU or name == "torch" or (p + k) % 2 == 0  # the interpreter is slow
@@ -195,7 +207,7 @@ def check(backend: Backend, q_THD: Tensor, view: View, plan: AttentionPlan, scor
 
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int8_keys queries"])
 def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None:
     """Keeps out: sinks that every segment of a plan brings along; an lse without its softcap or scale, or of idle splits."""
     make, dtype = BACKENDS[name]
@@ -212,7 +224,7 @@ def test_a_segments_state_holds_no_sinks(kv_cache_dtype: str, name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", STORED)
 def test_half_precision(kv_cache_dtype: str) -> None:
     """Keeps out: weights times small scales that vanish in float16."""
     w = World([0, 150, 36, 3], (4, 2, 16), 16, 8)

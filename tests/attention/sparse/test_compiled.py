@@ -16,5 +16,6 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run([sys.executable, "-P", str(script)], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     latent = "latent_attention_kernel latent_hopper_kernel latent_merge_kernel store_latent_kernel upconvert_kernel "
-    rows = "border_kernel compact_kernel histogram_kernel row_scores_kernel rows_scores_kernel select_kernel store_index_kernel"
-    assert set(done.stdout.split()) == set((latent + rows).split())
+    rows = "merge_rows_kernel rows_hopper_kernel "
+    chosen = "filter_kernel row_scores_kernel rows_scores_kernel select_kernel store_index_kernel"
+    assert set(done.stdout.split()) == set((latent + rows + chosen).split())

@@ -69,12 +69,12 @@ def layer(d: Dims, width: int) -> None:
     from specdec.attention.pages import PageTable
     from specdec.attention.plan import causal_segment, prefix_segment
     from specdec.attention.segment import AttentionPlan, Segment
-    from specdec.attention.sparse import index_store_triton, launch
+    from specdec.attention.sparse import index_store_triton, launch, rows_launch
     from specdec.attention.sparse.candidates import Candidates
     from specdec.attention.sparse.index_store import IndexPrep
     from specdec.ops.rope import Rotation, rotary_table
 
-    for module in (index_store_triton, launch, mla_launch):
+    for module in (index_store_triton, launch, mla_launch, rows_launch):
         module.chained = lambda device: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
     mla_launch.gpu_generation = lambda device: 9  # type: ignore[assignment]
     keys, latents = (torch.zeros(64 * d.P, width, dtype=d.dtype) for width in (d.I, d.C + d.R))
@@ -92,7 +92,8 @@ def layer(d: Dims, width: int) -> None:
             plan = AttentionPlan((prefix_segment(pages, lens_B, queries),), at_T, Segment.empty(T, 3, 1))
         rows = launch.launch_sparse_segment(q_TJI, weights_TJ, keys, Candidates.of(plan, T), d.topk, programs=132)
         q_THL = torch.zeros(T, d.H, d.C + d.R, dtype=d.dtype)
-        mla_launch.attend_latent(q_THL, MLAView(latents, d.C), TritonPlan((rows,)), Scoring(0.1), 132)
+        for segment in (rows, plan.segments[0]):
+            mla_launch.attend_latent(q_THL, MLAView(latents, d.C), TritonPlan((segment,)), Scoring(0.1), 132)
         if d.C % GROUP == 0:
             eight_bits(d, q_THL, TritonPlan((rows,)), pages, Rotation(table, at_T))
 

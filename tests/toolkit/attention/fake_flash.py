@@ -1,5 +1,5 @@
-"""Stand-ins for the flash-attn packages: their signatures and quirks, dense arithmetic inside.  For fa2 and fa3, which no
-machine of ours can install, and for fa4 where there is no GPU.
+"""Stand-ins for the flash-attn packages: their signatures and quirks, dense arithmetic inside.  For machines without a GPU, or
+without the packages.
 
 Signatures as of flash_attn 2.8, its hopper/ folder, and flash-attn-4 4.0.0b36.  Quirks: what each refuses, layouts of lse,
 what a query without keys comes back with, extra return values, causal masks aligned at the bottom right.
@@ -18,20 +18,23 @@ from torch import Tensor
 from specdec.attention import capabilities
 from specdec.attention.flash import adapters
 from specdec.attention.kinds import Scoring
+from toolkit.attention import fake_flashmla
 from toolkit.oracles.attention import causal_mask, dense_attention
 
+FP8 = torch.float8_e4m3fn
 VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36", "triton": "3.6.0"}
+VERSIONS["flash_mla"] = "1.0.0"
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all three packages importable, and the capability table find them."""
+    """Makes all three packages, and flash_mla, importable, and the capability table find them."""
     fa2, fa3, cute, interface = (
         ModuleType(name) for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface")
     )
     fa2.flash_attn_with_kvcache, fa2.flash_attn_varlen_func = fa2_with_kvcache, fa2_varlen  # type: ignore[attr-defined]
     fa3.flash_attn_with_kvcache = fa3_with_kvcache  # type: ignore[attr-defined]
     interface.flash_attn_varlen_func = fa4_varlen  # type: ignore[attr-defined]
-    for module in (fa2, fa3, cute, interface):
+    for module in (fa2, fa3, cute, interface, fake_flashmla.module()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(capabilities, "installed", VERSIONS.get)
     adapters._fa4.cache_clear()
@@ -52,20 +55,40 @@ def paged(cache: Tensor, table_W: Tensor, length: int) -> Tensor:
     return cache[used].flatten(0, 1)[:length]
 
 
-def ragged(q_THD: Tensor, cu_seqlens_q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: list[int], *args: Any) -> Any:
-    """Rows packed one after the other: out [T, H, D], lse [H, T]."""
+def ragged(
+    q_THD: Tensor, cu_seqlens_q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: list[int], *args: Any,
+    descales: tuple[Tensor | None, ...] = (None, None, None),
+) -> Any:  # fmt: skip
+    """Rows packed one after the other: out [T, H, D], lse [H, T].  descales: of queries, keys and values, [R, K] each."""
     assert cu_seqlens_q.dtype == table.dtype == torch.int32
     bounds, states = cu_seqlens_q.tolist(), []
     assert bounds[-1] == q_THD.shape[0] and len(bounds) == len(lens) + 1
-    for start, end, pages, length in zip(bounds, bounds[1:], table, lens, strict=False):
-        states.append(dense(q_THD[start:end], paged(k, pages, length), paged(v, pages, length), *args))
+    for row, (start, end, pages, length) in enumerate(zip(bounds, bounds[1:], table, lens, strict=False)):
+        tensors = (q_THD[start:end], paged(k, pages, length), paged(v, pages, length))
+        if q_THD.dtype == FP8:
+            tensors = tuple(in_16_bit(x, factor[row]) for x, factor in zip(tensors, descales, strict=True))
+        states.append(dense(*tensors, *args))
     return torch.cat([out for out, _ in states]), torch.cat([lse for _, lse in states]).t().contiguous()
+
+
+def in_16_bit(x_NHD: Tensor, descale_K: Tensor) -> Tensor:
+    """Float8 numbers times the factor of their kv head, in float64: `dense` rounds what comes out."""
+    return x_NHD.double() * descale_K.double().repeat_interleave(x_NHD.shape[1] // len(descale_K))[:, None]
+
+
+def check_descales(rows: int, kv_heads: int, *descales: Tensor | None) -> None:
+    for descale in descales:
+        assert descale is not None and descale.shape == (rows, kv_heads) and descale.dtype == torch.float32
 
 
 def check_cache(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16), "FlashAttention only supports 16 bit"
+    check_shapes(q, k, v, 8)
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> None:
     assert k.stride(-1) == 1 and v.stride(-1) == 1 and k.dim() == v.dim() == 4
-    assert q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and q.shape[-2] % k.shape[-2] == 0
+    assert q.shape[-1] <= 256 and q.shape[-1] % multiple == 0 and q.shape[-2] % k.shape[-2] == 0
 
 
 def fa2_with_kvcache(
@@ -106,12 +129,24 @@ def fa3_with_kvcache(
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
     return_softmax_lse=False,
 ):  # fmt: skip
-    check_cache(q, k_cache, v_cache)
+    if q.dtype == FP8:
+        assert k_cache.dtype == v_cache.dtype == FP8
+        check_shapes(q, k_cache, v_cache, 16)
+        check_descales(len(cache_seqlens), k_cache.shape[2], q_descale, k_descale, v_descale)
+    else:
+        check_cache(q, k_cache, v_cache)
+        assert q_descale is k_descale is v_descale is None
     assert q.dim() == 3 and isinstance(max_seqlen_q, int) and window_size == (-1, -1) and attention_chunk == 0
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and cache_seqlens.dtype == torch.int32
     lens = cache_seqlens.tolist()
     empty = -torch.inf if any(lens) else torch.inf  # the library returns +inf if a call reads no key at all
-    out, lse_HT = ragged(q, cu_seqlens_q, k_cache, v_cache, page_table, lens, softmax_scale, causal, softcap, empty)
+    args, descales = (softmax_scale, causal, softcap, empty), (q_descale, k_descale, v_descale)
+    out, lse_HT = ragged(q, cu_seqlens_q, k_cache, v_cache, page_table, lens, *args, descales=descales)
+    out = out.bfloat16() if q.dtype == FP8 else out
+    if k_cache.shape[1] >= 64 and cache_leftpad is None:  # it copies whole tiles, and weighs what nobody may read by 0
+        bounds, P = cu_seqlens_q.tolist(), k_cache.shape[1]
+        for row, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            out[start:end] += 0 * paged(v_cache, page_table[row], -(-lens[row] // P) * P).to(out.dtype).sum()
     return (out, lse_HT, None, None) if return_softmax_lse else out
 
 

@@ -1,160 +1,64 @@
-"""The cells of the matrix test, and a small world for each: sequences, layers of every kind, and what dense masked attention
-makes of them.
+"""A small world for each cell of the matrix: sequences, layers of every kind, and what dense masked attention makes of them.
 
 Shapes: B sequences, N tokens of each, T = B * N, H heads, K kv heads, D head dim, C latent rank, X keys of a sequence.
 """
 
 import functools
-import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.caches.fp8_latent import FP8_LATENTS, Fp8LatentLayout
 from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysLayout, queries_as_read
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import LatentLayout
+from specdec.attention.caches.planes import CacheLayout
 from specdec.attention.caches.quant_cache import QuantLayout
 from specdec.attention.caches.sparse_cache import SparseLatentLayout, SparseLatentView
 from specdec.attention.caches.split_cache import PairedView, SplitLayout
-from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KINDS, KV_DTYPES, TABLE, why_not
 from specdec.attention.differential.inputs import DifferentialInputs
 from specdec.attention.differential.subtract import Difference, subtract_halves
 from specdec.attention.encoder.inputs import CrossInputs
 from specdec.attention.encoder.sources import Sources
 from specdec.attention.encoder.texts import attend_texts, encoder_segment
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerCall, LayerInputs, QueryInputs, SplitInputs
-from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
-from specdec.attention.needs import AttentionNeeds
+from specdec.attention.kinds import FULL, PLAIN, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.ops.rope import HeadPrep
-from toolkit.attention import fake_flash, sparse_cells
+from toolkit.attention import sparse_cells
 from toolkit.attention.caches import Scattered
+from toolkit.attention.cells import (
+    DEVICE,
+    DIFFERENCE,
+    LAYERS,
+    LENS,
+    LONGEST,
+    PARENTS,
+    RANKS,
+    REACH,
+    SHARED,
+    SINKS,
+    SLOPES,
+    SOFTCAP,
+    SPARSE,
+    TEXTS,
+    Cell,
+    D,
+    E,
+    H,
+    K,
+    N,
+    dtype_of,
+)
 from toolkit.oracles.attention import dense_attention, of_kind
 from toolkit.trees import chain_shape, mask_of
-
-HAS_GPU = torch.cuda.is_available()
-H100 = torch.device("cuda", 0)
-DEVICE = "cuda" if HAS_GPU else "cpu"
-LAYERS = {"full": FULL, "window": LayerKind(window=5), "chunk": LayerKind(chunk=4)}
-SHARED = list(LAYERS).index("window")  # the layer whose keys and values another layer shares
-CACHES = (*KV_DTYPES, "mla", "sparse", "sparse fp8", "split", "differential")
-RANKS = {"mla": 16, FP8_LATENTS: 128, "sparse": 16, "sparse fp8": 128}  # C, of the caches that keep latents
-SPARSE = ("sparse", "sparse fp8")  # caches of latents that are read as an indexer chose
-PAGE_SIZES = (1, 4, 256)
-LENS = (13, 0)  # one ends inside a chunk; one has nothing committed yet
-N, H, K, E = 4, 4, 2, 8
-D = 16
-R = 10  # of latents: with it, no row of latents is a multiple of 16 bytes, by which kernels like to read
-DIFFERENCE = (0.6, 0.7, 1e-5)  # a factor, a scale and an eps
-PARENTS = (0, 0, 0, 1)  # a tree of depths 0 1 1 2
-SOFTCAP, SINKS = 3.0, (0.5, -1.0, 0.0, 2.0)
-# What a cell has besides.  cross: a layer that reads an encoder's texts; encoder: texts that are read in both directions.
-EXTRAS = ("", "alibi", "cross", "encoder")
-SLOPES = (0.5, 0.25, -0.125, 1.0)
-TEXTS, LONGEST, REACH = (7, 0), 9, 1  # the texts' lengths, the room for each, and the window of one layer of the encoder
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest, and of each element
-
-
-class Cell(NamedTuple):
-    """cache: a kv_cache_dtype; mla; one of SPARSE; split: values of another width; or differential.
-
-    capped: with softcap and sinks.  extra: one of EXTRAS.
-    """
-
-    backend: str
-    kind: str
-    cache: str
-    page_size: int
-    tree: bool
-    capped: bool
-    graphs: Any
-    extra: str = ""
-
-    @property
-    def rank(self) -> int | None:
-        """C; None: the cache keeps no latents."""
-        return RANKS.get(self.cache)
-
-    @property
-    def kv_cache_dtype(self) -> str:
-        return FP8_LATENTS if self.cache == "sparse fp8" else self.cache if self.cache in KV_DTYPES else "auto"
-
-    @property
-    def needs(self) -> AttentionNeeds:
-        return AttentionNeeds(
-            H100, dtype_of(self.backend), (9, 0), head_dims=() if self.rank else (D,), kinds=(FULL, LAYERS[self.kind]),
-            alibi=self.extra == "alibi", encoder=self.extra in ("cross", "encoder"), softcap=self.capped,
-            sinks=self.capped, mla=self.rank is not None, latent_rank=self.rank or 0,
-            sparse=self.cache in SPARSE, kv_cache_dtype=self.kv_cache_dtype,
-            value_dims={"split": (E,), "differential": (2 * D,)}.get(self.cache, ()),
-            differential=self.cache == "differential", page_size=self.page_size, tree=self.tree,
-            graphs=self.graphs,
-        )  # fmt: skip
-
-
-def dtype_of(backend: str) -> torch.dtype:
-    """What the matrix computes in: float32 where it can, for the sharpest comparison; on a GPU what people use."""
-    if HAS_GPU:
-        return torch.bfloat16
-    return torch.float32 if torch.float32 in TABLE[backend].dtypes else torch.float16
-
-
-def extras_of(cache: str, capped: bool) -> tuple[str, ...]:
-    """What models with such a cache, and perhaps softcaps and sinks, have besides."""
-    if capped or cache in ("differential", *SPARSE):
-        return ("",)
-    return EXTRAS if cache in ("auto", "fp8", "int8") else ("", "alibi")
-
-
-CELLS = [
-    Cell(*values)
-    for values in itertools.product(BACKENDS, KINDS, CACHES, PAGE_SIZES, (False, True), (False, True), GRAPH_MODES, EXTRAS)
-    if values[7] in extras_of(values[2], values[5])
-]
-
-
-def answered_with_all_packages() -> list[Cell]:
-    with pytest.MonkeyPatch.context() as patch:
-        fake_flash.install(patch)
-        return [cell for cell in CELLS if not why_not(cell.backend, cell.needs)]
-
-
-ANSWERED = answered_with_all_packages()
-PASSES = [cell for cell in ANSWERED if cell.kind == "full" and not cell.graphs]  # a pass answers layers of all kinds
-CAPTURED = [cell for cell in ANSWERED if cell.kind == "full" and cell.graphs]
-
-
-def combinations_of(cell: Cell) -> set[tuple[Any, ...]]:
-    """A cell's backend with every three of the other things in which passes differ."""
-    others = [(name, getattr(cell, name)) for name in ("cache", "page_size", "tree", "capped", "extra")]
-    return {(cell.backend, *three) for three in itertools.combinations(others, 3)}
-
-
-def covering(cells: list[Cell]) -> list[Cell]:
-    """Some of the cells, which hold every combination that any of them holds."""
-    held = {cell: combinations_of(cell) for cell in cells}
-    missing, chosen = set().union(*held.values()), set()
-    while missing:
-        best = max(cells, key=lambda cell: len(held[cell] & missing))
-        chosen.add(best)
-        missing -= held[best]
-    return [cell for cell in cells if cell in chosen]
-
-
-WALKED = PASSES if HAS_GPU else covering(PASSES)  # Triton's interpreter takes a second for a cell
-
-
-def label(cell: Cell) -> str:
-    shape = ("tree" if cell.tree else "chain") + ("-capped" if cell.capped else "") + (f"-{cell.extra}" if cell.extra else "")
-    return f"{cell.backend}-{cell.cache}-{cell.page_size}-{shape}" + (f"-{cell.graphs}" if cell.graphs else "")
 
 
 class Absorbed(LayerInputs):
@@ -216,25 +120,28 @@ class World:
             self.scoring = Scoring(0.3, SOFTCAP, torch.tensor(SINKS, device=DEVICE))
         if cell.extra == "alibi":
             self.scoring = replace(self.scoring, slopes_H=torch.tensor(SLOPES, device=DEVICE))
-        self.heads_kv, self.head_dim = (1, cell.rank + R) if cell.rank else (K, D)
+        self.heads_kv, self.head_dim = (1, cell.rank + cell.rope_dim) if cell.rank else (K, cell.head_dim)
         self.fill()
 
     def new_cache(self, num_slots: int) -> KVCache:
         kinds, device = tuple(replace(kind, alibi=self.cell.extra == "alibi") for kind in LAYERS.values()), DEVICE
-        if self.cell.cache == "mla":
-            return KVCache(LatentLayout(RANKS["mla"], R, self.dtype), kinds, num_slots, device=device)
-        if self.cell.cache == FP8_LATENTS:
-            return KVCache(Fp8LatentLayout(RANKS[FP8_LATENTS], R), kinds, num_slots, device=device)
-        if self.cell.cache in SPARSE:  # such layers have no windows
-            rank = RANKS[self.cell.cache]
-            latents = LatentLayout(rank, R, self.dtype) if self.cell.cache == "sparse" else Fp8LatentLayout(rank, R)
+        if self.cell.rank:
+            dims, in_bytes = (self.cell.rank, self.cell.rope_dim), self.cell.kv_cache_dtype == FP8_LATENTS
+            latents = Fp8LatentLayout(*dims) if in_bytes else LatentLayout(*dims, self.dtype)
+            if self.cell.cache not in SPARSE:
+                return KVCache(latents, kinds, num_slots, device=device)
             layout = SparseLatentLayout(latents, sparse_cells.DIM, self.dtype)
-            return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)
+            return KVCache(layout, (FULL,) * len(kinds), num_slots, device=device)  # such layers have no windows
         if self.cell.cache == "split":
             return KVCache(SplitLayout(K, D, E, self.dtype), kinds, num_slots, device=device)
         if self.cell.cache == "differential":
             return KVCache(HeadsLayout(K, D, self.dtype), kinds, num_slots, device=device)
-        layout = HeadsLayout(K, D, self.dtype) if self.cell.cache == "auto" else QuantLayout(self.cell.cache, K, D, device)
+        own = self.cell.head_dim
+        layout: CacheLayout = HeadsLayout(K, own, self.dtype)
+        if self.cell.kv_cache_dtype == INT8_KEYS:
+            layout = Int8KeysLayout(K, own, self.dtype, self.cell.int8_queries)
+        elif self.cell.kv_cache_dtype != "auto":
+            layout = QuantLayout(self.cell.kv_cache_dtype, K, own, device, int8_queries=self.cell.int8_queries)
         kinds, sources = (*kinds, kinds[SHARED]), (*range(len(kinds)), SHARED)
         return KVCache(layout, kinds, num_slots, device=device, sources=sources)
 
@@ -254,10 +161,10 @@ class World:
             view.write(slots_T, kv_T2KD)
 
     def fill(self) -> None:
-        """Committed tokens; everything else is the largest number there is, or NaN."""
+        """Committed tokens; everything else is NaN, or has NaN for its scale."""
         for cache in filter(None, (self.cache, self.texts)):
             for junk in cache.planes.values():
-                junk.view(torch.uint8).fill_(0x7F) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
+                junk.view(torch.uint8).fill_(0xFF) if junk.dtype.itemsize == 1 else junk.fill_(torch.nan)
         for layer in range(len(LAYERS)):
             slots_T = torch.cat([self.slots(b, L) for b, L in enumerate(LENS)])
             self.write(layer, slots_T, self.fresh(len(slots_T)))
@@ -271,7 +178,7 @@ class World:
     def fresh(self, tokens: int) -> Tensor:
         shapes = {"split": (K * (D + E),)} | dict.fromkeys(RANKS, (1, self.head_dim))
         shapes |= dict.fromkeys(SPARSE, (1, self.head_dim + sparse_cells.WIDTH))
-        return self.rand(tokens, *shapes.get(self.cell.cache, (2, K, D)))
+        return self.rand(tokens, *shapes.get(self.cell.cache, (2, K, self.cell.head_dim)))
 
     def slots(self, b: int, count: int) -> Tensor:
         return PageTable(self.table[b : b + 1], self.cell.page_size).slots_at(torch.arange(count, device=DEVICE)[None])[0]
@@ -295,8 +202,10 @@ class World:
         outs = []
         for layer, fresh in enumerate(kv):
             if self.cell.cache in SPARSE:
-                rank = RANKS[self.cell.cache]
-                outs.append(attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), rank), scoring=self.scoring))
+                assert self.cell.rank
+                outs.append(
+                    attn(layer, sparse_cells.layer_inputs(q_THD, fresh.flatten(1), self.cell.rank), scoring=self.scoring)
+                )
             elif self.cell.rank:
                 outs.append(attn(layer, Absorbed(q_THD, fresh.flatten(1)), scoring=self.scoring))
             elif self.cell.cache == "split":
@@ -307,7 +216,7 @@ class World:
                 if self.cell.cache == "differential":
                     inputs = DifferentialInputs(qkv_TXD, prep, difference())
                 outs.append(attn(layer, inputs, scoring=self.scoring))
-        if self.cell.cache in KV_DTYPES and not self.cell.rank:
+        if self.cell.ordinary:
             outs.append(attn(len(kv), QueryInputs(-q_THD, HeadPrep(None, 0)), scoring=self.scoring))
         if self.cell.extra == "cross":
             outs.append(attn(0, CrossInputs(q_THD), scoring=self.scoring))
@@ -326,6 +235,7 @@ class World:
         at_N, q_BNHD = torch.arange(N, device=DEVICE), q_THD.unflatten(0, (len(LENS), N))
         if self.cell.extra == "cross":
             texts = [self.texts.view(0).read(self.text_slots(b), torch.float64) for b in range(len(TEXTS))]
+            q_BNHD = queries_as_read(self.texts.view(0), q_BNHD.double())
             return [torch.cat([dense_attention(q, *text, None, self.scoring)[0] for q, text in zip(q_BNHD, texts)])]
         if self.cell.extra != "encoder":
             return []
@@ -353,6 +263,7 @@ class World:
                 tokens_NX = self.last[layer].flatten(1)[b * N : (b + 1) * N]
                 seen_NX = sparse_cells.chosen(view, self.slots(b, L + N), tokens_NX, seen_NX)
             distance_NX = at_X - (L + self.depth_N)[:, None]
+            q_NHD = queries_as_read(view, q_NHD.double())
             outs.append(dense_attention(q_NHD, k, v, seen_NX, self.scoring, distance_NX)[0])
         out = torch.cat(outs)
         if self.cell.cache == "differential":
@@ -361,10 +272,13 @@ class World:
 
     def inputs(self) -> tuple[Tensor, list[Tensor]]:
         self.last = [self.fresh(len(LENS) * N) for _ in LAYERS]
-        return self.rand(len(LENS) * N, H, self.head_dim), [fresh.clone() for fresh in self.last]
+        q_THD = self.rand(len(LENS) * N, H, self.head_dim)
+        if self.cell.float8_queries:  # such that float8 holds them: then the library must find the same weights
+            q_THD = q_THD.to(torch.float8_e4m3fn).to(self.dtype)
+        return q_THD, [fresh.clone() for fresh in self.last]
 
     def check(self, outs: list[Tensor], q_THD: Tensor, kv: list[Tensor]) -> None:
-        tolerance = TOLERANCE[self.dtype]
+        tolerance = self.cell.tolerance
         layers = range(len(self.cache.kinds))
         wants = [self.dense(layer, q_THD if layer < len(LAYERS) else -q_THD) for layer in layers]
         names = [f"layer {layer}, {self.cache.kinds[layer]}" for layer in layers] + [self.cell.extra] * 2

@@ -30,13 +30,18 @@ def split(token_TX: Tensor, latent: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 def layer_inputs(q_THL: Tensor, token_TX: Tensor, rank: int) -> SparseLatentInputs:
     """What a layer hands over for these tokens."""
     (T, H, L), options = q_THL.shape, dict(dtype=q_THL.dtype, device=q_THL.device)
-    still = torch.stack((torch.ones(1, L - rank, **options), torch.zeros(1, L - rank, **options)), dim=1)
-    rotation = Rotation(still, torch.zeros(T, dtype=torch.int64, device=q_THL.device))
+    positions_T = torch.zeros(T, dtype=torch.int64, device=q_THL.device)
+
+    def still(width: int) -> Rotation:
+        return Rotation(torch.stack((torch.ones(1, width, **options), torch.zeros(1, width, **options)), dim=1), positions_T)
+
     latent_TL, key_TI, q_TJI, weights_TJ = split(token_TX, L)
     same_HXC = torch.eye(rank, **options).repeat(2, 1).expand(H, -1, -1)
-    latents = LatentInputs(q_THL.clone(), latent_TL.clone(), same_HXC, LatentPrep(rotation, torch.ones(rank, **options), 1e-6))
+    latents = LatentInputs(
+        q_THL.clone(), latent_TL.clone(), same_HXC, LatentPrep(still(L - rank), torch.ones(rank, **options), 1e-6)
+    )
     norm, bias = torch.ones(DIM, **options), torch.zeros(DIM, **options)
-    index = IndexInputs(q_TJI.clone(), key_TI, weights_TJ, IndexPrep(rotation, norm, bias, 1e-6, HEADS**-0.5))
+    index = IndexInputs(q_TJI.clone(), key_TI, weights_TJ, IndexPrep(still(min(L - rank, DIM)), norm, bias, 1e-6, HEADS**-0.5))
     return SparseLatentInputs(latents, TOPK, index)
 
 

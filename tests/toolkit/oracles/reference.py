@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import Backend
+from specdec.attention.caches.int8_keys import queries_as_read
 from specdec.attention.caches.planes import KVView
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import Segment
@@ -25,6 +26,7 @@ class ReferenceBackend(Backend):
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         T, H, _ = q_THD.shape
+        q_THD = queries_as_read(view, q_THD)
         outs, lse_TH = {}, q_THD.new_full((T, H), -torch.inf)
         width = 0
         for row in range(segment.rows):

@@ -3,6 +3,7 @@
 import torch
 
 from specdec import SpecDecoder
+from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
 from specdec.bench.near_tie import LOGIT_NOISE
@@ -19,7 +20,8 @@ def is_clearly_the_oracle_s_text(decoder: SpecDecoder, out: Generation) -> bool:
     model, cache = decoder.model, Driver(decoder).cache("target")
     device = decoder.settings.device
     ids_T = torch.tensor([*out.prompt_token_ids, *out.token_ids[:-1]], device=device)
-    attn = DenseAttention(model.config.layer_kinds, as_stored=as_stored(cache))
+    queries = rounded_queries if decoder.settings.options.int8_queries else None
+    attn = DenseAttention(model.config.layer_kinds, as_stored=as_stored(cache), queries_as_read=queries)
     logits_TV = model.logits(model(ids_T, torch.arange(len(ids_T), device=device), attn).hidden_TH)
     logits_TV = logits_TV[len(out.prompt_token_ids) - 1 :]
     noise = LOGIT_NOISE[decoder.settings.options.kv_cache_dtype] * logits_TV.std()

@@ -1,0 +1,101 @@
+"""The attention backend `flashmla`: FlashMLA reads latents in pages of 64 and in rows of chosen slots, our kernels the rest.
+
+The rest is: ordinary heads (a draft head's), a tree's suffix and the merge of its state, segments with first keys, shared
+prefixes, packed prompts, pages of latents in 8 bits, and what else `reads_pages` and `reads_rows` leave out.
+
+Shapes: T queries, H heads, C latent rank, L latent width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.fp8_latent import Fp8LatentView
+from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.planes import KVView
+from specdec.attention.flash import mla_adapters
+from specdec.attention.kernels.triton_backend import TritonBackend
+from specdec.attention.kernels.triton_plan import TritonPlan
+from specdec.attention.kinds import PLAIN, Scoring
+from specdec.attention.latent.mla_launch import merge_suffix
+from specdec.attention.segment import AttentionPlan, Segment
+from specdec.attention.state import AttentionState
+
+KEPT_ROWS = 256  # rounds have no more rows of slots; the schedules of longer calls, which prompts make, are not kept
+
+
+@dataclass(frozen=True)
+class FlashMLAPlan(TritonPlan):
+    """A plan, and how the library divides its pages over the GPU, by the number of heads: the plan's layers share that."""
+
+    schedules: dict[int, Any] = field(default_factory=dict)
+
+
+class FlashMLABackend(TritonBackend):
+    """programs: as in TritonBackend."""
+
+    name = "flashmla"
+
+    def __init__(self, programs: int | None = None) -> None:
+        super().__init__(programs)
+        self._checked: set[tuple[object, ...]] = set()
+        self._of_rows: dict[tuple[int, ...], Any] = {}  # schedules, which depend on shapes alone
+
+    def prepare(self, plan: AttentionPlan) -> FlashMLAPlan:
+        return FlashMLAPlan(plan.segments, plan.suffix)
+
+    def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
+        return self._state(q_THD, view, FlashMLAPlan((segment,)), scoring)
+
+    def _state(self, q_THD: Tensor, view: KVView, plan: TritonPlan, scoring: Scoring) -> AttentionState:
+        assert isinstance(plan, FlashMLAPlan)
+        if not isinstance(view, LatentView) or len(plan.segments) > 1:
+            return super()._state(q_THD, view, plan, scoring)
+        segment = plan.segments[0]
+        if not (mla_adapters.reads_pages(q_THD, view, segment) or mla_adapters.reads_rows(q_THD, view, segment)):
+            return super()._state(q_THD, view, plan, scoring)
+        assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
+        assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
+        self._check_once(q_THD, view, segment)
+        state = self._library(q_THD, view, segment, scoring.scale, plan.schedules)
+        return state if plan.suffix is None else merge_suffix(q_THD, view, plan.suffix, scoring.scale, state)
+
+    def _library(
+        self, q_THL: Tensor, view: LatentView, segment: Segment, scale: float, schedules: dict[int, Any]
+    ) -> AttentionState:
+        """The library's answer to one segment that it reads."""
+        T, H, _ = q_THL.shape
+        if isinstance(view, Fp8LatentView):
+            return mla_adapters.byte_rows_state(q_THL, view, segment, scale, self._rows_schedule(T, H, segment))
+        assert isinstance(view, MLAView)
+        if segment.pages.page_size == 1:
+            return mla_adapters.rows_state(q_THL, view, segment, scale)
+        if H not in schedules:
+            schedules[H] = mla_adapters.new_schedule()
+        return mla_adapters.pages_state(q_THL, view, segment, scale, schedules[H])
+
+    def _rows_schedule(self, T: int, H: int, segment: Segment) -> Any:
+        """The schedule of T rows of so many slots.
+
+        One that is made during a capture is not kept: its memory belongs to that graph, and is empty before the first replay.
+        """
+        key, device = (T, H, segment.pages.capacity), segment.cache_seqlens.device
+        if key in self._of_rows:
+            return self._of_rows[key]
+        schedule = mla_adapters.new_schedule()
+        if T <= KEPT_ROWS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._of_rows[key] = schedule
+        return schedule
+
+    def _check_once(self, q_THL: Tensor, view: LatentView, segment: Segment) -> None:
+        """Before the first call of its kind with these heads: checks the library's conventions on two known answers."""
+        key = (q_THL.shape[1:], q_THL.dtype, type(view), segment.pages.page_size)
+        if key in self._checked or (q_THL.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._checked.add(key)
+        mla_adapters.check_conventions(q_THL, view, segment)

@@ -1,0 +1,36 @@
+"""Rounding to int8 inside kernels, as `to_int8` (caches/quant_cache.py) defines it to the last step.
+
+Shapes: M queries x heads of a tile, D head dim.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec.attention.caches.quant_cache import INT8_MAX, LEAST_STEP
+
+MOST_INT8, SMALLEST_STEP = tl.constexpr(INT8_MAX), tl.constexpr(LEAST_STEP)
+
+
+@triton.jit
+def nearest_step(x, inverse):
+    """The nearest int8 of x * inverse as a float; ties go up.
+
+    The clamp keeps the compiler from fusing product and sum, which would round differently.
+    """
+    return tl.floor(tl.clamp(x * inverse, -MOST_INT8, MOST_INT8) + 0.5)
+
+
+@triton.jit
+def scale_and_inverse(most):
+    """The scale of heads whose largest sizes these are, and 1 / scale; 0 where the scale is too small to be divided by."""
+    scale = most * (1 / MOST_INT8)
+    is_some = scale > SMALLEST_STEP
+    return scale, tl.where(is_some, tl.div_rn(1.0, tl.where(is_some, scale, 1.0)), 0.0)
+
+
+@triton.jit
+def queries_in_int8(q_MD):
+    """Queries in int8, and the scale of each, [M, 1] float32."""
+    q_MD = q_MD.to(tl.float32)
+    scale_M, inverse_M = scale_and_inverse(tl.max(tl.abs(q_MD), 1))
+    return nearest_step(q_MD, inverse_M[:, None]).to(tl.int8), scale_M[:, None]
