@@ -63,9 +63,10 @@ class SplitLayout(CacheLayout):
 
 @dataclass(frozen=True)
 class PairedView:
-    """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.  Its MHAView stores.
+    """One layer of an ordinary cache, kv [num_slots, 2, K, D], as differential attention reads it.
 
-    Heads 2i and 2i + 1 are a pair.  The softmax of each of its two keys weighs the pair's two values side by side.
+    It is only read: layers store through an MHAView of the same tensor.  Heads 2i and 2i + 1 are
+    a pair.  The softmax of each of its two keys weighs the pair's two values side by side.
     """
 
     kv: Tensor

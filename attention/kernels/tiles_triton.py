@@ -41,21 +41,25 @@ def padded(D: int, int8_product: bool = False) -> int:
 
 
 @lru_cache
-def paged_tiles(packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float) -> PagedTiles:
+def paged_tiles(
+    packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float, int8_queries: bool = False
+) -> PagedTiles:
     """The tiles for `packed_queries` queries x heads a row and kv head.
 
     D: head dim.  The tiles were measured for 128; other dims keep the bytes of a pipeline stage.
     itemsize: bytes of a query's element.
-    quant: what has a scale in an 8-bit cache, "head" or "token"; "" for a 16- or 32-bit cache.
+    quant: what has a scale in an 8-bit cache, "head", "token" or "key"; "" for a 16- or 32-bit cache.
     causal: whether the segment is causal.
     waves: rows x kv heads, as a share of the programs that the GPU runs at once.
+    int8_queries: whether int8 keys are multiplied as they are.
 
     Up to 64 packed queries, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
     each, and small where there are many rows and an SM holds two programs.  A single query has little to merge, so it is split
     further.  Beyond 64, arithmetic takes the time.  Long prompts have enough tiles for two programs an SM, one of which
     computes while the other waits.  float32 does not use tensor cores, and larger tiles would spill registers.  8-bit keys are
     converted to 16 bits on the way into a product of 64 rows or more; a smaller product would read them from shared memory byte
-    by byte.
+    by byte.  Where only keys have 8 bits, products of 16 rows are faster all the same, and of 32 where there are many rows or
+    no conversion.
     """
 
     def keys(most: int) -> int:
@@ -64,6 +68,12 @@ def paged_tiles(packed_queries: int, D: int, itemsize: int, quant: str, causal: 
     wanted = max(16, triton.next_power_of_2(packed_queries))
     if itemsize == 4:
         return PagedTiles(min(wanted, 32), keys(64), 8, 2)
+    if quant == "key" and wanted <= 32 and (wanted == 16 or waves > 0.8 or int8_queries):
+        return PagedTiles(wanted, keys(128), 4, 3, an_sm=2 if int8_queries else 1)
+    if (quant == "key" or int8_queries) and (wanted <= 64 or D > 128):
+        return PagedTiles(64, keys(64), 4, 3, an_sm=2)
+    if int8_queries:
+        return PagedTiles(128, 64, 8, 3)
     if quant and (wanted <= 64 or D > 128):
         if quant == "head":
             return PagedTiles(64, keys(128), 4, 3, an_sm=2)

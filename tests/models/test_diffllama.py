@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
 from toolkit.prompts import packed_prompts
 from torch import Tensor
 
@@ -104,13 +104,7 @@ CASES = [
 def test_text_is_that_of_transformers(zoo: Zoo, name: str, head: str, shape: tuple[int, int, int], page_size: int) -> None:
     """Chains and trees at any page size, prompts longer than a chunk, rows that change owners."""
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
-    Driver(decoder).set_chunk(10)
-    prompts, lengths = ragged_prompts(40, 6, seed=7), [20, 7, 24, 1, 13, 18]
-    for speculate in (True, False):
-        outputs = decoder.generate(prompts, [SamplingParams(max_tokens=n) for n in lengths], speculate=speculate)
-        for prompt, n, out in zip(prompts, lengths, outputs, strict=True):
-            assert out.token_ids == zoo.greedy(name, prompt, 24)[:n], (speculate, prompt)
-    Driver(decoder).assert_nothing_leaked()
+    hold_text(zoo, name, decoder)
 
 
 def test_sampled_text_does_not_depend_on_drafts(zoo: Zoo) -> None:
@@ -124,25 +118,14 @@ def test_sampled_text_does_not_depend_on_drafts(zoo: Zoo) -> None:
 
 def test_prefixes_are_shared(zoo: Zoo) -> None:
     """Keeps out: a shared prefix whose halves are subtracted before each row's own keys are merged."""
-    decoder = zoo.decoder("diffllama-gqa", "eagle3", SpecConfig(3, 4, 12), page_size=5, max_batch_size=4, prefix_caching=True)
-    tails = ragged_prompts(40, 5, seed=8)
-    prompts = [tails[-1] + tails[-2] + tail for tail in tails]
-    for _ in range(2):  # the second time, every prompt is known
-        outputs = decoder.generate(prompts, SamplingParams(max_tokens=12))
-        assert [out.token_ids for out in outputs] == [zoo.greedy("diffllama-gqa", prompt, 12) for prompt in prompts]
+    hold_text_after_shared_prefixes(zoo, "diffllama-gqa", (3, 4, 12))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "shape", "page_size"), [("diffllama-mha", (4, 4, 16), 16), ("diffllama-gqa", (3, 1, 4), 5)])
 def test_captured_rounds_write_the_same(zoo: Zoo, name: str, shape: tuple[int, int, int], page_size: int) -> None:
-    """In float32 on a GPU, whole rounds in graphs.  Keeps out: a lambda or a view of the cache that a graph freezes."""
-    prompts = ragged_prompts(40, 6, seed=7)
-    for graphs in ("round", False):
-        decoder = zoo.decoder(
-            name, "eagle3", SpecConfig(*shape), page_size=page_size, max_batch_size=3, device="cuda", cuda_graphs=graphs
-        )
-        outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
-        assert [out.token_ids for out in outputs] == [zoo.greedy(name, prompt, 24) for prompt in prompts], graphs
+    """Keeps out: a lambda or a view of the cache that a graph freezes."""
+    hold_captured_text(zoo, name, shape, page_size)
 
 
 # ---- strictness ----

@@ -48,7 +48,7 @@ def command(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_streams_finish(sent: signal.Signals) -> None:
     """Keeps out: texts cut off by every deployment, an exit code that reads as a crash, and a server that never ends."""
-    with command() as (process, url):
+    with command("--grace-seconds", "300") as (process, url):  # the default is short for a busy machine
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(stream=True, n=8, **LONG, **MORE)  # lasts for longer than the questions below
         chunks = [next(stream)]

@@ -264,14 +264,21 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
         assert 1 <= splits <= 128 and (splits in (1, 128) or waves / -(-waves // 1) > 0.75)
 
 
-@pytest.mark.parametrize(("itemsize", "quant"), [(2, ""), (4, ""), (2, "head"), (2, "token"), (4, "head")])
-def test_tiles_fit_shared_memory(itemsize: int, quant: str) -> None:
+FORMATS = [
+    (2, "", False), (4, "", False), (2, "head", False), (2, "token", False), (4, "head", False), (2, "key", False),
+    (2, "key", True), (4, "key", True), (2, "token", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("itemsize", "quant", "int8_queries"), FORMATS)
+def test_tiles_fit_shared_memory(itemsize: int, quant: str, int8_queries: bool) -> None:
     """Keeps out: a head size that compiles only where nobody tried it (Hopper: 227 KiB a program)."""
     packed, dims = (1, 4, 24, 64, 128, 240, 4096), (8, 24, 64, 80, 128, 256)
     for queries, head_dim, causal, waves in itertools.product(packed, dims, (False, True), (0.06, 2.0)):
-        tiles = paged_tiles(queries, head_dim, itemsize, quant, causal, waves)
+        tiles = paged_tiles(queries, head_dim, itemsize, quant, causal, waves, int8_queries)
         row = padded(head_dim) * itemsize
-        kept = tiles.stages * (padded(head_dim) if quant else row) + (row if quant else 0)  # 8-bit blocks, and one made wider
+        narrow = tiles.stages * padded(head_dim) + row  # 8-bit blocks, and one made wider
+        keys, values = narrow if quant else tiles.stages * row, narrow if quant in ("head", "token") else tiles.stages * row
         case = (queries, head_dim, causal, waves, tiles)
-        assert tiles.block_m * row + 2 * tiles.block_n * kept <= 227 * 1024, case
+        assert tiles.block_m * row + tiles.block_n * (keys + values) <= 227 * 1024, case
         assert tiles.block_m >= 16 and tiles.block_n >= 16, case

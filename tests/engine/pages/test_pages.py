@@ -149,8 +149,11 @@ def windowed(zoo: Zoo, spec: SpecConfig | None, page_size: int, **settings: obje
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_passes")
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(("shape", "page_size"), [((3, 4, 12), 4), ((5, 1, 6), 1), ((3, 4, 12), 16), (None, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "page_size", "depth"),
+    [((3, 4, 12), 4, 1), ((5, 1, 6), 1, 0), ((3, 4, 12), 16, 0), ((5, 1, 6), 4, 1), (None, 4, 1)],
+    ids=str,
+)
 def test_text_far_beyond_the_window(zoo: Zoo, shape: tuple[int, int, int] | None, page_size: int, depth: int) -> None:
     """A pool of a few windows writes what transformers writes, drafts as far as with all pages, and is whole at the end."""
     decoder = windowed(zoo, SpecConfig(*shape) if shape else None, page_size)

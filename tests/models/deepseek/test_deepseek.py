@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from toolkit.deepseek import DEEPSEEKS, YARN, DeepseekZoo, save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
+from toolkit.oracles.texts import hold_captured_text, hold_text, hold_text_after_shared_prefixes
 from toolkit.prompts import packed_prompts
 from torch import Tensor
 
-from specdec import SamplingParams, SpecConfig
+from specdec import SpecConfig
 from specdec.attention.attend import PagedAttention
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.eager.dense import DenseAttention
@@ -142,26 +143,14 @@ def test_text_is_that_of_transformers(
     monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
     assert isinstance(Driver(decoder).cache("target").layout, LatentLayout)
-    Driver(decoder).set_chunk(10)
-    prompts, lengths = ragged_prompts(40, 6, seed=7), [20, 7, 24, 1, 13, 18]
-    for speculate in (True, False):
-        outputs = decoder.generate(prompts, [SamplingParams(max_tokens=n) for n in lengths], speculate=speculate)
-        for prompt, n, out in zip(prompts, lengths, outputs, strict=True):
-            assert out.token_ids == zoo.greedy(name, prompt, 24)[:n], (speculate, prompt)
-    Driver(decoder).assert_nothing_leaked()
+    hold_text(zoo, name, decoder)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "shape", "page_size"), [("v3", (4, 4, 16), 16), ("v2-lite", (3, 1, 4), 5)])
 def test_captured_rounds_write_the_same(zoo: DeepseekZoo, name: str, shape: tuple[int, int, int], page_size: int) -> None:
-    """In float32 on a GPU, whole rounds in graphs.  Keeps out: experts or chunks whose number the host read while capturing."""
-    prompts = ragged_prompts(40, 6, seed=7)
-    for graphs in ("round", False):
-        decoder = zoo.decoder(
-            name, "eagle3", SpecConfig(*shape), page_size=page_size, max_batch_size=3, device="cuda", cuda_graphs=graphs
-        )
-        outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
-        assert [out.token_ids for out in outputs] == [zoo.greedy(name, prompt, 24) for prompt in prompts], graphs
+    """Keeps out: experts or chunks whose number the host read while capturing."""
+    hold_captured_text(zoo, name, shape, page_size)
 
 
 @pytest.mark.slow
@@ -172,14 +161,7 @@ def test_shared_prefixes_are_read_as_latents(
     """Cached pages of another's prompt.  Keeps out: a prefix that is expanded from where the prompt began, not the row."""
     monkeypatch.setattr(mla, "EXPAND_ABOVE", 6)
     monkeypatch.setattr(mla, "EXPANDED_TOKENS", 12)
-    settings = dict(page_size=5, max_batch_size=4, prefix_caching=True)
-    decoder = zoo.decoder("v3", "eagle3", SpecConfig(*shape), **settings)
-    tails = ragged_prompts(40, 5, seed=8)
-    common = tails[-1] + tails[-2]
-    prompts = [common + tail for tail in tails] + [common, tails[0]]
-    for _ in range(2):  # the second time, every prompt is known
-        outputs = decoder.generate(prompts, SamplingParams(max_tokens=12))
-        assert [out.token_ids for out in outputs] == [zoo.greedy("v3", prompt, 12) for prompt in prompts]
+    hold_text_after_shared_prefixes(zoo, "v3", shape)
 
 
 def test_latents_have_no_quantised_cache(zoo: DeepseekZoo) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.deepseek import MARGIN, SPARSES, TOPK, SparseZoo, least_margin, save_sparse
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
+from toolkit.oracles import texts
 from toolkit.prompts import packed_prompts
 from torch import Tensor
 
@@ -141,7 +142,6 @@ CASES = [
     ("glm", "eagle3", (3, 8, 24), 64),
     ("glm-shared", "eagle3", (3, 4, 8), 5),
 ]
-LENGTHS = [20, 7, 24, 1, 13, 18]
 
 
 def assert_clear(zoo: SparseZoo, name: str, texts: list[list[int]]) -> None:
@@ -158,26 +158,14 @@ def test_text_is_that_of_transformers(
     """Chains and trees at any page size, prompts longer than a chunk, rows that change owners."""
     decoder = zoo.decoder(name, head, SpecConfig(*shape), page_size=page_size, max_batch_size=3)
     assert isinstance(Driver(decoder).cache("target").view(0), SparseLatentView)
-    Driver(decoder).set_chunk(10)
-    prompts = ragged_prompts(40, 6, seed=7)
-    assert_clear(zoo, name, [prompt + zoo.greedy(name, prompt, 24) for prompt in prompts])
-    for speculate in (True, False):
-        outputs = decoder.generate(prompts, [SamplingParams(max_tokens=n) for n in LENGTHS], speculate=speculate)
-        for prompt, n, out in zip(prompts, LENGTHS, outputs, strict=True):
-            assert out.token_ids == zoo.greedy(name, prompt, 24)[:n], (speculate, prompt)
-    Driver(decoder).assert_nothing_leaked()
+    assert_clear(zoo, name, [prompt + zoo.greedy(name, prompt, 24) for prompt in texts.PROMPTS])
+    texts.hold_text(zoo, name, decoder)
 
 
 @pytest.mark.slow
 def test_shared_prefixes_are_read_from_each_rows_own_pages(zoo: SparseZoo) -> None:
     """Cached pages of another's prompt.  Keeps out: a plan that splits off what rows share, from which no query chooses."""
-    decoder = zoo.decoder("v32", "eagle3", SpecConfig(4, 4, 16), page_size=5, max_batch_size=4, prefix_caching=True)
-    tails = ragged_prompts(40, 5, seed=8)
-    common = tails[-1] + tails[-2]
-    prompts = [common + tail for tail in tails] + [common, tails[0]]
-    for _ in range(2):  # the second time, every prompt is known
-        outputs = decoder.generate(prompts, SamplingParams(max_tokens=12))
-        assert [out.token_ids for out in outputs] == [zoo.greedy("v32", prompt, 12) for prompt in prompts]
+    texts.hold_text_after_shared_prefixes(zoo, "v32", (4, 4, 16))
 
 
 @pytest.mark.gpu
