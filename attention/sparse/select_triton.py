@@ -40,10 +40,11 @@ def slice_of(visible, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def borders(s_M, ok_M, expected):
-    """(lower, upper): of the ok scores, the others being -inf, at least `expected` and 4.5 times its root more reach the lower border, and at most as
-    many fewer the upper one.  Infinite where no border was found.
+    """(lower, upper): at least `expected` of the ok scores and 4.5 times its root more reach the lower border, and at most as many
+    fewer the upper one.  Infinite where no border was found.
 
-    The two are searched together, by halving ranges of scores, until they are about as near as that.
+    The two are searched together, by halving ranges of scores, until they are about as near as that.  Scores that are not ok
+    are -inf.
     """
     margin = 4.5 * tl.sqrt(expected)
     above = (expected + margin).to(tl.int32) + 4
