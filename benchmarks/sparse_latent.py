@@ -8,8 +8,9 @@ Times are medians of CUDA-graph replays, per layer; a graph holds several layers
 its keys in memory and not in L2, as in a model.  The layers of a graph share one plan and its candidates.
 
 A sparse layer is three parts: scores of the indexer, selection of the best keys, and attention over their latents.  Their times
-are differences: of scores and selection to scores alone, and of a whole layer to scores and selection.  (Attention that is timed
-alone reads the same rows again and again, from L2.)  The byte limit is the indexer's keys (256 bytes a token), read once, and the selected latents (1,152 bytes each), read once a query.
+are differences: of scores and selection to scores alone, and of a whole layer to scores and selection.  (Attention that is
+timed alone reads the same rows again and again, from L2.)  The byte limit is the indexer's keys (256 bytes a token), read once,
+and the selected latents (1,152 bytes each), read once a query.
 
 Shapes: B sequences, L tokens, N queries of a sequence, T = B * N, X slots, I selected keys.
 """

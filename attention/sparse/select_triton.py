@@ -40,8 +40,8 @@ def slice_of(visible, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def borders(s_M, ok_M, expected):
-    """(lower, upper): at least `expected` of the ok scores and 4.5 times its root more reach the lower border, and at most as many
-    fewer the upper one.  Infinite where no border was found.
+    """(lower, upper): at least `expected` of the ok scores and 4.5 times its root more reach the lower border, and at most as
+    many fewer the upper one.  Infinite where no border was found.
 
     The two are searched together, by halving ranges of scores, until they are about as near as that.  Scores that are not ok
     are -inf.
