@@ -106,24 +106,19 @@ def _launch_paged(
     )  # fmt: skip
     shared = {
         "HEADS": H, "PAGE_SIZE": segment.pages.page_size, "CAUSAL": segment.causal and segment.max_seqlen_q > 1,
-        "LEAST": tiles.least, "num_warps": tiles.warps, **chained(q_THL.device),
+        "LEAST": tiles.least, "num_warps": tiles.warps, **keys.options, **chained(q_THL.device),
     }  # fmt: skip
     if tiles.hopper:
         from specdec.attention.latent.mla_hopper import blocks_of, latent_hopper_kernel
 
-        assert isinstance(view, MLAView), "the Hopper kernel reads latents in 16 bits"
-        by_engine, latent = segment.pages.page_size % tiles.block_n == 0, view.latent
-        blocks = blocks_of(latent) if by_engine else (latent, latent)
-        strides = (*q_THL.stride()[:2], latent.stride(0), segment.pages.table.stride(0))
-        latent_hopper_kernel[grid](
-            q_THL, latent, *blocks, *tables, *state, scale, *strides, num_tiles, first, states, TMA=by_engine, **shared
-        )
+        by_engine = segment.pages.page_size % tiles.block_n == 0 and not keys.options["SCALED"]
+        blocks = blocks_of(*keys.pointers[:2]) if by_engine else keys.pointers[:2]
+        latent_hopper_kernel[grid](q_THL, *keys.pointers, *blocks, *tables, *state, *numbers, TMA=by_engine, **shared)
         return
     latent_attention_kernel[grid](
         q_THL, *keys.pointers, *tables, segment.cu_seqlens_q if starts_T is None else starts_T, *state, *numbers,
         RANK=C, PADDED_RANK=padded(C), ROPE=L - C, PADDED_ROPE=padded(L - C), HAS_STARTS=starts_T is not None,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages,
-        **keys.options, **shared,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, num_stages=tiles.stages, **shared,
     )  # fmt: skip
 
 
@@ -153,7 +148,7 @@ def _tiles_and_splits(q_THL: Tensor, view: LatentView, segment: Segment, program
     packed = segment.max_seqlen_q * q_THL.shape[1]
     dims, local = (view.rank, q_THL.shape[2]), segment.starts_T is not None
     scaled = view.parts.scales_NG is not None
-    tiles = latent_tiles(packed, dims, q_THL.element_size(), local, scaled, gpu_generation(q_THL.device))
+    tiles = latent_tiles(packed, dims, q_THL.dtype, local, scaled, gpu_generation(q_THL.device))
     if segment.max_keys <= SHORT:
         tiles = tiles._replace(least=SHORT_LEAST)
     num_tiles = segment.rows * triton.cdiv(packed, tiles.block_m)
@@ -180,11 +175,13 @@ def latent_splits(num_tiles: int, max_keys: int, least: int, programs: int) -> i
 
 
 @lru_cache
-def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool, scaled: bool, generation: int) -> LatentTiles:
+def latent_tiles(
+    packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, generation: int
+) -> LatentTiles:
     """The tiles for `packed` queries x heads a row.
 
     dims: rank, and width of a latent.
-    itemsize: bytes of a query's element.
+    dtype: the queries'.
     local: whether queries have first keys.
     scaled: whether the cache holds 8-bit codes with scales.
     generation: the major number of the GPU's compute capability; 0 without a GPU.
@@ -193,11 +190,13 @@ def latent_tiles(packed: int, dims: tuple[int, int], itemsize: int, local: bool,
     wanted = max(16, triton.next_power_of_2(packed))
     if scaled and generation >= 9:  # codes are converted on the way into shared memory, from which only such tiles are fed
         wanted = max(wanted, 64)
-    if itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
+    if dtype.itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
     if wanted < 64:
-        return LatentTiles(wanted, 32, 4, 2, 256)
-    hopper = generation == 9 and dims == (512, 576) and not local and not scaled and has_gluon()
+        ample = generation >= 9 and dims[1] <= 576  # shared memory for the larger blocks
+        return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(wanted, 32, 4, 2, 256)
+    # An 8-bit latent's rotated part is bfloat16, and the Hopper kernel copies it as it is.
+    hopper = generation == 9 and dims == (512, 576) and not local and (not scaled or dtype == torch.bfloat16) and has_gluon()
     return LatentTiles(64, 64 if generation >= 9 else 32, 8, 2, 256, hopper)
 
 

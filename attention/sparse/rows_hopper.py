@@ -38,7 +38,6 @@ def _gather(to_c, to_r, latent, wide_N, narrow_N, start, high, stride, WIDE: gl.
     _copy_rows(to_c, latent + wide_N.to(gl.int64) * stride, key_N < high, 512, WIDE)
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
     _copy_rows(to_r, latent + 512 + narrow_N.to(gl.int64) * stride, key_N < high, 64, NARROW)
-    async_copy.commit_group()
 
 
 @gluon.jit(
@@ -100,7 +99,10 @@ def rows_hopper_kernel(
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
     _copy_rows(q_r, q + 512 + head * stride_qh, head < 64, 64, NARROW)
     _gather(c_s.index(0), r_s.index(0), latent, wide_N, narrow_N, low, high, stride_slot, WIDE, NARROW)
-    _gather(c_s.index(1), r_s.index(1), latent, wide2_N, narrow2_N, low + 64, high, stride_slot, WIDE, NARROW)
+    async_copy.commit_group()
+    if blocks > 1:
+        _gather(c_s.index(1), r_s.index(1), latent, wide2_N, narrow2_N, low + 64, high, stride_slot, WIDE, NARROW)
+    async_copy.commit_group()
     wide_N, narrow_N = _slots(table, low + 128, high, WIDE), _slots(table, low + 128, high, NARROW)
     async_copy.wait_group(1)
     fence_async_shared()
@@ -117,10 +119,9 @@ def rows_hopper_kernel(
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
-        if block > 0:
-            async_copy.wait_group(0)
-            fence_async_shared()
-            _barrier()
+        async_copy.wait_group(1)
+        fence_async_shared()
+        _barrier()
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), nothing, use_acc=False, is_async=True)
         if KEPT > 0:
             s = warpgroup_mma(kept_MK, c_NC.slice(512 - KEPT, KEPT, dim=1).permute((1, 0)), s, is_async=True)
@@ -131,11 +132,6 @@ def rows_hopper_kernel(
             s = warpgroup_mma(q_c.slice(256, 128, dim=1), c_NC.slice(256, 128, dim=1).permute((1, 0)), s, is_async=True)
         else:
             s = warpgroup_mma(q_c, c_NC.permute((1, 0)), s, is_async=True)
-        if block > 0:
-            if block + 1 < blocks:
-                to = (block + 1) % 2
-                _gather(c_s.index(to), r_s.index(to), latent, wide_N, narrow_N, start + 64, high, stride_slot, WIDE, NARROW)
-                wide_N, narrow_N = _slots(table, start + 128, high, WIDE), _slots(table, start + 128, high, NARROW)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > high:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
@@ -153,6 +149,11 @@ def rows_hopper_kernel(
         total_M = total_M * decay_M + gl.sum(p_MN, 1)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
         _barrier()  # all warps are done with this block, so its buffer may be overwritten
+        # The copies of the next block may still be under way: two blocks are, so that no copy waits for another's end.
+        if block + 2 < blocks:
+            _gather(c_NC, r_NR, latent, wide_N, narrow_N, start + 128, high, stride_slot, WIDE, NARROW)
+            wide_N, narrow_N = _slots(table, start + 192, high, WIDE), _slots(table, start + 192, high, NARROW)
+        async_copy.commit_group()
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)

@@ -18,6 +18,7 @@ from specdec.attention.caches.fp8_latent import Fp8LatentView, pack_latents, row
 from specdec.attention.eager.torch_backend import TorchBackend
 from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import LayerKind, Scoring
+from specdec.attention.latent import mla_launch
 from specdec.attention.latent.mla import store_latent
 from specdec.attention.latent.mla_store_triton import launch_store_latent
 from specdec.attention.latent.prep import LatentPrep
@@ -67,6 +68,17 @@ def check(backend: Backend, q_THL: Tensor, view: Fp8LatentView, *segments: Segme
 
 
 @pytest.mark.slow_cases
+def test_only_bfloat16_queries_go_to_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: rotated parts, which 8-bit rows hold in bfloat16, copied as they are beside float16 queries."""
+    monkeypatch.setattr(mla_launch, "has_gluon", lambda: True)
+    chosen = {
+        (dtype, scaled): mla_launch.latent_tiles.__wrapped__(128, (512, 576), dtype, False, scaled, 9).hopper
+        for dtype in (torch.float16, torch.bfloat16)
+        for scaled in (False, True)
+    }
+    assert [key for key, hopper in chosen.items() if not hopper] == [(torch.float16, True)]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton", "triton-split"])
 @pytest.mark.parametrize(("P", "count"), [(1, 1), (5, 6), (16, 3)])

@@ -51,7 +51,19 @@ def check(q_THL: Tensor, view: LatentView, *segments: Segment, suffix: Segment |
 
 
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["16 bits", "8 bits"])
-@pytest.mark.parametrize(("P", "hopper"), [(64, True), (5, True), (16, False)])
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_few_heads(heads: int, eight_bits: bool) -> None:
+    """A rank's share of a model.  Keeps out: tiles that are wrong, or do not fit, only where rows are few."""
+    lens = [1000, 64, 129, 7]
+    for P in (16, 64):
+        torch.manual_seed(P)
+        table, view = scattered(lens, P, eight_bits)
+        q_THL = torch.randn(4, heads, C + R, device="cuda", dtype=torch.bfloat16)
+        check(q_THL, view, causal_segment(PageTable(table, P), ints(*lens), 1))
+
+
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize(("P", "hopper"), [(64, True), (128, True), (5, True), (1, True), (16, False)])
 def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bool, eight_bits: bool) -> None:
     """Decode, chains, trees, first keys and empty rows.  Keeps out: Triton's kernel tested in the Hopper kernel's place."""
     from specdec.attention.latent import mla_launch
@@ -62,9 +74,9 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
         pytest.skip(f"needs a GPU of compute capability 9.x, this one has {generation}.x")
     chosen = set()
 
-    def spy(packed: int, dims: tuple[int, int], itemsize: int, local: bool, scaled: bool, generation: int) -> LatentTiles:
+    def spy(packed: int, dims: tuple[int, int], dtype: torch.dtype, local: bool, scaled: bool, generation: int) -> LatentTiles:
         assert scaled == eight_bits
-        tiles = latent_tiles(packed, dims, itemsize, local or not hopper, scaled, generation)
+        tiles = latent_tiles(packed, dims, dtype, local or not hopper, scaled, generation)
         chosen.add((local, tiles.hopper))
         return tiles
 
@@ -84,4 +96,4 @@ def test_latents_of_deepseek(monkeypatch: pytest.MonkeyPatch, P: int, hopper: bo
     suffix = Segment.of_slots(slots, ints(*[1, 2, 3, 4, 2, 1] * 4))
     check(q_THL, view, prefix_segment(PageTable(table, P), ints(*prefix), 6), suffix=suffix)
     check(q_THL, view, prefix_segment(PageTable(table, P), ints(960, 0, 129, 0), 6), suffix=suffix)
-    assert chosen == {(False, hopper and not eight_bits), (True, False)}
+    assert chosen == {(False, hopper), (True, False)}

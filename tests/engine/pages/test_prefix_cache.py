@@ -152,7 +152,7 @@ def test_hits_equal_cold_runs(zoo: Zoo, kind: str | None, spec: SpecConfig | Non
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("kept", ["int8", "fp8", "int8_keys"])
 def test_pages_of_8_bits(zoo: Zoo, kept: str) -> None:
     """A page means the same to whoever reads it: scales are a token's own, or stand once the first tokens came."""
     settings = dict(page_size=4, max_batch_size=3, max_seq_len=96, kv_cache_dtype=kept)
