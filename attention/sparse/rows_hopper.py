@@ -5,7 +5,7 @@ A program takes 64 heads of a query and a part (split) of its row.  Asynchronous
 slot.  Each of two warp groups takes half of a block's keys, then half of the values' columns, as in latent/mla_hopper.py.
 
 The state of a split is kept in groups of 8 columns, [C / 8, 64 heads, 8]: so the registers of a product's result go to memory
-in whole sectors.  `merge_rows_kernel` in rows_triton.py reads that form.
+in whole sectors.  `merge_rows_kernel` in rows_merge_triton.py reads that form.
 
 Shapes: M = 64 heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
 """
@@ -59,13 +59,13 @@ def rows_hopper_kernel(
     HEADS: gl.constexpr,
     LEAST: gl.constexpr,
     SPLIT: gl.constexpr,
-    KEPT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    KEPT: gl.constexpr = 128  # columns of the queries that stay in registers
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     TILES: gl.constexpr = HEADS // 64
     tile = gl.program_id(0) % TILES  # neighbouring programs read the same keys, one of them from L2
@@ -107,9 +107,8 @@ def rows_hopper_kernel(
     async_copy.wait_group(1)
     fence_async_shared()
     _barrier()
-    if KEPT > 0:
-        Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-        kept_MK = q_c.slice(512 - KEPT, KEPT, dim=1).load(Q)
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    kept_MK = q_c.slice(512 - KEPT, KEPT, dim=1).load(Q)
 
     top_M = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
@@ -123,15 +122,9 @@ def rows_hopper_kernel(
         fence_async_shared()
         _barrier()
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if KEPT > 0:
-            s = warpgroup_mma(kept_MK, c_NC.slice(512 - KEPT, KEPT, dim=1).permute((1, 0)), s, is_async=True)
-        if KEPT == 256:
-            s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
-        elif KEPT == 128:
-            s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma(q_c.slice(256, 128, dim=1), c_NC.slice(256, 128, dim=1).permute((1, 0)), s, is_async=True)
-        else:
-            s = warpgroup_mma(q_c, c_NC.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(kept_MK, c_NC.slice(512 - KEPT, KEPT, dim=1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_c.slice(256, 128, dim=1), c_NC.slice(256, 128, dim=1).permute((1, 0)), s, is_async=True)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > high:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))

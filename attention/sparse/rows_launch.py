@@ -54,8 +54,7 @@ def attend_rows(q_THL: Tensor, view: LatentView, plan: TritonPlan, scale: float,
 
 
 def launch_rows(
-    q_THL: Tensor, latent: Tensor, slots_TI: Tensor, counts_T: Tensor, state: AttentionState, scale: float, splits: int,
-    kept: int = 128,
+    q_THL: Tensor, latent: Tensor, slots_TI: Tensor, counts_T: Tensor, state: AttentionState, scale: float, splits: int
 ) -> None:  # fmt: skip
     """Attends to each split of the rows."""
     from specdec.attention.sparse.rows_hopper import rows_hopper_kernel
@@ -63,7 +62,7 @@ def launch_rows(
     T, H, _ = q_THL.shape
     rows_hopper_kernel[(T * (H // 64), splits)](
         q_THL, latent, slots_TI, counts_T, *state, scale, *q_THL.stride()[:2], latent.stride(0), slots_TI.stride(0),
-        HEADS=H, LEAST=BLOCK, SPLIT=splits > 1, KEPT=kept, num_warps=8, **chained(q_THL.device),
+        HEADS=H, LEAST=BLOCK, SPLIT=splits > 1, num_warps=8, **chained(q_THL.device),
     )  # fmt: skip
 
 
