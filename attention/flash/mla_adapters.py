@@ -51,7 +51,8 @@ def reads_rows(q_THL: Tensor, view: LatentView, segment: Segment) -> bool:
     (T, H, _), eight_bits = q_THL.shape, isinstance(view, Fp8LatentView)
     return (
         segment.pages.page_size == segment.max_seqlen_q == 1
-        and not segment.is_per_query
+        and not (segment.ragged or segment.is_per_query)
+        and T == segment.rows
         and q_THL.dtype == torch.bfloat16
         and H in ROW_HEADS
         and segment.pages.capacity % MULTIPLES[eight_bits] == 0

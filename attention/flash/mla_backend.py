@@ -26,7 +26,7 @@ from specdec.attention.latent.mla_launch import merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState
 
-KEPT_ROWS = 256  # rounds have no more rows of slots; the schedules of longer calls, which prompts make, are not kept
+KEPT_ROWS = 256  # schedules of calls with more rows are made anew: prompts make such calls, with ever other numbers of rows
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class FlashMLABackend(TritonBackend):
             return super()._state(q_THD, view, plan, scoring)
         assert scoring.scale is not None, "the scale can't be derived from the width of absorbed queries"
         assert scoring.softcap is None and scoring.slopes_H is None, "no model of latent attention has a softcap or slopes"
+        assert q_THD.stride(2) == 1, "a model's absorbed queries lie densely"
         self._check_once(q_THD, view, segment)
         state = self._library(q_THD, view, segment, scoring.scale, plan.schedules)
         return state if plan.suffix is None else merge_suffix(q_THD, view, plan.suffix, scoring.scale, state)

@@ -29,8 +29,14 @@ def scale_and_inverse(most):
 
 
 @triton.jit
+def size_of(x):
+    """|x|, and infinity where x is no number, which a maximum of sizes would leave out."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def queries_in_int8(q_MD):
     """Queries in int8, and the scale of each, [M, 1] float32."""
     q_MD = q_MD.to(tl.float32)
-    scale_M, inverse_M = scale_and_inverse(tl.max(tl.abs(q_MD), 1))
+    scale_M, inverse_M = scale_and_inverse(tl.max(size_of(q_MD), 1))
     return nearest_step(q_MD, inverse_M[:, None]).to(tl.int8), scale_M[:, None]

@@ -12,8 +12,8 @@ then scaled by a power of two into a range where float16 is at least as precise 
 multiplied into the products; the scale of a token (int8) is multiplied into its keys and values.
 
 With int8 keys and values as they are ("int8_keys"), the scale of a token is multiplied into its products; its values lie in the
-bytes after its key.  With INT8_QUERIES, queries are rounded to int8 here and multiplied with int8 keys as they are; the scales of
-both are multiplied into the products.
+bytes after its key.  With INT8_QUERIES, queries are rounded to int8 and multiplied with int8 keys as they are; the products are
+multiplied with the scales of both.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernel reads the page table, lengths and first keys.  In
 a model these are written before the norm in front of the layer's projections, so they are complete when this kernel starts; any

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysView
 from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
-from specdec.attention.kernels.int8_triton import nearest_step, scale_and_inverse
+from specdec.attention.kernels.int8_triton import nearest_step, scale_and_inverse, size_of
 from specdec.ops.launch import chained
 from specdec.ops.rope import HeadPrep
 
@@ -112,7 +112,7 @@ def rope_store_kernel(
                 low_XE = tl.clamp(low_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
                 high_XE = tl.clamp(high_XE * inverse_X[:, None], -MOST_FP8, MOST_FP8)
             else:
-                most_X = tl.maximum(tl.max(tl.abs(low_XE), 1), tl.max(tl.abs(high_XE), 1))
+                most_X = tl.maximum(tl.max(size_of(low_XE), 1), tl.max(size_of(high_XE), 1))
                 scale_X, inverse_X = scale_and_inverse(most_X)
                 of_slot = scales + slot * (KV_HEADS if QUANT == "int8_keys" else 2 * KV_HEADS)
                 tl.store(of_slot + row_X, scale_X, mask=is_narrow_X)

@@ -188,16 +188,17 @@ def latent_tiles(
     Measured at DeepSeek's dims: benchmarks/README.md, "Why the tiles and rules are what they are".
     """
     wanted = max(16, triton.next_power_of_2(packed))
-    if scaled and generation >= 9:  # codes are converted on the way into shared memory, from which only such tiles are fed
+    if scaled and generation in (9, 10):  # codes are converted on the way into shared memory, which feeds only such tiles
         wanted = max(wanted, 64)
     if dtype.itemsize == 4 or dims[1] <= 128:  # float32 uses no tensor cores; latents of small models fit small tiles
         return LatentTiles(min(wanted, 16), 32, 4, 2, 64)
-    if wanted < 64:
-        ample = generation >= 9 and dims[1] <= 576  # shared memory for the larger blocks
-        return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(wanted, 32, 4, 2, 256)
+    large = generation in (9, 10)  # 227 KB of shared memory; other GPUs may have 99
+    if wanted < 64 or not large:
+        ample = large and dims[1] <= 576
+        return LatentTiles(wanted, 64, 4, 3, 256) if ample else LatentTiles(min(wanted, 32), 32, 4, 2, 256)
     # An 8-bit latent's rotated part is bfloat16, and the Hopper kernel copies it as it is.
     hopper = generation == 9 and dims == (512, 576) and not local and (not scaled or dtype == torch.bfloat16) and has_gluon()
-    return LatentTiles(64, 64 if generation >= 9 else 32, 8, 2, 256, hopper)
+    return LatentTiles(64, 64 if generation == 9 else 32, 8, 2, 256, hopper)
 
 
 @cache

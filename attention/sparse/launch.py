@@ -8,7 +8,6 @@ Shapes: T queries, H heads, D indexer dim, N candidates, S slices, I selected ke
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from specdec.attention.sparse.select_triton import filter_kernel, select_kernel
 from specdec.ops.launch import chained
 
 START = 4  # the time before a program of scores reads its first key, in blocks
-LONG = 160_000  # from here on more scores than before lie between the selection's borders
+LONG = 1 << 18  # from here on more scores than before lie between the selection's borders
 SCRATCH = 384 << 20  # bytes of scores and of lists that a part of the queries may take
 
 
@@ -38,7 +37,8 @@ class Sizes(NamedTuple):
     group: the most queries that such a program scores; least_group: the fewest, if the row has them.
     block, warps: scores of a block of the selection, and warps of its programs.
     slices: programs of the selection that an SM is given.
-    spread: the sample of a query's scores holds about the root of this many times their number.
+    sampled: how many of a sample's scores are expected among the topk best.
+    sample: the most scores of a sample.
     room: for how many scores between the borders a program of the selection has room, at least, and in multiples of topk.
     """
 
@@ -55,7 +55,8 @@ class Sizes(NamedTuple):
     block: int = 2048
     warps: int = 8
     slices: int = 2
-    spread: int = 128
+    sampled: int = 64
+    sample: int = 8192
     room: tuple[int, int] = (1024, 2)
 
 
@@ -63,8 +64,10 @@ class Scratch(NamedTuple):
     """What the launches for a part of the queries hand on to each other."""
 
     scores: Tensor  # [queries, N] float32
+    sample: Tensor  # [queries, M] float32: every `every`-th score
     listed: Tensor  # [queries, N] int32
     counts: Tensor  # [queries, S, 2] int32
+    every: int
 
 
 def launch_sparse_segment(
@@ -81,7 +84,7 @@ def launch_sparse_segment(
     assert candidates.segment.pages.table.stride(1) == 1
     slots_TI = torch.empty(T, min(topk, N), dtype=torch.int32, device=device)
     counts_T = candidates.counts_T(topk)
-    part = max(1, min(T, scratch_bytes // (8 * max(1, N))))
+    part = max(1, min(T, scratch_bytes // (9 * max(1, N))))
     for first in range(0, T, part):
         queries = min(part, T - first)
         scratch = launch_scores(q_THD, w_TH, keys_XD, candidates, topk, first, queries, sizes, programs)
@@ -89,14 +92,16 @@ def launch_sparse_segment(
     return Segment.of_slots(slots_TI, counts_T)
 
 
-def _scratch(queries: int, candidates: Candidates, sizes: Sizes, programs: int) -> Scratch:
+def _scratch(queries: int, candidates: Candidates, topk: int, sizes: Sizes, programs: int) -> Scratch:
     N, device = candidates.width, candidates.paged_T.device
     slices = max(1, min(triton.cdiv(N, sizes.block), triton.cdiv(sizes.slices * programs, queries)))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(queries, *shape, dtype=dtype, device=device)
 
-    return Scratch(empty(N, dtype=torch.float32), empty(N), empty(slices, 2))
+    every = sample_step(N, topk, sizes)
+    scores, sample = (empty(width, dtype=torch.float32) for width in (N, triton.cdiv(N, every)))
+    return Scratch(scores, sample, empty(N), empty(slices, 2), every)
 
 
 @lru_cache
@@ -123,17 +128,18 @@ def launch_scores(
     pages = segment.pages.table
     paths = pages if suffix is None else suffix.pages.table
     strides = (q_THD.stride(0), w_TH.stride(0), keys_XD.stride(0), pages.stride(0), paths.stride(0))
+    scratch = _scratch(queries, candidates, topk, sizes, programs)
+    left, widths = (scratch.scores, scratch.sample), (scratch.scores.stride(0), scratch.sample.stride(0))
     shared = {
         "HEADS": H, "BLOCK_H": padded(H), "DIM": D, "BLOCK_D": padded(D), "PAGE_SIZE": segment.pages.page_size,
-        "HAS_SUFFIX": suffix is not None, **chained(device),
+        "EVERY": scratch.every, "HAS_SUFFIX": suffix is not None, **chained(device),
     }  # fmt: skip
-    scratch = _scratch(queries, candidates, sizes, programs)
     paths_first = 0 if suffix is None else queries  # programs that score a query's path
     if segment.max_seqlen_q == 1:
         splits = score_splits(queries, triton.cdiv(segment.pages.capacity, sizes.row), sizes.an_sm * programs)
         row_scores_kernel[(paths_first + queries * splits,)](
             q_THD, w_TH, keys_XD, pages, paths, candidates.rows_T, candidates.paged_T, candidates.path_T,
-            scratch.scores, D**-0.5, first, queries, splits, topk, *strides, scratch.scores.stride(0),
+            *left, D**-0.5, first, queries, splits, topk, *strides, *widths,
             BLOCK_N=sizes.row, STAGES=sizes.row_stages, num_warps=sizes.row_warps, num_stages=sizes.row_stages, **shared,
         )  # fmt: skip
         return scratch
@@ -145,8 +151,7 @@ def launch_scores(
     width = 0 if suffix is None else paths.shape[1]
     rows_scores_kernel[(paths_first + segment.rows * groups * blocks,)](
         q_THD, w_TH, keys_XD, pages, paths, segment.cu_seqlens_q, segment.cache_seqlens, candidates.paged_T,
-        candidates.path_T, scratch.scores, D**-0.5, first, queries, groups, group, blocks, width, topk, *strides,
-        scratch.scores.stride(0),
+        candidates.path_T, *left, D**-0.5, first, queries, groups, group, blocks, width, topk, *strides, *widths,
         BLOCK_N=sizes.rows, CAUSAL=segment.causal, STAGES=sizes.rows_stages, num_warps=sizes.rows_warps,
         num_stages=sizes.rows_stages, maxnreg=sizes.rows_registers, **shared,
     )  # fmt: skip
@@ -161,19 +166,27 @@ def launch_selection(
     pages = segment.pages.table
     paths = pages if suffix is None else suffix.pages.table
     visible, slices = (candidates.paged_T, candidates.path_T), scratch.counts.shape[1]
+    scores, sample, listed, counts, every = scratch
     room = triton.next_power_of_2(max(sizes.room[0], sizes.room[1] * topk * (1 if N <= LONG else 2)))
     shared = {"LISTED": room, "BLOCK_N": sizes.block, "num_warps": sizes.warps, **chained(device)}
     filter_kernel[(queries, slices)](
-        *scratch, *visible, first, topk, scratch.scores.stride(0), SAMPLE=sample_of(N, sizes.spread), **shared
-    )
+        scores, sample, listed, counts, *visible, first, topk, scores.stride(0), sample.stride(0), EVERY=every,
+        SAMPLE=sample_side(sample.shape[1]), **shared,
+    )  # fmt: skip
     select_kernel[(queries, slices)](
-        *scratch, *visible, candidates.rows_T, pages, paths, slots_TI, first, topk, scratch.scores.stride(0), pages.stride(0),
-        paths.stride(0), slots_TI.stride(0), PAGE_SIZE=segment.pages.page_size, HAS_SUFFIX=suffix is not None,
-        LOG_SLICES=triton.next_power_of_2(slices).bit_length() - 1, **shared,
+        scores, listed, counts, *visible, candidates.rows_T, pages, paths, slots_TI, first, topk, scores.stride(0),
+        pages.stride(0), paths.stride(0), slots_TI.stride(0), PAGE_SIZE=segment.pages.page_size,
+        HAS_SUFFIX=suffix is not None, LOG_SLICES=triton.next_power_of_2(slices).bit_length() - 1, **shared,
     )  # fmt: skip
 
 
 @lru_cache
-def sample_of(N: int, spread: int) -> int:
-    """How many of a query's scores the selection's borders are searched in: a power of two near the root of spread * N."""
-    return min(max(16, 1 << round(math.log2(max(1, spread * N)) / 2)), 16384)
+def sample_step(N: int, topk: int, sizes: Sizes) -> int:
+    """How far apart the scores of a sample are: a power of two."""
+    return triton.next_power_of_2(max(1, topk // sizes.sampled, -(-N // sizes.sample)))
+
+
+def sample_side(M: int) -> int:
+    """How many of M sampled scores are used: a power of two, which may leave out the last few (of 131,136 keys the last 64)."""
+    side = triton.next_power_of_2(M)
+    return side // 2 if M <= side // 2 * 65 // 64 else side

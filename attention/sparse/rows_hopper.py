@@ -5,7 +5,7 @@ A program takes 64 heads of a query and a part (split) of its row.  Asynchronous
 slot.  Each of two warp groups takes half of a block's keys, then half of the values' columns, as in latent/mla_hopper.py.
 
 The state of a split is kept in groups of 8 columns, [C / 8, 64 heads, 8]: so the registers of a product's result go to memory
-in whole sectors.  `merge_rows_kernel` in rows_triton.py reads that form.
+in whole sectors.  `merge_rows_kernel` in rows_merge_triton.py reads that form.
 
 Shapes: M = 64 heads of a tile, N = 64 keys of a block, C = 512 latent rank, R = 64 rotated dim.
 """
@@ -38,7 +38,6 @@ def _gather(to_c, to_r, latent, wide_N, narrow_N, start, high, stride, WIDE: gl.
     _copy_rows(to_c, latent + wide_N.to(gl.int64) * stride, key_N < high, 512, WIDE)
     key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
     _copy_rows(to_r, latent + 512 + narrow_N.to(gl.int64) * stride, key_N < high, 64, NARROW)
-    async_copy.commit_group()
 
 
 @gluon.jit(
@@ -60,13 +59,13 @@ def rows_hopper_kernel(
     HEADS: gl.constexpr,
     LEAST: gl.constexpr,
     SPLIT: gl.constexpr,
-    KEPT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    KEPT: gl.constexpr = 128  # columns of the queries that stay in registers
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     TILES: gl.constexpr = HEADS // 64
     tile = gl.program_id(0) % TILES  # neighbouring programs read the same keys, one of them from L2
@@ -100,14 +99,16 @@ def rows_hopper_kernel(
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
     _copy_rows(q_r, q + 512 + head * stride_qh, head < 64, 64, NARROW)
     _gather(c_s.index(0), r_s.index(0), latent, wide_N, narrow_N, low, high, stride_slot, WIDE, NARROW)
-    _gather(c_s.index(1), r_s.index(1), latent, wide2_N, narrow2_N, low + 64, high, stride_slot, WIDE, NARROW)
+    async_copy.commit_group()
+    if blocks > 1:
+        _gather(c_s.index(1), r_s.index(1), latent, wide2_N, narrow2_N, low + 64, high, stride_slot, WIDE, NARROW)
+    async_copy.commit_group()
     wide_N, narrow_N = _slots(table, low + 128, high, WIDE), _slots(table, low + 128, high, NARROW)
     async_copy.wait_group(1)
     fence_async_shared()
     _barrier()
-    if KEPT > 0:
-        Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-        kept_MK = q_c.slice(512 - KEPT, KEPT, dim=1).load(Q)
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    kept_MK = q_c.slice(512 - KEPT, KEPT, dim=1).load(Q)
 
     top_M = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
     total_M = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
@@ -117,25 +118,13 @@ def rows_hopper_kernel(
     for block in range(blocks):
         start = low + block * 64
         c_NC, r_NR = c_s.index(block % 2), r_s.index(block % 2)
-        if block > 0:
-            async_copy.wait_group(0)
-            fence_async_shared()
-            _barrier()
+        async_copy.wait_group(1)
+        fence_async_shared()
+        _barrier()
         s = warpgroup_mma(q_r, r_NR.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if KEPT > 0:
-            s = warpgroup_mma(kept_MK, c_NC.slice(512 - KEPT, KEPT, dim=1).permute((1, 0)), s, is_async=True)
-        if KEPT == 256:
-            s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
-        elif KEPT == 128:
-            s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma(q_c.slice(256, 128, dim=1), c_NC.slice(256, 128, dim=1).permute((1, 0)), s, is_async=True)
-        else:
-            s = warpgroup_mma(q_c, c_NC.permute((1, 0)), s, is_async=True)
-        if block > 0:
-            if block + 1 < blocks:
-                to = (block + 1) % 2
-                _gather(c_s.index(to), r_s.index(to), latent, wide_N, narrow_N, start + 64, high, stride_slot, WIDE, NARROW)
-                wide_N, narrow_N = _slots(table, start + 128, high, WIDE), _slots(table, start + 128, high, NARROW)
+        s = warpgroup_mma(kept_MK, c_NC.slice(512 - KEPT, KEPT, dim=1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_c.slice(0, 256, dim=1), c_NC.slice(0, 256, dim=1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_c.slice(256, 128, dim=1), c_NC.slice(256, 128, dim=1).permute((1, 0)), s, is_async=True)
         s_MN = warpgroup_mma_wait(0, deps=(s,)) * scale2
         if start + 64 > high:
             key_N = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S))
@@ -153,6 +142,11 @@ def rows_hopper_kernel(
         total_M = total_M * decay_M + gl.sum(p_MN, 1)
         acc_MC = warpgroup_mma_wait(0, deps=(acc,))
         _barrier()  # all warps are done with this block, so its buffer may be overwritten
+        # The copies of the next block may still be under way: two blocks are, so that no copy waits for another's end.
+        if block + 2 < blocks:
+            _gather(c_NC, r_NR, latent, wide_N, narrow_N, start + 128, high, stride_slot, WIDE, NARROW)
+            wide_N, narrow_N = _slots(table, start + 192, high, WIDE), _slots(table, start + 192, high, NARROW)
+        async_copy.commit_group()
 
     some_M = total_M > 0
     safe_M = gl.where(some_M, total_M, 1.0)

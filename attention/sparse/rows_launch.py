@@ -36,8 +36,9 @@ def takes_rows(q_THL: Tensor, view: LatentView, plan: TritonPlan) -> bool:
     return one_each and rows.starts_T is None and H % 64 == 0 and (view.rank, L) == (512, 576) and q_THL.element_size() == 2
 
 
-def attend_rows(q_THL: Tensor, view: MLAView, plan: TritonPlan, scale: float, programs: int) -> AttentionState:
+def attend_rows(q_THL: Tensor, view: LatentView, plan: TritonPlan, scale: float, programs: int) -> AttentionState:
     """The state [T, H, C] of queries that `takes_rows` accepts.  programs: how many programs the GPU runs at once."""
+    assert isinstance(view, MLAView), "takes_rows refuses other caches"
     (T, H, _), C, device, latent = q_THL.shape, view.rank, q_THL.device, view.latent
     slots_TI, counts_T = plan.segments[0].pages.table, plan.segments[0].cache_seqlens
     assert latent.dtype == q_THL.dtype and latent.stride(1) == q_THL.stride(2) == slots_TI.stride(1) == 1
@@ -53,8 +54,7 @@ def attend_rows(q_THL: Tensor, view: MLAView, plan: TritonPlan, scale: float, pr
 
 
 def launch_rows(
-    q_THL: Tensor, latent: Tensor, slots_TI: Tensor, counts_T: Tensor, state: AttentionState, scale: float, splits: int,
-    kept: int = 128,
+    q_THL: Tensor, latent: Tensor, slots_TI: Tensor, counts_T: Tensor, state: AttentionState, scale: float, splits: int
 ) -> None:  # fmt: skip
     """Attends to each split of the rows."""
     from specdec.attention.sparse.rows_hopper import rows_hopper_kernel
@@ -62,7 +62,7 @@ def launch_rows(
     T, H, _ = q_THL.shape
     rows_hopper_kernel[(T * (H // 64), splits)](
         q_THL, latent, slots_TI, counts_T, *state, scale, *q_THL.stride()[:2], latent.stride(0), slots_TI.stride(0),
-        HEADS=H, LEAST=BLOCK, SPLIT=splits > 1, KEPT=kept, num_warps=8, **chained(q_THL.device),
+        HEADS=H, LEAST=BLOCK, SPLIT=splits > 1, num_warps=8, **chained(q_THL.device),
     )  # fmt: skip
 
 

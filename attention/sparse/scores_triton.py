@@ -5,7 +5,8 @@ of several queries (chains, trees, prompts): a program keeps a block of keys and
 multiply a block of keys with all heads of one query in the same order, so a query's score of a key does not depend on which
 of them ran, nor on whether the key lies in a page or on the query's path in a draft tree.
 
-In a draft tree, the first programs of either kernel, one for each query, score the query's path.
+In a draft tree, the first programs of either kernel, one for each query, score the query's path.  Of every query's scores, the
+first one and each EVERY-th after it are also written to a sample, for the selection.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait the kernels read page tables, lengths and what a pass's
 layers share about its candidates, as attention's kernels read tables and lengths.  They trigger late.
@@ -51,10 +52,17 @@ def keys_at(keys, slot_N, ok_N, stride_slot, DIM: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
+def keep(scores, sample, key_N, s_N, ok_N, EVERY: tl.constexpr):
+    """Writes a query's scores of these positions, and those that belong to its sample there too."""
+    tl.store(scores + key_N, s_N, mask=ok_N)
+    tl.store(sample + key_N // EVERY, s_N, mask=ok_N & (key_N % EVERY == 0))
+
+
+@triton.jit
 def score_path(
-    q, w, keys, suffix, paged_T, path_T, scores, scale, token, place, stride_qt, stride_wt, stride_slot, stride_suffix,
-    stride_scores, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    q, w, keys, suffix, paged_T, path_T, scores, sample, scale, token, place, stride_qt, stride_wt, stride_slot, stride_suffix,
+    stride_scores, stride_sample, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores one query's own path."""
     paged = tl.load(paged_T + token)
@@ -62,13 +70,15 @@ def score_path(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    scores += place * stride_scores
+    sample += place * stride_sample
     n = tl.arange(0, BLOCK_N)
     q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
     for start in tl.range(0, length, BLOCK_N, num_stages=1):
         ok_N = start + n < length
         slot_N = tl.load(suffix + token * stride_suffix + start + n, mask=ok_N, other=0)
         s_N = block_scores(q_HD, w_H, keys_at(keys, slot_N, ok_N, stride_slot, DIM, BLOCK_D))
-        tl.store(scores + place * stride_scores + paged + start + n, s_N, mask=ok_N)
+        keep(scores, sample, paged + start + n, s_N, ok_N, EVERY)
 
 
 @triton.jit(
@@ -85,6 +95,7 @@ def row_scores_kernel(
     paged_T,  # [T] int32
     path_T,  # [T] int32
     scores,  # [queries, stride_scores] float32
+    sample,  # [queries, stride_sample] float32
     scale,
     first_token,  # of this launch, which scores `queries` tokens
     queries,
@@ -96,12 +107,14 @@ def row_scores_kernel(
     stride_row,
     stride_suffix,
     stride_scores,
+    stride_sample,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EVERY: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -111,8 +124,8 @@ def row_scores_kernel(
         if program < queries:
             place = program.to(tl.int64)
             score_path(
-                q, w, keys, suffix, paged_T, path_T, scores, scale, first_token + place, place, stride_qt, stride_wt,
-                stride_slot, stride_suffix, stride_scores, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, PDL,
+                q, w, keys, suffix, paged_T, path_T, scores, sample, scale, first_token + place, place, stride_qt, stride_wt,
+                stride_slot, stride_suffix, stride_scores, stride_sample, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, EVERY, PDL,
             )  # fmt: skip
             return
         program -= queries
@@ -133,6 +146,8 @@ def row_scores_kernel(
     if (low >= high) | (visible <= topk):  # a query that sees so few keys selects all of them
         return
     q_HD, w_H = query_of(q, w, stride_qt, stride_wt, token, HEADS, BLOCK_H, DIM, BLOCK_D, scale)
+    scores += place * stride_scores
+    sample += place * stride_sample
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         ok_N = start + n < high
@@ -141,7 +156,7 @@ def row_scores_kernel(
         ahead_N = start + BLOCK_N + n
         page_N = tl.load(pages + ahead_N // PAGE_SIZE, mask=ahead_N < high, other=0)
         s_N = block_scores(q_HD, w_H, k_ND)
-        tl.store(scores + place * stride_scores + start + n, s_N, mask=ok_N)
+        keep(scores, sample, start + n, s_N, ok_N, EVERY)
 
 
 @triton.jit(
@@ -169,6 +184,7 @@ def rows_scores_kernel(
     paged_T,  # [T] int32
     path_T,  # [T] int32
     scores,  # [queries, stride_scores] float32
+    sample,  # [queries, stride_sample] float32
     scale,
     first_token,  # of this launch, which scores `queries` tokens
     queries,
@@ -183,6 +199,7 @@ def rows_scores_kernel(
     stride_row,
     stride_suffix,
     stride_scores,
+    stride_sample,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     DIM: tl.constexpr,
@@ -190,6 +207,7 @@ def rows_scores_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    EVERY: tl.constexpr,
     HAS_SUFFIX: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -199,8 +217,8 @@ def rows_scores_kernel(
         if program < queries:
             place = program.to(tl.int64)
             score_path(
-                q, w, keys, suffix, paged_T, path_T, scores, scale, first_token + place, place, stride_qt, stride_wt,
-                stride_slot, stride_suffix, stride_scores, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, PDL,
+                q, w, keys, suffix, paged_T, path_T, scores, sample, scale, first_token + place, place, stride_qt, stride_wt,
+                stride_slot, stride_suffix, stride_scores, stride_sample, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_N, EVERY, PDL,
             )  # fmt: skip
             return
         program -= queries
@@ -232,4 +250,4 @@ def rows_scores_kernel(
         if CAUSAL:
             ok_N = key_N < length - (row_end - 1 - t)
         place = token - first_token
-        tl.store(scores + place * stride_scores + key_N, s_N, mask=ok_N)
+        keep(scores + place * stride_scores, sample + place * stride_sample, key_N, s_N, ok_N, EVERY)

@@ -1,9 +1,10 @@
 """The kernels that select each query's best scores, exactly: ties go to the lower position, and slots leave in position order.
 
 There are two launches.  Several programs share a query, each with a range (slice) of its scores.
-- `filter_kernel` finds two borders by a sample of the query's scores, the same in each of its programs: somewhat more than topk
-  scores reach the lower one, and somewhat fewer the upper one.  It counts each slice's scores from the upper border on, which
-  are all selected, and lists those between the borders at the beginning of the slice's part of the list.
+- `filter_kernel` finds two borders by a sample of the query's scores, which the kernels of the scores left; they are the same
+  in each of a query's programs.  Somewhat more than topk scores reach the lower border, and somewhat fewer the upper one.  It
+  counts each slice's scores from the upper border on, which are all selected, and lists those between the borders at the
+  beginning of the slice's part of the list.
 - `select_kernel` searches the last selected score among all the query's listed ones, and writes the slots of a slice's selected
   positions after those of earlier slices.
 The sample only decides how long the list is.  If the last selected score does not lie between the borders, or more scores do
@@ -38,17 +39,18 @@ def slice_of(visible, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def borders(s_M, expected):
-    """(lower, upper): of these scores, at least `expected` and five times its root more reach the lower border, and at most as
+def borders(s_M, ok_M, expected):
+    """(lower, upper): at least `expected` of the ok scores and 4.5 times its root more reach the lower border, and at most as
     many fewer the upper one.  Infinite where no border was found.
 
-    The two are searched together, by halving ranges of scores, until they are about as near as that.
+    The two are searched together, by halving ranges of scores, until they are about as near as that.  Scores that are not ok
+    are -inf.
     """
-    margin = 5.0 * tl.sqrt(expected)
+    margin = 4.5 * tl.sqrt(expected)
     above = (expected + margin).to(tl.int32) + 4
     below = tl.maximum(expected - margin, -1.0).to(tl.int32)  # 0: above all of the sample; -1: there is no upper border
     lower, upper = -float("inf"), float("inf")
-    low_a = tl.min(s_M, 0)
+    low_a = tl.min(tl.where(ok_M, s_M, float("inf")), 0)
     high_a = tl.max(s_M, 0)
     low_b, high_b = low_a, high_a
     steps = 0
@@ -61,8 +63,8 @@ def borders(s_M, expected):
         low_a, high_a = tl.where(count_a >= above, a, low_a), tl.where(count_a >= above, high_a, a)
         upper = tl.where(count_b <= below, b, upper)
         low_b, high_b = tl.where(count_b <= below, low_b, b), tl.where(count_b <= below, b, high_b)
-        near_a = (count_a >= above) & (count_a <= above + above // 8)
-        near_b = (below < 0) | ((count_b <= below) & (count_b >= below - below // 8))
+        near_a = (count_a >= above) & (count_a <= above + above // 16)
+        near_b = (below < 0) | ((count_b <= below) & (count_b >= below - below // 16))
         low_a, high_a = tl.where(near_a, a, low_a), tl.where(near_a, a, high_a)
         low_b, high_b = tl.where(near_b, b, low_b), tl.where(near_b, b, high_b)
         steps = tl.where(near_a & near_b, STEPS, steps + 1)
@@ -72,6 +74,7 @@ def borders(s_M, expected):
 @triton.jit(do_not_specialize=["first_token", "topk"])
 def filter_kernel(
     scores,  # [queries, stride_scores] float32
+    sample,  # [queries, stride_sample] float32: of a query's scores the first one and every EVERY-th after it
     listed,  # [queries, stride_scores] int32: ordered scores
     counts,  # [queries, slices, 2] int32: how many scores of each slice are listed, and how many are above the upper border
     paged_T,  # [T] int32
@@ -79,7 +82,9 @@ def filter_kernel(
     first_token,
     topk,
     stride_scores,
-    SAMPLE: tl.constexpr,
+    stride_sample,
+    EVERY: tl.constexpr,
+    SAMPLE: tl.constexpr,  # the most scores of a sample
     LISTED: tl.constexpr,  # a query that sees at most so many keys lists all of them
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -104,21 +109,22 @@ def filter_kernel(
     lower, upper = -float("inf"), float("inf")
     if visible > LISTED:
         m = tl.arange(0, SAMPLE)
-        s_M = tl.load(scores + m.to(tl.int64) * visible // SAMPLE)
-        lower, upper = borders(s_M, topk * (SAMPLE / visible.to(tl.float32)))
+        ok_M = m * EVERY < visible
+        s_M = tl.load(sample + place * stride_sample + m, mask=ok_M, other=-float("inf"))
+        lower, upper = borders(s_M, ok_M, topk.to(tl.float32) / EVERY)
     listed += place * stride_scores + begin
     found = 0
-    above = 0
+    above_N = tl.zeros([BLOCK_N], tl.int32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         ok_N = start + n < end
-        above += tl.sum((ok_N & (s_N >= upper)).to(tl.int32), 0)
+        above_N += (ok_N & (s_N >= upper)).to(tl.int32)
         take_N = (ok_N & (s_N >= lower) & (s_N < upper)).to(tl.int32)
         score_N = ordered_32(s_N)
         s_N = tl.load(scores + start + BLOCK_N + n, mask=start + BLOCK_N + n < end, other=0.0)
         tl.store(listed + found + tl.cumsum(take_N, 0) - 1, score_N, mask=take_N > 0)
         found += tl.sum(take_N, 0)
     tl.store(at, found)
-    tl.store(at + 1, above)
+    tl.store(at + 1, tl.sum(above_N, 0))
 
 
 @triton.jit
@@ -147,16 +153,16 @@ def last_of(score_L, ok_L, wanted):
 
 @triton.jit
 def put_best(
-    scores, begin, end, last, ties, slots, pages, path, paged, PAGE_SIZE: tl.constexpr, HAS_SUFFIX: tl.constexpr,
+    scores, s_N, begin, end, last, ties, slots, pages, path, paged, PAGE_SIZE: tl.constexpr, HAS_SUFFIX: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Writes the slots of a slice's scores that are better than `last`, and of the first `ties` equal to it.
 
+    s_N: the slice's first block.  Blocks are read one ahead.
     last: LEAST_32 if all are selected; their scores are then not read.
     """
     n = tl.arange(0, BLOCK_N)
     scored = tl.where(last == LEAST_32, begin, end)  # scores that this program reads end here
-    s_N = tl.load(scores + begin + n, mask=begin + n < scored, other=0.0)  # blocks are read one ahead
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         key_N = start + n
         score_N = ordered_32(s_N)
@@ -225,7 +231,7 @@ def listed_scores(listed, count_S, size, SLICES: tl.constexpr, LOG_SLICES: tl.co
 )
 def select_kernel(
     scores,  # [queries, stride_scores] float32
-    listed,  # [queries, stride_scores] int32
+    listed,  # [queries, stride_scores] int32: ordered scores
     counts,  # [queries, slices, 2] int32
     paged_T,  # [T] int32
     path_T,  # [T] int32
@@ -261,6 +267,8 @@ def select_kernel(
         return
     scores += place * stride_scores
     slots += token * stride_out
+    n = tl.arange(0, BLOCK_N)
+    s_N = tl.load(scores + begin + n, mask=begin + n < tl.where(visible > topk, end, begin), other=0.0)
     last = tl.full([], LEAST_32, tl.int32)
     ties = 0  # how many of the scores equal to the last one are still to be selected in this slice
     at = begin
@@ -287,4 +295,4 @@ def select_kernel(
                 return
             last, ties = last_of_all(scores, visible, topk, BLOCK_N)
             end = visible
-    put_best(scores, begin, end, last, ties, slots + at, pages, path, paged, PAGE_SIZE, HAS_SUFFIX, BLOCK_N)
+    put_best(scores, s_N, begin, end, last, ties, slots + at, pages, path, paged, PAGE_SIZE, HAS_SUFFIX, BLOCK_N)

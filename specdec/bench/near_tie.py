@@ -79,7 +79,10 @@ def explain_divergence(
 
 @torch.inference_mode()
 def _last_logits(session: Session, ids: list[int]) -> Tensor:
-    """[V] float32 logits after the ids, computed in the model's own dtype, with all that attention rounds rounded."""
+    """[V] float32 logits after the ids, computed in the model's own dtype, with keys and values as the cache keeps them.
+
+    Queries are rounded as our own kernels round them; what flash-attn rounds over fp8 is not.
+    """
     model, device = session.model, session.settings.device
     ids_T = torch.tensor(ids, device=device)
     attn = DenseAttention(

@@ -129,6 +129,7 @@ OTHER_MACHINES = {  # what the cells hold fixed
     "differential in fp8": dict(value_dims=(256,), differential=True, kv_cache_dtype="fp8"),
     "values too wide": dict(value_dims=(512,), differential=True),
     "fp8 of odd heads": dict(head_dims=(128, 72), kv_cache_dtype="fp8"),
+    "split heads in fp8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="fp8", int8_queries=True),
     "split heads with int8 queries": dict(value_dims=(64,), int8_queries=True),
     "split heads in int8 with int8 queries": dict(value_dims=(64,), kv_cache_dtype="int8", int8_queries=True),
     "latents with int8 queries": dict(mla=True, head_dims=(), int8_queries=True),

@@ -264,7 +264,8 @@ def test_8_bit_kv_on_flash_attn_is_refused_at_the_door(name: str, zoo: Zoo, monk
 
     monkeypatch.setattr("specdec.loading.load.load_chosen", load_chosen)
     settings: dict[str, Any] = dict(device="cuda:0", dtype="bfloat16", page_size=256, max_seq_len=64)
-    said = f"attention='{name}' reads KV in the models' own dtype, got kv_cache_dtype='int8'; nearest setting that works: "
+    own = "own dtype or as fp8" if name == "fa3" else "own dtype"
+    said = f"attention='{name}' reads KV in the models' {own}, got kv_cache_dtype='int8'; nearest setting that works: "
     with pytest.raises(ValueError, match=f"^{said}kv_cache_dtype='auto' or attention='triton'$"):
         SpecDecoder.from_pretrained(zoo.target("llama"), attention=name, kv_cache_dtype="int8", **settings)
     for attention, kept in ((name, "auto"), ("triton", "int8")):  # what it calls nearest passes the door

@@ -170,6 +170,27 @@ def test_queries_in_int8_are_multiplied_as_integers(make: type, suffix: bool) ->
     assert (exact.double() - want).abs().max() > 1e-3, "rounding shows"
 
 
+@pytest.mark.parametrize("suffix", [False, True], ids=["prefix", "suffix"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_what_is_not_finite_stays_so(bad: float, suffix: bool) -> None:
+    """Keeps out: a broken activation that comes out of a kernel as a plausible number, because a maximum leaves NaN out."""
+    K, D, T = 2, 16, 4
+    view, slots_T = view_of(poisoned(K, D, torch.float32, int8_queries=True)), torch.arange(T, device=DEVICE)
+    qkv_TXD = torch.randn(T, 3 * K, D).to(DEVICE)
+    qkv_TXD[1, K, 3] = bad  # a key of head 0
+    launch_rope_store(qkv_TXD, view, slots_T, HeadPrep(None, K))
+    finite = view.read(slots_T, torch.float32)[0].isfinite().all(-1)
+    assert not finite[1, 0] and finite.sum() == T * K - 1
+    view.write(slots_T, torch.randn(T, 2, K, D).to(DEVICE))
+    q_THD = torch.randn(2, K, D).to(DEVICE)
+    q_THD[0, 1, 5] = bad
+    counts = [torch.full((2,), n, dtype=torch.int32, device=DEVICE) for n in ((0, T) if suffix else (T,))]
+    parts = [Segment.of_slots(slots_T.int().expand(2, T).contiguous(), count) for count in counts]
+    plan = AttentionPlan((parts[0],), suffix=parts[1] if suffix else None)
+    out = attended(TritonBackend(40), q_THD, view, plan, Scoring(0.3)).isfinite().all(-1)
+    assert not out[0, 1] and out.sum() == 3
+
+
 def test_rounded_queries_are_within_half_a_step() -> None:
     """Keeps out: queries rounded over an int8 cache that did not ask for it, and truncation."""
     q_THD = torch.randn(7, 4, 16, dtype=torch.float64)
