@@ -29,7 +29,7 @@ from specdec.models.checkpoints.loader import (
 from specdec.models.checkpoints.swapped import refuse_target_tensors
 from specdec.models.config import WINDOWED, ModelConfig, parse_config, parse_rope, read_json, sliding_window
 from specdec.models.kv_source import KEY
-from specdec.models.sharding import share_of
+from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 
 _HEAD_KEYS = frozenset(  # what a head's config has beyond a Llama's
@@ -84,6 +84,7 @@ def load_head(folder: Path, target: Target, max_positions: int, device: torch.de
     _fill_lm_head(head, checkpoint, target)
     checkpoint.ignore("rotary_emb.inv_freq")
     checkpoint.finish()
+    join(head, target.group)
     return head
 
 

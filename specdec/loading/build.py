@@ -57,13 +57,8 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
     """
     plan = pool_plan([model.config] + ([head.config.model] if head else []), settings)
-    workers = _workers(model, head, settings, plan)
-    STARTUP.lap("KV pool")
+    runner = build_runner(model, head, settings, plan)
     spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
-    heads = heads_a_key(model.config)
-    reads_together = settings.options.prefix_caching and most_read(model.config) is None  # else each query reads its own choice
-    shared = shared_room(workers.state, MOST_PACKED, heads) if reads_together else None
-    runner = DeviceRunner(workers, graphs, most_captured_cost(model, head), shared)
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
         admission,
@@ -71,9 +66,18 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
         Speculation(spec, CAPTURE_SECONDS if graphs else 0.0),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
-        sharing=None if shared is None else RowSharing(settings.options.page_size, LEAST_SAVED[device]),
+        sharing=None if runner.shared is None else RowSharing(settings.options.page_size, LEAST_SAVED[device]),
     )
     return Engine(scheduler, runner, DEPTH[device])
+
+
+def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
+    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
+    workers = _workers(model, head, settings, plan)
+    STARTUP.lap("KV pool")
+    reads_together = settings.options.prefix_caching and most_read(model.config) is None  # else each query reads its own choice
+    shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured_cost(model, head), shared)
 
 
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:

@@ -18,15 +18,17 @@ from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
 from specdec.options import EngineOptions
+from specdec.parallel.group import ALONE, Group
 from specdec.startup import STARTUP
 
 
 def load_pair(
-    target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions
+    target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions, group: Group = ALONE
 ) -> tuple[Target, DraftHead | None, EngineSettings, Path]:
     """Both models on their device, the settings that they run with, and the target's folder (for its tokenizer).
 
     target, draft: folders or hub ids; draft None: no head is loaded, and spec is not used.
+    group: the ranks of which each loads a share of both.
 
     TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
     """
@@ -38,7 +40,7 @@ def load_pair(
     settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
     device, dtype = settings.device, settings.dtype
     max_positions = settings.max_seq_len + settings.lookahead
-    model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs))
+    model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs), group)
     set_threads(model, settings)
     STARTUP.lap("target")
     head = None if draft_folder is None else load_head(draft_folder, model, max_positions, device, dtype)

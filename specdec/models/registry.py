@@ -18,7 +18,10 @@ from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_json
 from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
 from specdec.models.diffllama.config import DIFFLLAMA, parse_diffllama
+from specdec.models.sharding import join
 from specdec.models.target import Target
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.shard import Shard
 
 BACKENDS = ("auto", "native", "transformers")
 
@@ -74,10 +77,23 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
 
 
 def load_chosen(
-    choice: TargetChoice, folder: Path, max_positions: int, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
+    choice: TargetChoice,
+    folder: Path,
+    max_positions: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    cuda_graphs: bool,
+    group: Group = ALONE,
 ) -> Target:
-    """The folder's model with its weights.  cuda_graphs: whether passes are to be captured; ValueError if they can't be."""
+    """The folder's model with its weights, or with this rank's share of them.
+
+    cuda_graphs: whether passes are to be captured; ValueError if they can't be.  group: the ranks that hold the model together.
+    """
     if choice.backend == "transformers":
+        if group.size > 1:
+            raise ValueError(
+                f"tensor_parallel_size must be 1 for a target through transformers' code ({choice.reason}), got {group.size}"
+            )
         from specdec.models.transformers_backend.target import load_transformers_target
 
         try:
@@ -88,7 +104,9 @@ def load_chosen(
             raise ValueError(f"{error}; backend='auto' took transformers, since {choice.reason}") from error
     native = _native(choice.config.family)
     assert native is not None
-    return native.load(folder, choice.config, max_positions, device, dtype)
+    model = native.load(folder, choice.config, max_positions, device, dtype, Shard(group.rank, group.size))
+    join(model, group)
+    return model
 
 
 def _native(family: Any) -> _Native | None:

@@ -6,7 +6,7 @@ steps compute the same.  It knows tensors and both models' workers; it knows no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ class DeviceRunner:
     graphs: see RoundRunner.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
     shared: buffers for the pages that rows read together; None where rows never do.
+    announce: on the first of several ranks, tells each step to the others before this rank runs it.
     """
 
     def __init__(self, workers: Workers, graphs: GraphMode, most_captured: int = 0, shared: SharedPrefix | None = None) -> None:
         self.workers, self.shared = workers, shared
+        self.announce: Callable[[Step], None] | None = None
         self.device = workers.state.lens_B.device
         # Callers' threads may have other streams current; all steps of a batch must run in order, so they share one.
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -61,6 +63,8 @@ class DeviceRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
+        if self.announce is not None:
+            self.announce(step)
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
             return self._actions[type(step)](step)
 
@@ -142,6 +146,14 @@ class DeviceRunner:
             return state
         assert self.shared is not None
         return state.sharing(self.shared)
+
+
+def follow(runner: DeviceRunner, steps: Iterable[Step]) -> None:
+    """Runs the first rank's steps on another rank, which reads no tokens back."""
+    for step in steps:
+        pending = runner.run(step)
+        if pending is not None:
+            pending.drop()
 
 
 class ChunkPending:
