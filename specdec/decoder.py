@@ -21,7 +21,7 @@ from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
-from specdec.loading.load import load_pair
+from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
@@ -50,9 +50,18 @@ class SpecDecoder:
     decoder:` closes it at the end of the block.
     """
 
-    def __init__(self, model: Target, head: DraftHead | None, settings: EngineSettings, tokenizer: Tokenizer) -> None:
-        self.settings, self.tokenizer = settings, tokenizer
+    def __init__(
+        self,
+        model: Target,
+        head: DraftHead | None,
+        settings: EngineSettings,
+        tokenizer: Tokenizer,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.settings, self.tokenizer, self._ranks = settings, tokenizer, ranks
         self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
+        if ranks is not None:
+            ranks.lead(self._parts.engine.runner)
         self.owner = EngineOwner(self._parts.engine)
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
@@ -82,10 +91,11 @@ class SpecDecoder:
         chosen = EngineOptions.of(options, settings)
         if spec is not None and draft is None:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
-        model, head, resolved, folder = load_pair(target, draft, SpecConfig() if spec is None else spec, chosen)
-        tokenizer = Tokenizer(folder)
-        STARTUP.lap("tokenizer")
-        return cls(model, head, resolved, tokenizer)
+        with start_ranks(target, draft, SpecConfig() if spec is None else spec, chosen) as ranks:
+            model, head, resolved, folder = ranks.load()
+            tokenizer = Tokenizer(folder)
+            STARTUP.lap("tokenizer")
+            return cls(model, head, resolved, tokenizer, ranks)
 
     # ---- what it is made of ----
 
@@ -122,6 +132,8 @@ class SpecDecoder:
             if self._parts is not None:
                 self._finalizer.detach()
                 self._parts = None
+                if self._ranks is not None:
+                    self._ranks.close()
                 self.owner.release()
                 free_memory(self.settings.device)
 

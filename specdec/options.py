@@ -147,6 +147,13 @@ class EngineOptions:
         "Without prefix caching, what runs now never depends on what ran before (in 16 bit, a text computed in other pieces "
         "may differ where two tokens tie).",
     )
+    tensor_parallel_size: int = option(
+        1,
+        "processes that hold the models together, each a share of every layer",
+        low=1,
+        high=64,
+        metavar="N",
+    )
     prefill_chunk: int | Literal["auto"] = option(
         "auto",
         "what one pass over prompts may cost, in tokens of an empty context; auto: by the device, less while rows run",

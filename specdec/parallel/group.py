@@ -9,9 +9,9 @@ Shapes: T tokens, H hidden size, N ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from specdec.ops.norm import add_rms_norm
@@ -53,15 +53,18 @@ class Alone(Group):
 
 
 class ProcessGroup(Group):
-    """Ranks in processes of their own, connected by torch.distributed (gloo, or NCCL on GPUs)."""
+    """Ranks in processes of their own.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    backend: connects them; gloo, or NCCL on GPUs.  It is no process group of torch.distributed's own list, so that a program
+    may have several decoders, and groups of its own.
+    """
+
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        self._backend, self.rank, self.size = backend, rank, size
 
     def gather(self, x: Tensor) -> Tensor:
         all_N = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(all_N, x.contiguous(), group=self._group)
+        self._backend.allgather([list(all_N.unbind())], [x.contiguous()]).wait()
         return all_N
 
 
