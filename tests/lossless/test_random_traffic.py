@@ -140,7 +140,7 @@ def break_output(request: Request) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_random_traffic(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, world: str, seed: int) -> None:
     small_rings(monkeypatch)
-    drive(Traffic(zoo, world, seed), events=90)
+    drive(Traffic(zoo, world, seed), events=60)
 
 
 def crowd(traffic: Traffic, threads: int, calls: int) -> None:

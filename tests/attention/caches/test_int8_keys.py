@@ -165,7 +165,7 @@ def test_queries_in_int8_are_multiplied_as_integers(make: type, suffix: bool) ->
     plan = AttentionPlan((parts[0],), suffix=parts[1] if suffix else None)
     want = integer_attention(q_THD, kv[:, 0], kv[:, 1], 0.3)
     got = attended(make(), q_THD, view, plan, Scoring(0.3))
-    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(got.double(), want, rtol=3e-4, atol=3e-4)  # float32 logits of sizes up to some thousands
     exact = attended(make(), q_THD, replace(view, int8_queries=False), plan, Scoring(0.3))
     assert (exact.double() - want).abs().max() > 1e-3, "rounding shows"
 
