@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from toolkit.deepseek import DeepseekZoo
+from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 
@@ -46,7 +47,7 @@ def generated(target: Path, draft: Path, spec: SpecConfig, size: int, **settings
             return []
         with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
             others = steps[1:]
-            decoder.engine.runner.announce = lambda step: [queue.put(step) for queue in others] and None
+            Driver(decoder).tell_steps(lambda step: [queue.put(step) for queue in others] and None)
             try:
                 return [out.token_ids for out in decoder.generate(prompts, SAMPLINGS)]
             finally:

@@ -316,6 +316,10 @@ class Driver(Hooks):
         """Makes both models' attention run on this backend."""
         self._workers.verifier.backend = self.drafter.backend = backend
 
+    def tell_steps(self, announce: Callable[[Any], None]) -> None:
+        """`announce` is called with each step before it runs, as by the first of several ranks."""
+        self._runner.announce = announce
+
     def force_acceptance(self, probs: list[float]) -> None:
         """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says."""
         vocab_size, device = self.decoder.model.config.vocab_size, self.decoder.settings.device
