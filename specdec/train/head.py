@@ -108,7 +108,11 @@ def _check(run: HeadRun, model: Target, target: str, aux_layers: Sequence[int] |
         raise ValueError(
             f"draft_vocab_size: expected at most {config.vocab_size}, the target's vocabulary, got {run.draft_vocab_size}"
         )
-    layers = default_aux_layers(config.num_layers, str(target)) if aux_layers is None else tuple(aux_layers)
+    if aux_layers is None and config.num_layers < 7:  # 1, N//2 - 1, N - 4 ascend from here on
+        raise ValueError(
+            f"aux_layers: expected layer numbers for a target of {config.num_layers} layers, such as 1,2,3, got none"
+        )
+    layers = default_aux_layers(config.num_layers, target) if aux_layers is None else tuple(aux_layers)
     if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < config.num_layers for layer in layers):
         raise ValueError(f"aux_layers: expected distinct layer numbers in [0, {config.num_layers - 1}], got {list(layers)}")
     return tuple(sorted(layers))
@@ -126,7 +130,7 @@ def _memory(run: HeadRun, model: Target) -> str:
         4 * run.batch * (run.width - 2) * vocab * (3 * run.num_steps + 2)  # logits, their softmax, a gradient
     )  # of each step: logits, their softmax, a gradient
     sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
-    parts = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in sizes.items())
+    parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {parts}"
 
 

@@ -1,8 +1,8 @@
 """Reads files of text and splits them into documents, and says how it did that and what it left out.
 
 What a file holds follows from its name and its text:
-- `.jsonl`: a document per line, an object with `text`, `prompt`, `messages` (role and content) or `conversations` (from and
-  value, as ShareGPT writes them).  The last two make chats, for targets with a chat template.
+- `.jsonl`: a document per line, an object with `text`, `prompt`, `question`, `messages` (role and content) or `conversations`
+  (from and value, as ShareGPT writes them).  The last two make chats, for targets with a chat template.
 - text that holds `<|endoftext|>`: documents lie between these.
 - other text: documents are separated as the `split` says that the caller chose.
 All files may be packed as .xz or .gz.  This file knows no models and no tokenizer.
@@ -26,6 +26,8 @@ from specdec.train.text.stories import split_stories
 SEPARATOR = "<|endoftext|>"
 LONGEST = 6000  # characters of a document; longer ones, such as books, are cut between paragraphs into pieces of this size
 FORMATS = "UTF-8 text or .jsonl, plain or packed as .xz or .gz"
+
+TEXT_KEYS = ("text", "prompt", "question")  # of a line that is no chat; the first one that it has is read
 
 Messages = list[dict[str, str]]
 
@@ -84,7 +86,7 @@ def _from_line(line: str, where: str) -> Document:
     except json.JSONDecodeError as error:
         raise ValueError(f"text: expected a JSON object in {where}, got {error}") from error
     if isinstance(held, dict):
-        for key in ("text", "prompt"):
+        for key in TEXT_KEYS:
             if isinstance(held.get(key), str) and held[key].strip():
                 return Document(held[key])
         messages = held.get("messages")
@@ -94,7 +96,9 @@ def _from_line(line: str, where: str) -> Document:
             if fault := chat_fault(messages, f"{where}, messages"):
                 raise ValueError(f"text: {fault}")
             return Document("\n".join(str(message["content"]) for message in messages), list(messages))
-    raise ValueError(f"text: expected an object with text, prompt, messages or conversations in {where}, got {line[:80]!r}")
+    raise ValueError(
+        f"text: expected an object with text, prompt, question, messages or conversations in {where}, got {line[:80]!r}"
+    )
 
 
 def _message(turn: Any) -> Any:
