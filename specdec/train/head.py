@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +85,8 @@ def train_head(
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
     head = new_head(model, layers, draft_ids_V, run)
     schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
-    made_of = {**vars(run), **made_of, "aux_layers": layers}
-    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), made_of)
+    begun: dict[str, Any] = {**vars(run), **made_of, "aux_layers": layers}
+    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
     progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save_head(head, folder))
