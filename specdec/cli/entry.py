@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, serve
+from specdec.cli import bench, doctor, generate, plan, serve
 from specdec.cli.flags import Parser
 from specdec.cli.output import complain
 
@@ -63,7 +63,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="specdec", description="Speculative decoding with EAGLE heads.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in (("bench", bench), ("generate", generate), ("serve", serve), ("doctor", doctor)):
+    for name, command in (("bench", bench), ("generate", generate), ("serve", serve), ("plan", plan), ("doctor", doctor)):
         added = commands.add_parser(name, help=command.HELP, description=command.HELP, epilog=EPILOG)
         command.add_flags(added)
         added.set_defaults(run=command.run, parser=added)
