@@ -12,7 +12,7 @@ A row has a page table for each group of layers: all layers of both models, or t
 that read a span of keys only.
 
 Shapes: B rows, G groups of layers, W pages per row, K topk, H hidden size of the drafter, P the most tokens of a pause, F width
-of a token's features, R some of the rows.
+of a token's features, R some of the rows.  The floats and integers of options are F and I of RowSampling.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import RowSampling
 from specdec.limits import DUMMY_PAGE
+from specdec.steps import RowOptions
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class BatchState:
     prompt_table_BGW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
     speculates_B: int32, 1 where draft tokens may be accepted, else 0.  The drafter computes the other rows too, where it may
         read keys and values that nobody wrote; so their first levels are any token ids, with any scores.
-    temperature_B, top_k_B, top_p_B, seed_B: see RowSampling.
+    option_floats_BF, option_ints_BI: how the row samples; see RowSampling.
     level1_tokens_BK: int64 ids of the target's vocabulary, the first level of the next tree, left by the last extend.
     level1_logp_BK: float32, the log-probabilities of these tokens.
     level1_hidden_BH: the drafter's hidden state from which they were computed.
@@ -61,10 +62,8 @@ class BatchState:
     page_table_BGW: Tensor
     prompt_table_BGW: Tensor
     speculates_B: Tensor
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    seed_B: Tensor
+    option_floats_BF: Tensor
+    option_ints_BI: Tensor
     level1_tokens_BK: Tensor
     level1_logp_BK: Tensor
     level1_hidden_BH: Tensor
@@ -107,6 +106,7 @@ class BatchState:
             width = pages if groups == 1 else -(-pages // 4) * 4  # so that each table is aligned to 16 bytes
             return torch.full((rows, groups, width), DUMMY_PAGE, dtype=torch.int32, device=device)
 
+        neutral = RowSampling.of([RowOptions()] * rows, device)
         return cls(
             lens_B=zeros(rows, dtype=torch.int32),
             bonus_B=zeros(rows, dtype=torch.int64),
@@ -114,10 +114,8 @@ class BatchState:
             page_table_BGW=tables(),
             prompt_table_BGW=tables(),
             speculates_B=zeros(rows, dtype=torch.int32),
-            temperature_B=zeros(rows, dtype=torch.float32),
-            top_k_B=zeros(rows, dtype=torch.int64),
-            top_p_B=torch.ones(rows, device=device),
-            seed_B=zeros(rows, dtype=torch.int64),
+            option_floats_BF=neutral.floats_RF,
+            option_ints_BI=neutral.ints_RI,
             level1_tokens_BK=zeros(rows, topk, dtype=torch.int64),
             level1_logp_BK=zeros(rows, topk, dtype=torch.float32),
             level1_hidden_BH=zeros(rows, draft_hidden, dtype=dtype),
@@ -157,7 +155,7 @@ class BatchState:
     @property
     def sampling(self) -> RowSampling:
         """How each row samples; the tensors are the batch's own."""
-        return RowSampling(self.temperature_B, self.top_k_B, self.top_p_B, self.seed_B)
+        return RowSampling(self.option_floats_BF, self.option_ints_BI)
 
     @property
     def first_level(self) -> list[Tensor]:
@@ -237,7 +235,7 @@ class BatchState:
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
         for tensor in (
-            self.active_B, self.lens_B, self.pending_B, self.speculates_B, self.temperature_B, self.source_lens_B,
+            self.active_B, self.lens_B, self.pending_B, self.speculates_B, self.sampling.temperature_R, self.source_lens_B,
         ):  # fmt: skip
             tensor.index_fill_(0, rows_R, 0)
         self.page_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

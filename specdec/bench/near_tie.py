@@ -27,10 +27,14 @@ from torch import Tensor
 from specdec.attention.caches.fp8_latent import FP8_LATENTS
 from specdec.attention.caches.int8_keys import INT8_KEYS, rounded_queries
 from specdec.attention.eager.dense import DenseAttention
-from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
+from specdec.batch.choose import token_scores
+from specdec.batch.sampling import RowSampling
 from specdec.bench.measurement import Divergence
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
+from specdec.engine.needs import needs_of, row_options
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 # How far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py; of latents: benchmarks/latent_quality.py.
@@ -96,19 +100,15 @@ def _last_logits(session: Session, ids: list[int]) -> Tensor:
 
 
 def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor:
-    """The scores of which the chosen token has the highest: the logits, or when sampling the filtered and perturbed ones."""
-    if sampling.temperature == 0:
-        return logits_V
-    assert sampling.seed is not None
-    device = logits_V.device
-    row = RowSampling(
-        torch.tensor([sampling.temperature], device=device),
-        torch.tensor([sampling.top_k], device=device),
-        torch.tensor([sampling.top_p], device=device),
-        torch.tensor([sampling.seed], device=device),
-    )
-    scaled_1V = filter_logits(logits_V[None] / sampling.temperature, row)
-    return (scaled_1V + gumbel_noise(row.seed_R, torch.tensor([position], device=device), len(logits_V)))[0]
+    """The scores of which the chosen token has the highest, computed as a round computes them.
+
+    position: of the chosen token.
+    """
+    assert sampling.temperature == 0 or sampling.seed is not None
+    device, needs = logits_V.device, needs_of([sampling])
+    row = RowSampling.of([row_options(sampling, sampling.seed or 0)], device)
+    before_1 = torch.tensor([position - 1], device=device)
+    return token_scores(logits_V[None], row, before_1, needs, Vocabulary.of(len(logits_V), ALONE))[0]
 
 
 def _ulp(value: float, dtype: torch.dtype) -> float:
