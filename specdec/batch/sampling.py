@@ -25,6 +25,7 @@ INTS = ("top_k", "seed")
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+_BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
 
 
 class RowSampling(NamedTuple):
@@ -103,8 +104,10 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     top_k_R1 = torch.where(sampling.top_k_R > 0, sampling.top_k_R, logits_RV.shape[-1])[:, None]
     sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, -torch.inf)
-    probs_RV = sorted_RV.softmax(-1)
-    before_RV = probs_RV.cumsum(-1) - probs_RV
+    # Sums of integers are exact in any order.  A library's sum of floats has an order that depends on the number of rows, by which
+    # a token at top-p's border could depend on the batch.
+    weights_RV = ((sorted_RV - sorted_RV[:, :1]).exp() * _BEST).long()
+    sums_RV = weights_RV.cumsum(-1)
     top_p_R1 = sampling.top_p_R[:, None]
-    outside = (before_RV >= top_p_R1) & (top_p_R1 < 1) & (rank_V > 0)
+    outside = (sums_RV - weights_RV >= top_p_R1 * sums_RV[:, -1:].double()) & (top_p_R1 < 1) & (rank_V > 0)
     return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))
