@@ -6,7 +6,7 @@ from toolkit.bench import StubSession
 
 from specdec import EngineOptions, SamplingParams
 from specdec.bench.measurement import Divergence
-from specdec.bench.near_tie import explain_divergence, first_divergence
+from specdec.lossless.near_tie import explain_divergence, first_divergence
 
 GREEDY = SamplingParams(max_tokens=9)
 
