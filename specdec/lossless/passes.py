@@ -62,7 +62,7 @@ class DensePasses:
 
         def move(table_VH: Tensor) -> Tensor:
             up = torch.randint(2, table_VH.shape, device=self.device, generator=generator, dtype=torch.int8)
-            return table_VH * (1 + (2 * up - 1) * torch.finfo(self.dtype).eps)
+            return (table_VH * (1 + (2 * up - 1) * torch.finfo(self.dtype).eps)).to(table_VH.dtype)
 
         with replaced([self.model.embed_tokens.weight], move):
             return self.hidden(ids)
