@@ -31,7 +31,7 @@ from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.attention.flash.queries import float8_queries
 from specdec.attention.inputs import DenseHeads, HeadInputs, LayerInputs
-from specdec.bench.near_tie import explain_divergence
+from specdec.lossless.near_tie import explain_divergence
 from specdec.bench.prompt_file import read_prompts
 from specdec.bench.session import Session
 

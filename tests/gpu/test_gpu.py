@@ -10,7 +10,7 @@ import torch
 from toolkit.driver import Driver
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
-from specdec.bench.near_tie import explain_divergence
+from specdec.lossless.near_tie import explain_divergence
 from specdec.bench.session import Session
 from specdec.config import GraphMode
 from specdec.generation import Stats
