@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
 from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
     """What takes memory, and is let go by `close`."""
 
     model: Target
-    head: DraftHead | None
+    head: DraftModel | None
     engine: Engine[DeviceRunner]
 
 
@@ -53,7 +53,7 @@ class SpecDecoder:
     def __init__(
         self,
         model: Target,
-        head: DraftHead | None,
+        head: DraftModel | None,
         settings: EngineSettings,
         tokenizer: Tokenizer,
         ranks: Ranks | None = None,
@@ -104,7 +104,7 @@ class SpecDecoder:
         return self._open().model
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> DraftModel | None:
         return self._open().head
 
     @property

@@ -29,7 +29,7 @@ from specdec.bench.session import Session
 from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.loading.doctor import machine_facts, steal_and_total, versions
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
@@ -267,7 +267,7 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     return encoded
 
 
-def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead | None, EngineSettings]:
+def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftModel | None, EngineSettings]:
     """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead, default=SpecConfig())  # without a draft it is not looked at
     length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
@@ -275,8 +275,7 @@ def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead
     model, head, settings, _ = load_pair(options.target, options.draft, widest, engine)
     for spec in options.specs:
         assert head is not None
-        if spec.topk > head.config.draft_vocab_size:
-            raise ValueError(f"topk must be at most the draft vocabulary {head.config.draft_vocab_size}, got {spec.topk}")
+        head.check(spec)
         if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
             raise ValueError(
                 f"synthetic_acceptance needs a token that no branch holds: topk must be below the vocabulary "

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from specdec.batch.state import BatchState
@@ -59,41 +58,30 @@ class RoundRunner:
 
     def paused(self, state: BatchState, mode: SamplingMode) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
-        verifier = self.workers.verifier
+        verifier, drafter = self.workers.verifier, self.workers.need_drafter()
 
         def decode() -> Round:
             tree = DraftTree.chain(state.bonus_B[:, None])
             result = verifier.verify(state, tree, mode)
-            assert result.features_BEF is not None
-            state.keep_pending(result.tokens_BE[:, 0].clamp(min=0), result.features_BEF[:, 0])
+            features_BF = None if result.features_BEF is None else result.features_BEF[:, 0]
+            drafter.keep(state, result.base_lens_B, result.tokens_BE[:, 0].clamp(min=0), features_BF)
             return _round(result, tree)
 
         with self.clock.phase("decode"):
-            changed = [state.lens_B, state.bonus_B, state.pending_B]
+            changed = [state.lens_B, state.bonus_B, *drafter.changed(state)]
             return self.phase_graphs.run(("paused", state.shape, mode), decode, changed)
 
     def catch_up(self, state: BatchState) -> None:
-        """Runs the drafter over all tokens of a pause at once.  A row without such tokens keeps its first level as it is."""
+        """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
-
-        def extend() -> None:
-            has_some_B1 = state.pending_B[:, None] > 0
-            before = [tensor.clone() for tensor in state.first_level]
-            base_lens_B = state.lens_B - state.pending_B.int()
-            last_B = (state.pending_B - 1).clamp(min=0)
-            drafter.extend(state, base_lens_B, state.pending_tokens_BP, last_B, state.pending_features_BPF)
-            for tensor, old in zip(state.first_level, before, strict=True):
-                tensor.copy_(torch.where(has_some_B1, tensor, old))
-            state.pending_B.zero_()
-
         with self.clock.phase("extend"):
-            self.phase_graphs.run(("catch up", state.shape), extend, [state.pending_B, *state.first_level])
+            self.phase_graphs.run(("catch up", state.shape), lambda: drafter.catch_up(state), drafter.changed(state))
 
     def speculative(self, state: BatchState, spec: SpecConfig, mode: SamplingMode) -> Round:
-        """One speculative round with a tree of shape `spec`.  Updates lengths, bonus tokens and first levels in `state`."""
+        """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
         if self.graph_mode != "round" or self.clock.enabled:
             return self._phases(state, spec, mode, self.phase_graphs.run)
-        changed = [state.lens_B, state.bonus_B, *state.first_level]
+        changed = [state.lens_B, state.bonus_B, *self.workers.need_drafter().changed(state)]
 
         def whole() -> Round:
             return self._phases(state, spec, mode, lambda key, phase, changed: phase())
@@ -116,7 +104,7 @@ class RoundRunner:
             drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
         with self.clock.phase("extend"):
-            run(("extend", *key, mode), extend, state.first_level)
+            run(("extend", *key, mode), extend, drafter.changed(state))
         return done
 
 

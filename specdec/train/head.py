@@ -17,8 +17,8 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import Eagle3Head, HeadConfig
-from specdec.draft.load import default_aux_layers
+from specdec.draft.eagle.head import Eagle3Head, HeadConfig
+from specdec.draft.eagle.load import default_aux_layers
 from specdec.generation import Stats
 from specdec.loading.threads import set_training_threads
 from specdec.models.causal_lm import CausalLM
@@ -192,7 +192,7 @@ def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
 
 def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, progress: Progress) -> None:
     """Measures the saved head with the runtime on openings of held-out documents; prints and saves the accept lengths."""
-    from specdec.draft.load import load_head
+    from specdec.draft.eagle.load import load_head
 
     settings = decoder.settings
     head = load_head(folder, decoder.model, run.width, settings.device, settings.dtype)
