@@ -24,7 +24,6 @@ from specdec.config import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
-    from specdec.lossless.verification import Verification
 
 HELP = "check that speculation changes no token, but where two tie within rounding"
 USUAL_PROMPTS = 8

@@ -19,7 +19,7 @@ Shapes: R places in the text (the prompt's last ones, then all of the output), I
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch

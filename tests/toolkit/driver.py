@@ -277,7 +277,7 @@ class Driver(Hooks):
         assert self.is_idle
         with torch.inference_mode():
             self._workers.state.bonus_B.random_(0, self.decoder.model.config.vocab_size)
-            self._workers.state.level1_hidden_BH.fill_(torch.nan)
+            self.drafter.rows.level1_hidden_BH.fill_(torch.nan)
 
     def blind_tables(self, rows: int, pages: int) -> None:
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
