@@ -32,6 +32,7 @@ from specdec.draft.eagle import DraftHead
 from specdec.draft.expand import Candidates, expand, first_level
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
+from specdec.steps import Needs
 
 # Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
 # nothing, and no second plan is made to leave them out.
@@ -47,7 +48,7 @@ class DraftWorker:
     def __init__(self, head: DraftHead, cache: KVCache, backend: Backend, topk: int) -> None:
         self.head, self.cache, self.backend, self.topk = head, cache, backend, topk
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         """The next tree of every row.
 
         A tree of S levels takes S - 1 runs of the head: the root's children, level 1, are known already, because the last
@@ -98,7 +99,9 @@ class DraftWorker:
             ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
-    def extend(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor) -> None:
+    def extend(
+        self, state: BatchState, needs: Needs, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
+    ) -> None:
         """Runs the head over the accepted tokens with true target features; writes the next tree's first level into `state`.
 
         base_lens_B: int32, the committed length before this round.
@@ -121,7 +124,7 @@ class DraftWorker:
             state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
         self._set_first_level(state)
 
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Runs the head over parts of prompts, with the target's features [T, F], like `extend`.
 
         first_B: int64, the first output token of each prompt that ends here.  Each part's first level is left in its row of

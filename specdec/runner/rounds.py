@@ -74,7 +74,7 @@ class RoundRunner:
             changed = [state.lens_B, state.bonus_B, state.pending_B]
             return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
-    def catch_up(self, state: BatchState) -> None:
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Runs the drafter over all tokens of a pause at once.  A row without such tokens keeps its first level as it is."""
         drafter = self.workers.need_drafter()
 
@@ -83,13 +83,13 @@ class RoundRunner:
             before = [tensor.clone() for tensor in state.first_level]
             base_lens_B = state.lens_B - state.pending_B.int()
             last_B = (state.pending_B - 1).clamp(min=0)
-            drafter.extend(state, base_lens_B, state.pending_tokens_BP, last_B, state.pending_features_BPF)
+            drafter.extend(state, needs, base_lens_B, state.pending_tokens_BP, last_B, state.pending_features_BPF)
             for tensor, old in zip(state.first_level, before, strict=True):
                 tensor.copy_(torch.where(has_some_B1, tensor, old))
             state.pending_B.zero_()
 
         with self.clock.phase("extend"):
-            self.phase_graphs.run(("catch up", state.shape), extend, [state.pending_B, *state.first_level])
+            self.phase_graphs.run(("catch up", state.shape, needs), extend, [state.pending_B, *state.first_level])
 
     def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
         """One speculative round with a tree of shape `spec`.  Updates lengths, bonus tokens and first levels in `state`."""
@@ -108,22 +108,22 @@ class RoundRunner:
         return self.graph_mode == "round" and not self.clock.enabled
 
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
-        verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec)
+        verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec, needs)
         with self.clock.phase("draft"):
-            tree = run(("draft", *key), lambda: drafter.draft(state, spec), [])
+            tree = run(("draft", *key), lambda: drafter.draft(state, spec, needs), [])
 
         def verify() -> tuple[VerifyResult, Round]:
             result = verifier.verify(state, tree, needs)
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key, needs), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key), verify, [state.lens_B, state.bonus_B])
 
         def extend() -> None:
-            drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
+            drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
         with self.clock.phase("extend"):
-            run(("extend", *key, needs), extend, state.first_level)
+            run(("extend", *key), extend, state.first_level)
         return done
 
 

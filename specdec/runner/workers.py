@@ -12,6 +12,7 @@ from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
+from specdec.steps import Needs
 from specdec.verify.verifier import TargetVerifier
 
 
@@ -21,13 +22,16 @@ class Drafter(Protocol):
     draft: grows a tree for each row from the row's first level.
     extend: runs over the accepted tokens with the target's features, and leaves the next first level in `state`.
     prefill: runs over a chunk of prompts with the target's features.
+    needs: how the target will choose the rows' tokens.
     """
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree: ...
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree: ...
     def extend(
-        self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
+        self, state: BatchState, needs: Needs, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
     ) -> None: ...
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None: ...
+    def prefill(
+        self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor
+    ) -> None: ...
 
 
 @dataclass

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from specdec import SpecConfig
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.steps import Needs
 from toolkit.trees import chain_shape, path_depth, random_shape
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Substitute:
         self.texts, self.inner = texts or {}, inner
         self.random = random.Random(0)
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         S, nd = self.spec.num_steps, self.spec.num_draft_tokens
         rows = [self._row(row, int(state.lens_B[row]), int(state.bonus_B[row])) for row in range(state.rows)]
         tokens_BN = torch.tensor([tokens for tokens, _ in rows])
@@ -46,7 +46,7 @@ class Substitute:
             return DraftTree.chain(tokens_BN)
         return DraftTree.from_parents(tokens_BN, torch.tensor([parents for _, parents in rows]), min(S, nd - 1))
 
-    def extend(self, *args: Tensor | BatchState) -> None:
+    def extend(self, *args: Any) -> None:
         if self.inner:
             self.inner.extend(*args)
 
