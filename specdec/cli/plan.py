@@ -24,9 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
-    add("--dtype", default="auto", metavar="NAME", help="dtype of the weights; default: the checkpoint's own")
+    add("--dtype", default="auto", metavar="NAME", help="as for generate on a GPU; default: the checkpoint's own")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="as for generate; default: the dtype of the weights")
-    add("--page-size", type=int, default=1, metavar="N", help="tokens of a page; default: 1")
+    add("--page-size", type=int, default=16, metavar="N", help="tokens of a page; default: 16")
     add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB or 141GB; default: this machine's GPU")
     add("--json", action="store_true", help="print JSON")
 
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 def _show(plan: MemoryPlan) -> None:
     from rich.table import Table
 
-    table = Table("what", "GB", title=f"{plan.batch} requests of at most {plan.context:,} tokens")
+    table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens")
+    table.add_column("GB", justify="right")
     for name, size in plan.parts.items():
         table.add_row(name, f"{size / 1e9:.2f}")
     table.add_section()

@@ -15,26 +15,30 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.load import parse_head_config
+from specdec.draft.eagle.load import parse_head_config
 from specdec.loading.build import CHUNK_COST
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
-from specdec.models.checkpoints.loader import DTYPES
+from specdec.models.checkpoints.loader import DTYPES, open_target
+from specdec.models.checkpoints.swapped import refuse_target_tensors
 from specdec.models.config import ModelConfig, read_json
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 
-CONTEXT_BYTES = 0  # what CUDA itself and its libraries take
-GRAPH_BYTES = 0  # of one captured round or chunk
+CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 1024
 
 
 class Models(NamedTuple):
-    """configs: of the target, and of the drafter if there is one.  weights: the bytes of each."""
+    """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
+
+    features: how many numbers of each token the drafter reads of the target.
+    """
 
     configs: tuple[ModelConfig, ...]
     weights: tuple[int, ...]
+    features: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -115,15 +119,18 @@ def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:
         "weights of the target": models.weights[0],
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
         "keys and values": kv + source_bytes(target, settings),
-        "a round": pass_bytes(target, queries, queries, dtype),
-        "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, dtype),
-        "CUDA and its graphs": CONTEXT_BYTES,
+        "a round": pass_bytes(target, queries, queries, models.features, dtype),
+        "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype),
+        "CUDA itself": CONTEXT_BYTES,
     }
 
 
-def pass_bytes(config: ModelConfig, tokens: int, rows: int, itemsize: int) -> int:
-    """What a forward pass takes while it runs: the widest values of a layer, and the logits of `rows` rows."""
-    layer = 3 * config.hidden_size + 3 * config.intermediate_size
+def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:
+    """What a forward pass takes while it runs: the widest values of a layer, the features, and the logits of `rows` rows.
+
+    The widest values are the residual stream, its norm and what is added to it, gate and up, and their product.
+    """
+    layer = 3 * config.hidden_size + 3 * config.intermediate_size + features
     return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
 
 
@@ -133,15 +140,17 @@ def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tup
 
 def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    weights = [tensor_bytes(Checkpoint(folder), settings.dtype, tied)]
+    weights = [tensor_bytes(open_target(folder), settings.dtype, tied)]
     if draft is None:
         return Models((config,), tuple(weights))
     draft_folder = resolve_folder(draft, "draft")
     checkpoint, path = Checkpoint(draft_folder), draft_folder / "config.json"
+    refuse_target_tensors(checkpoint.names(), draft_folder)
     head = parse_head_config(read_json(path), checkpoint, config, str(path))
-    shared = {"embed_tokens.weight"} if head.kind == "eagle1" else set()
+    maps = {"d2t", "t2d"}  # of vocabularies, small and of integers
+    shared = maps | ({"embed_tokens.weight"} if head.kind == "eagle1" else set())
     weights.append(tensor_bytes(checkpoint, settings.dtype, shared))
-    return Models((config, head.model), tuple(weights))
+    return Models((config, head.model), tuple(weights), head.feature_size)
 
 
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:

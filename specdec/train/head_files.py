@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.draft.eagle import Eagle3Head
+from specdec.draft.eagle.head import Eagle3Head
 from specdec.models.config import RopeConfig
 
 

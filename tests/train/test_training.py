@@ -11,7 +11,7 @@ from toolkit.oracles.heads import DenseHead, PathDrafter
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft.eagle import Eagle3Head
+from specdec.draft.eagle.head import Eagle3Head
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.head import train_head
 from specdec.train.head_files import save_head
