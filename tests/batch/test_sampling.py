@@ -1,18 +1,16 @@
-"""Filters equal transformers', ties break by id, noise is Gumbel and independent, and samples follow their distribution.
+"""Filters equal transformers', ties break by id, noise is Gumbel and independent.
 
 Keeps out: top-p before top-k, sets that stop short of top_p or go beyond it, a weak hash.
 """
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
-from toolkit.oracles.statistics import filtered, p_value
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise, sample_rows
+from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
 
-V, LIMIT = 12, 1e-4
+LIMIT = 1e-4
 FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 0.9)]
 
 
@@ -46,19 +44,6 @@ def test_top_p_stops_where_it_is_reached() -> None:
     """Keeps out: one token more than the smallest set, where its probability is exactly top_p."""
     got = filter_logits(torch.zeros(1, 4), rows_of(1, 1.0, 0, 0.5))
     assert (got[0] > -torch.inf).tolist() == [True, True, False, False]
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.7)])
-def test_sample_rows_follows_its_distribution(top_k: int, top_p: float) -> None:
-    """Over seeds at one position, and over positions at one seed."""
-    logits, count = torch.linspace(-2, 2, V).float(), 20_000
-    want = filtered(logits.double().numpy(), 0.8, top_k, top_p)
-    sampling = rows_of(count, 0.8, top_k, top_p)
-    by_seed = sample_rows(logits.expand(count, V), sampling, torch.full((count,), 5), filtered=True)
-    one_seed = sampling._replace(seed_R=torch.full((count,), -3))
-    by_position = sample_rows(logits.expand(count, V), one_seed, torch.arange(count), filtered=True)
-    for tokens in (by_seed, by_position):
-        assert p_value(np.bincount(tokens.numpy(), minlength=V), want) > LIMIT
 
 
 def test_noise_is_gumbel_and_independent() -> None:

@@ -47,6 +47,6 @@ def test_findings_are_told_by_kernel() -> None:
     assert findings(PRINTED) == {
         "linear_kernel": {"Invalid __global__ read of size N bytes": 2},
         "scan_kernel": {"Error: Race reported between Write access at scan_kernel+N in topk_triton.py:N": 1},
-        "": {"Program hit cudaErrorInvalidValue (error N) due to \"invalid argument\" on CUDA API call to cudaMemcpy.": 1},
+        "": {'Program hit cudaErrorInvalidValue (error N) due to "invalid argument" on CUDA API call to cudaMemcpy.': 1},
     }
     assert findings("========= ERROR SUMMARY: 0 errors\nInvalid here is no line of the tool's\n") == {}

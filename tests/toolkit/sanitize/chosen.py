@@ -42,9 +42,13 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/latent/test_fp8_latent_kernels.py::test_chains[5-6-triton-split-torch.float16]",
     ],
     "latent_merge_kernel": ["tests/attention/latent/test_mla.py::test_odd_sizes_are_padded"],
-    "upconvert_kernel": ["tests/attention/latent/test_upconvert.py::test_the_kernel_converts_what_its_definition_converts[5-torch.float16]"],
+    "upconvert_kernel": [
+        "tests/attention/latent/test_upconvert.py::test_the_kernel_converts_what_its_definition_converts[5-torch.float16]"
+    ],
     # latents that an indexer chooses
-    "store_index_kernel": ["tests/attention/sparse/test_index_store.py::test_the_kernel_does_what_its_definition_does[(5, 16, 8)-torch.float16]"],
+    "store_index_kernel": [
+        "tests/attention/sparse/test_index_store.py::test_the_kernel_does_what_its_definition_does[(5, 16, 8)-torch.float16]"
+    ],
     "row_scores_kernel": ["tests/attention/sparse/test_sparse_triton.py::test_scores_meet_the_definition[16-causal-1-dtype1]"],
     "rows_scores_kernel": [
         "tests/attention/sparse/test_sparse_inputs.py::test_tree_nodes_choose_as_plain_decoding_along_their_paths[5-triton]"

@@ -164,7 +164,9 @@ def test_a_long_prompt_and_a_long_output_are_read_in_pieces(zoo: Zoo, monkeypatc
     whole = read_text(DensePasses(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
     monkeypatch.setattr(reference, "PIECE", 7)
     pieces = read_text(DensePasses(Session(decoder)), Text(prompt, wrong, GREEDY), [(7, out.token_ids[7])])
-    assert [(each.index, each.token, each.best) for each in whole.off] == [(each.index, each.token, each.best) for each in pieces.off]
+    assert [(each.index, each.token, each.best) for each in whole.off] == [
+        (each.index, each.token, each.best) for each in pieces.off
+    ]
     assert (20, wrong[20], out.token_ids[20]) == next((e.index, e.token, e.best) for e in pieces.off if not e.is_explained)
     assert pieces.asked[0].is_explained and pieces.unsure == whole.unsure
 
@@ -194,7 +196,9 @@ def test_the_command_says_what_it_found(zoo: Zoo, tmp_path: Path, capsys: pytest
     command = ["verify", "--target", str(zoo.target("llama")), "--draft", str(zoo.head("llama", "eagle1")), "--spec", "3,8,40"]
     command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--num-prompts", "3", "--max-tokens", "20", "--device", "cpu"]
     assert cli.main([*command, "--json", str(tmp_path / "a.json")]) == 0
-    assert "PASS: 3 of 3 prompts EXACT" in (shown := capsys.readouterr().out) and "Compared 60 tokens" in " ".join(shown.split())
+    assert "PASS: 3 of 3 prompts EXACT" in (shown := capsys.readouterr().out) and "Compared 60 tokens" in " ".join(
+        shown.split()
+    )
     with fault("stale keys"):
         assert cli.main([*command, "--json", str(tmp_path / "b.json"), "--temperature", "0.8"]) == 1
     assert "FAIL" in capsys.readouterr().out
