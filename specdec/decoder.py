@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
 from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
     """What takes memory, and is let go by `close`."""
 
     model: Target
-    head: DraftHead | None
+    head: DraftModel | None
     engine: Engine[DeviceRunner]
 
 
@@ -56,7 +56,7 @@ class SpecDecoder:
     def __init__(
         self,
         model: Target,
-        head: DraftHead | None,
+        head: DraftModel | None,
         settings: EngineSettings,
         tokenizer: Tokenizer,
         ranks: Ranks | None = None,
@@ -107,7 +107,7 @@ class SpecDecoder:
         return self._open().model
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> DraftModel | None:
         return self._open().head
 
     @property

@@ -22,15 +22,15 @@ import torch
 from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
 from specdec.bench.cell import measure_cell, measure_plain
+from specdec.bench.encode import encode_prompts
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
-from specdec.bench.encode import encode_prompts
 from specdec.bench.prompt_file import FilePrompt
 from specdec.bench.session import Session
 from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.loading.doctor import machine_facts, steal_and_total, versions
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
@@ -254,7 +254,7 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
     on_progress(f"batch {size}, {name}: {what}", number * passes + index, len(options.work) * passes)
 
 
-def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead | None, EngineSettings]:
+def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftModel | None, EngineSettings]:
     """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead, default=SpecConfig())  # without a draft it is not looked at
     length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
@@ -262,8 +262,7 @@ def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead
     model, head, settings, _ = load_pair(options.target, options.draft, widest, engine)
     for spec in options.specs:
         assert head is not None
-        if spec.topk > head.config.draft_vocab_size:
-            raise ValueError(f"topk must be at most the draft vocabulary {head.config.draft_vocab_size}, got {spec.topk}")
+        head.check(spec)
         if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
             raise ValueError(
                 f"synthetic_acceptance needs a token that no branch holds: topk must be below the vocabulary "

@@ -1,4 +1,4 @@
-"""`specdec verify`: whether speculation changes what a target writes, told from rounding; prints the findings and an exit code."""
+"""`specdec verify`: whether speculation changes what a target writes, told from rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from specdec.config import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
-    from specdec.lossless.verification import Verification
 
 HELP = "check that speculation changes no token, but where two tie within rounding"
 USUAL_PROMPTS = 8

@@ -13,8 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.batch.sampling import RowSampling, sampling_scores
+from specdec.batch.choose import token_scores
+from specdec.batch.sampling import RowSampling
 from specdec.config import SamplingParams
+from specdec.engine.needs import needs_of, row_options
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
 
 FINEST = 2.0**-24  # of the largest logit: how exactly the least raise is found
 
@@ -32,18 +36,10 @@ class Text(NamedTuple):
         logits_RV: of the target, after what comes before each place.
         """
         sampling, device = self.sampling, logits_RV.device
-        if sampling.temperature == 0:
-            return logits_RV
-        assert sampling.seed is not None
-        row = RowSampling(
-            torch.tensor([sampling.temperature], device=device),
-            torch.tensor([sampling.top_k], device=device),
-            torch.tensor([sampling.top_p], device=device),
-            torch.tensor([sampling.seed], device=device),
-        )
-        position_R = torch.tensor(places, device=device) + len(self.prompt_ids)
-        is_filtered = sampling.top_k > 0 or sampling.top_p < 1
-        return sampling_scores(logits_RV, row.expand_rows(len(places)), position_R, is_filtered)
+        assert sampling.temperature == 0 or sampling.seed is not None
+        row = RowSampling.of([row_options(sampling, sampling.seed or 0)], device)
+        before_R = torch.tensor(places, device=device) + len(self.prompt_ids) - 1
+        return token_scores(logits_RV, row, before_R, needs_of([sampling]), Vocabulary.of(logits_RV.shape[1], ALONE))
 
 
 def least_raise(text: Text, place: int, logits_V: Tensor, token: int) -> float | None:

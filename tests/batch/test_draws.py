@@ -1,6 +1,6 @@
 """Each sampling option by chi-square: 200,000 draws follow the distribution that float64 computes by the definition.
 
-Keeps out: noise that favours some tokens, a filter that keeps one token too many or too few, an option applied in another order.
+Keeps out: noise that favours some tokens, a filter that keeps a token too many or too few, options applied in another order.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ import torch
 from toolkit.oracles.draws import DRAWS, LIMIT, draw
 from toolkit.oracles.statistics import filtered, p_value
 
-from specdec.batch import sampling
+from specdec.batch import choose
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOGITS = {8: torch.linspace(-2, 2, 8), 32: torch.sin(torch.arange(32.0) * 7) * 2.5}
 # Options, and what a fault would make of them: an error of a few percent in one number, or of a token in a set.
-# A new option is a line here, an argument of `draw`, and one of `filtered`.
+# A new option is a line here, and an argument of `filtered`.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature 1": ({"temperature": 1.0}, {"temperature": 1.04}),
     "cold": ({"temperature": 0.6}, {"temperature": 0.63}),
@@ -48,13 +48,13 @@ def test_draws_follow_the_definition(case: str, size: int, over: str, device: st
 @pytest.mark.parametrize("fault", ["low bits", "no position"])
 def test_weak_noise_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a chi-square test that no noise fails."""
-    original = sampling.gumbel_noise
+    original = choose.gumbel_noise
 
     def weak(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int, first: int = 0) -> torch.Tensor:
         if fault == "low bits":  # a thousand different draws, each 200 times
             return original(seed_R % 1000, position_R, vocab_size, first)
         return original(seed_R, position_R * 0, vocab_size, first)
 
-    monkeypatch.setattr(sampling, "gumbel_noise", weak)
+    monkeypatch.setattr(choose, "gumbel_noise", weak)
     over = "seeds" if fault == "low bits" else "positions"
     assert p_value(counts_of(LOGITS[8], "cpu", over, {"temperature": 1.0}), filtered(LOGITS[8].numpy(), 1.0)) < LIMIT

@@ -1,23 +1,20 @@
-"""Filters equal transformers', ties break by id, noise is Gumbel and independent.
+"""Filters equal transformers', and ties break by id.
 
-Keeps out: top-p before top-k, sets that stop short of top_p or go beyond it, a weak hash.
+Keeps out: top-p before top-k, sets that stop short of top_p or go beyond it.
 """
 
 import pytest
 import torch
-from scipy import stats
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
+from specdec.batch.sampling import RowSampling, filter_logits
+from specdec.steps import RowOptions
 
-LIMIT = 1e-4
 FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 0.9)]
 
 
 def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSampling:
-    return RowSampling(
-        torch.full((count,), temperature), torch.full((count,), top_k), torch.full((count,), top_p), torch.arange(count)
-    )
+    return RowSampling.of([RowOptions(temperature, top_p, top_k, seed) for seed in range(count)], "cpu")
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
@@ -46,17 +43,8 @@ def test_top_p_stops_where_it_is_reached() -> None:
     assert (got[0] > -torch.inf).tolist() == [True, True, False, False]
 
 
-def test_noise_is_gumbel_and_independent() -> None:
-    """Between neighbours in seed, position and token: a weak hash would show in the correlation."""
-    count, seeds = 400, torch.arange(400)
-    noise = gumbel_noise(seeds, torch.full((count,), 9), 100)
-    assert noise.dtype == torch.float32 and bool(noise.isfinite().all())
-    assert stats.kstest(noise.flatten().numpy(), stats.gumbel_r.cdf).pvalue > LIMIT
-    neighbours = [
-        (noise[:-1], noise[1:]),
-        (noise[:, :-1], noise[:, 1:]),
-        (noise, gumbel_noise(seeds, torch.full((count,), 10), 100)),
-        (noise, gumbel_noise(seeds + 1, torch.full((count,), 8), 100)),
-    ]
-    for a, b in neighbours:
-        assert stats.pearsonr(a.flatten().numpy(), b.flatten().numpy()).pvalue > LIMIT
+def test_top_p_adds_up_exactly() -> None:
+    """Keeps out: the rounding of a long running sum, which depends on how a library cuts it and moves top-p's border."""
+    for count, top_p in ((3000, 0.5), (10000, 0.75)):
+        kept = filter_logits(torch.zeros(1, count), rows_of(1, 1.0, 0, top_p)).isfinite()
+        assert int(kept.sum()) == count * top_p

@@ -10,10 +10,10 @@ import torch
 from toolkit.driver import Driver
 
 from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
-from specdec.lossless.near_tie import explain_divergence
 from specdec.bench.session import Session
 from specdec.config import GraphMode
 from specdec.generation import Stats
+from specdec.lossless.near_tie import explain_divergence
 from specdec.ops.cuda_graph import GraphSet
 from specdec.shipped import draft_folder, prompts_file, target_folder
 
@@ -102,7 +102,7 @@ def test_padded_rows_are_never_read(attention: str, expected: list[list[int]]) -
 
 @pytest.mark.parametrize("cuda_graphs", ["round", "step"])
 def test_padding_is_junk_before_every_replay(cuda_graphs: GraphMode) -> None:
-    """Keeps out: what padding holds at the tenth round and not at the first; acceptance that falls as a batch shrinks 32 to 1."""
+    """Keeps out: what padding holds at the tenth round and not at the first; acceptance that falls as a batch shrinks."""
     alone = load(max_batch_size=1, cuda_graphs=False)
     sampling = [SamplingParams(max_tokens=2 + 2 * index, ignore_eos=True) for index in range(32)]
     asked = prompts(32)

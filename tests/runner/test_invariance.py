@@ -1,7 +1,7 @@
 """Whatever shares a batch with a request, and however memory and prompts are cut: its ids and its acceptance are the same.
 
-Acceptance is compared round by round, because a fault of the draft path never shows in the text.  tests/gpu/test_gpu.py does the
-same with graphs.
+Acceptance is compared round by round, because a fault of the draft path never shows in the text.  tests/gpu/test_gpu.py does
+the same with graphs.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The rule of acceptance by chi-square: whatever a tree proposes, the tokens that a round emits follow the target.
 
-A target over 8 tokens, whose next token depends on the last one, meets 200,000 trees of a root, its children, and a child of each.
-What is counted: the first token that is emitted; and where that one was proposed, the second token after it.
+A target over 8 tokens, whose next token depends on the last one, meets 200,000 trees of a root, its children, and a child of
+each.  What is counted: the first token that is emitted; and where that one was proposed, the second token after it.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from toolkit.oracles.draws import DRAWS, LIMIT, draw
 from toolkit.oracles.statistics import filtered, p_value, pair_counts
 from torch import Tensor
 
-from specdec.batch.sampling import gumbel_noise
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.ops.gumbel import gumbel_noise
 from specdec.verify.accept import accept
 
 V, ROOT, AT = 8, 3, 9  # the root's token; the position of the first token after it
@@ -64,7 +64,7 @@ def choices(tree: DraftTree, seed_B: Tensor, options: dict[str, Any], second_at:
 
     second_at: the position of the tokens after the root's children.
     """
-    (B, N), count = tree.tokens_BN.shape, tree.tokens_BN.shape[1] // 2
+    B, count = len(tree.tokens_BN), tree.tokens_BN.shape[1] // 2
     position_M = torch.tensor([AT, *[second_at] * count], device=seed_B.device)
     logits_RV = target().to(seed_B.device)[tree.tokens_BN[:, : count + 1].flatten()]
     tokens_R = draw(logits_RV, seed_B.repeat_interleave(count + 1), position_M.repeat(B), **options)
@@ -73,7 +73,7 @@ def choices(tree: DraftTree, seed_B: Tensor, options: dict[str, Any], second_at:
 
 def p_values(tree: DraftTree, tokens_BN: Tensor, options: dict[str, Any]) -> tuple[float, float]:
     """Of the first emitted token, and of the second after each first one that was accepted."""
-    state = BatchState.empty(len(tokens_BN), 1, 0, 0, page_size=1, device=tokens_BN.device, dtype=torch.float32)
+    state = BatchState.empty(len(tokens_BN), 1, page_size=1, device=tokens_BN.device)
     state.speculates_B.fill_(1)
     done, _ = accept(tree, tokens_BN, state)
     tokens_BE, accepted_B = done.tokens_BE.cpu(), done.accepted_B.cpu()
@@ -89,7 +89,7 @@ def p_values(tree: DraftTree, tokens_BN: Tensor, options: dict[str, Any]) -> tup
 @pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_emitted_tokens_follow_the_target(proposer: str, branches: str, device: str) -> None:
-    """Keeps out: an acceptance rule that favours or avoids what was proposed; noise shared with the draft that leaks into text."""
+    """Keeps out: an acceptance rule that favours or avoids what was proposed; noise shared with the draft that leaks out."""
     options = OPTIONS["plain" if branches == "tree" else "filtered"]
     seed_B = torch.arange(DRAWS, device=device)
     tree = trees(PROPOSERS[proposer], seed_B, BRANCHES[branches])

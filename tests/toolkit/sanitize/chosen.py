@@ -1,4 +1,4 @@
-"""For each kernel of specdec the tests that launch it on a GPU under compute-sanitizer, on shapes that are as small as they can be.
+"""For each kernel of specdec the tests that launch it on a GPU under compute-sanitizer, on small shapes.
 
 A test appears once, at the first of the kernels that it launches.
 """

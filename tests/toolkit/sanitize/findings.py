@@ -9,7 +9,7 @@ KERNEL = re.compile(r"\b\w+_kernel\w*")
 
 
 def findings(text: str) -> dict[str, Counter[str]]:
-    """For each kernel, or "" where none is named: the first lines of its findings, numbers left out, and how often each came."""
+    """For each kernel ("" where none is named): the first lines of its findings, numbers left out, and how often each came."""
     found: dict[str, Counter[str]] = {}
     blocks: list[list[str]] = []
     for line in text.splitlines():

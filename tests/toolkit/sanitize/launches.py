@@ -1,7 +1,7 @@
 """A plugin of pytest that writes down which of specdec's kernels a run of tests launches: `-p toolkit.sanitize.launches`.
 
-The file that the environment variable SPECDEC_LAUNCHES names gets a line for each test: its id, then the kernels.  Works on a GPU
-and in Triton's interpreter.
+The file that the environment variable SPECDEC_LAUNCHES names gets a line for each test: its id, then the kernels.  Works on a
+GPU and in Triton's interpreter.
 """
 
 import os
