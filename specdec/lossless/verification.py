@@ -16,8 +16,8 @@ DEFINITIONS = {
     "margin": "how far a token's logit is from being chosen, after the same prefix, by the reference's logits: greedily, how "
     "far it lies below the best; null where no logit would help",
     "bound": "what rounding explains at a place: twice the larger of the noise there and the text's median noise. Noise is how "
-    "far a dense pass in the model's own dtype shifts the leading tokens' logits against each other, so no speculation, page or "
-    "kernel takes part in it",
+    "far a dense pass in the model's own dtype shifts the leading tokens' logits against each other, so no speculation and no "
+    "page takes part in it",
     "unsure": "places at which the two best tokens are closer than the bound, where a wrong one would go unseen",
 }
 
