@@ -53,8 +53,8 @@ class Paged(Protocol):
 class Place(NamedTuple):
     """What a drafter is given to work with.
 
-    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back the
-    first group's slots are kept; None: all of them.
+    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
+    the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
     """
