@@ -42,9 +42,9 @@ class Parts(NamedTuple):
 
 
 class SpecDecoder:
-    """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own.
+    """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
 
-    model, head, settings: both models on their device, and what the options were resolved to.  tokenizer: the target's.
+    model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -79,9 +79,10 @@ class SpecDecoder:
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> SpecDecoder:
-        """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
+        """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids; draft None: plain autoregressive decoding.
+        target, draft: folders or hub ids.  draft may also be "ngram", a drafter without a checkpoint that repeats what followed
+        the last tokens earlier in the text; None: plain autoregressive decoding.
         spec: the draft tree's shape; None: SpecConfig().
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
