@@ -13,7 +13,8 @@ that read a span of keys only.
 
 What a drafter keeps of each row is the drafter's own.
 
-Shapes: B rows, G groups of layers, W pages per row, R some of the rows.
+Shapes: B rows, G groups of layers, W pages per row, R some of the rows.  The floats and integers of options are F and I of
+RowSampling.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import RowSampling
 from specdec.limits import DUMMY_PAGE
+from specdec.steps import RowOptions
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class BatchState:
     prompt_table_BGW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
     speculates_B: int32, 1 where draft tokens may be accepted, else 0.  The drafter computes the other rows too, where it may
         read keys and values that nobody wrote; so their drafts are any token ids, with any scores.
-    temperature_B, top_k_B, top_p_B, seed_B: see RowSampling.
+    option_floats_BF, option_ints_BI: how the row samples; see RowSampling.
     source_page_B, source_lens_B: int32, the text of an encoder that the row reads; see Sources.  0 without an encoder.
     shared: the pages of group 0 that rows read together; None: each row reads all its own pages.
     page_size: tokens per page of both tables.
@@ -55,10 +57,8 @@ class BatchState:
     page_table_BGW: Tensor
     prompt_table_BGW: Tensor
     speculates_B: Tensor
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    seed_B: Tensor
+    option_floats_BF: Tensor
+    option_ints_BI: Tensor
     source_page_B: Tensor
     source_lens_B: Tensor
     shared: SharedPrefix | None = field(default=None, kw_only=True)
@@ -89,6 +89,7 @@ class BatchState:
             width = pages if groups == 1 else -(-pages // 4) * 4  # so that each table is aligned to 16 bytes
             return torch.full((rows, groups, width), DUMMY_PAGE, dtype=torch.int32, device=device)
 
+        neutral = RowSampling.of([RowOptions()] * rows, device)
         return cls(
             lens_B=zeros(rows, dtype=torch.int32),
             bonus_B=zeros(rows, dtype=torch.int64),
@@ -96,10 +97,8 @@ class BatchState:
             page_table_BGW=tables(),
             prompt_table_BGW=tables(),
             speculates_B=zeros(rows, dtype=torch.int32),
-            temperature_B=zeros(rows, dtype=torch.float32),
-            top_k_B=zeros(rows, dtype=torch.int64),
-            top_p_B=torch.ones(rows, device=device),
-            seed_B=zeros(rows, dtype=torch.int64),
+            option_floats_BF=neutral.floats_RF,
+            option_ints_BI=neutral.ints_RI,
             source_page_B=zeros(rows, dtype=torch.int32),
             source_lens_B=zeros(rows, dtype=torch.int32),
             page_size=page_size,
@@ -133,7 +132,7 @@ class BatchState:
     @property
     def sampling(self) -> RowSampling:
         """How each row samples; the tensors are the batch's own."""
-        return RowSampling(self.temperature_B, self.top_k_B, self.top_p_B, self.seed_B)
+        return RowSampling(self.option_floats_BF, self.option_ints_BI)
 
     @property
     def shape(self) -> tuple[int, bool]:
@@ -196,6 +195,6 @@ class BatchState:
 
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
-        for tensor in (self.active_B, self.lens_B, self.speculates_B, self.temperature_B, self.source_lens_B):
+        for tensor in (self.active_B, self.lens_B, self.speculates_B, self.sampling.temperature_R, self.source_lens_B):
             tensor.index_fill_(0, rows_R, 0)
         self.page_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

@@ -5,7 +5,7 @@ This module knows both models' workers and the batch as tensors; it knows no req
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,8 +16,10 @@ from specdec.config import GraphMode, SpecConfig
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.workers import Workers
-from specdec.steps import SamplingMode
+from specdec.steps import Needs
 from specdec.verify.verifier import VerifyResult
+
+RunPhase = Callable[[Hashable, Callable[[], Any], list[Tensor]], Any]
 
 
 class Round(NamedTuple):
@@ -45,31 +47,31 @@ class RoundRunner:
         self.round_graphs = GraphSet(graphs == "round")
         self.phase_graphs = GraphSet(bool(graphs))
 
-    def plain(self, state: BatchState, mode: SamplingMode) -> Round:
+    def plain(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding: verifies a tree that is only a root, which needs no drafter and no features."""
         verifier = self.workers.verifier
 
         def decode() -> Round:
             tree = DraftTree.chain(state.bonus_B[:, None])
-            return _round(verifier.verify(state, tree, mode, with_features=False), tree)
+            return _round(verifier.verify(state, tree, needs, with_features=False), tree)
 
         with self.clock.phase("decode"):
-            return self.phase_graphs.run(("decode", state.shape, mode), decode, [state.lens_B, state.bonus_B])
+            return self.phase_graphs.run(("decode", state.shape, needs), decode, [state.lens_B, state.bonus_B])
 
-    def paused(self, state: BatchState, mode: SamplingMode) -> Round:
+    def paused(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
         verifier, drafter = self.workers.verifier, self.workers.need_drafter()
 
         def decode() -> Round:
             tree = DraftTree.chain(state.bonus_B[:, None])
-            result = verifier.verify(state, tree, mode)
+            result = verifier.verify(state, tree, needs)
             features_BF = None if result.features_BEF is None else result.features_BEF[:, 0]
             drafter.keep(state, result.base_lens_B, result.tokens_BE[:, 0].clamp(min=0), features_BF)
             return _round(result, tree)
 
         with self.clock.phase("decode"):
             changed = [state.lens_B, state.bonus_B, *drafter.changed(state)]
-            return self.phase_graphs.run(("paused", state.shape, mode), decode, changed)
+            return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
     def catch_up(self, state: BatchState) -> None:
         """Has the drafter learn all tokens of a pause at once."""
@@ -77,34 +79,39 @@ class RoundRunner:
         with self.clock.phase("extend"):
             self.phase_graphs.run(("catch up", state.shape), lambda: drafter.catch_up(state), drafter.changed(state))
 
-    def speculative(self, state: BatchState, spec: SpecConfig, mode: SamplingMode) -> Round:
+    def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
         """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
-        if self.graph_mode != "round" or self.clock.enabled:
-            return self._phases(state, spec, mode, self.phase_graphs.run)
+        if not self._fuses:
+            return self._phases(state, spec, needs, self.phase_graphs.run)
         changed = [state.lens_B, state.bonus_B, *self.workers.need_drafter().changed(state)]
 
         def whole() -> Round:
-            return self._phases(state, spec, mode, lambda key, phase, changed: phase())
+            return self._phases(state, spec, needs, lambda key, phase, changed: phase())
 
-        return self.round_graphs.run(("round", state.shape, spec, mode), whole, changed)
+        return self.round_graphs.run(("round", state.shape, spec, needs), whole, changed)
 
-    def _phases(self, state: BatchState, spec: SpecConfig, mode: SamplingMode, run: Callable[..., Any]) -> Round:
+    @property
+    def _fuses(self) -> bool:
+        """Whether the next round runs as one piece, so that the host can do nothing between its phases."""
+        return self.graph_mode == "round" and not self.clock.enabled
+
+    def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
         verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec)
         with self.clock.phase("draft"):
             tree = run(("draft", *key), lambda: drafter.draft(state, spec), [])
 
         def verify() -> tuple[VerifyResult, Round]:
-            result = verifier.verify(state, tree, mode)
+            result = verifier.verify(state, tree, needs)
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key, mode), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key, needs), verify, [state.lens_B, state.bonus_B])
 
         def extend() -> None:
             drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
         with self.clock.phase("extend"):
-            run(("extend", *key, mode), extend, drafter.changed(state))
+            run(("extend", *key, needs), extend, drafter.changed(state))
         return done
 
 

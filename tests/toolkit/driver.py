@@ -20,6 +20,7 @@ from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
+from specdec.steps import Needs
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
@@ -337,7 +338,7 @@ class Driver(Hooks):
         state = self._workers.state.narrow(rows)
         with torch.inference_mode():
             tree = self.drafter.draft(state, spec)
-            result = self._workers.verifier.verify(state, tree, "greedy")
+            result = self._workers.verifier.verify(state, tree, Needs())
             self.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
