@@ -21,6 +21,7 @@ from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
+from specdec.loading.drafters import smoke_check
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
@@ -99,6 +100,8 @@ class SpecDecoder:
             model, head, resolved, folder = ranks.load()
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
+            smoke_check(model, head, tokenizer, resolved)
+            STARTUP.lap("look at the draft")
             return cls(model, head, resolved, tokenizer, ranks)
 
     # ---- what it is made of ----

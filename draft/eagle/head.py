@@ -23,6 +23,7 @@ from specdec.draft.eagle.worker import DraftWorker
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
+from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
 from specdec.parallel.group import ALONE, Group
@@ -62,6 +63,19 @@ class DraftHead(DraftModel):
 
     def worker(self, place: Place) -> DraftWorker:
         return DraftWorker(self, place)
+
+    @property
+    def description(self) -> str:
+        return self.config.description
+
+    @property
+    def trained_length(self) -> int:
+        return self.config.trained_length
+
+    def smoke(self, target: Target, ids_T: Tensor) -> str:
+        from specdec.draft.eagle.smoke import complaint  # which knows heads, too
+
+        return complaint(self, target, ids_T)
 
     def passes(self, spec: SpecConfig) -> int:
         return spec.max_steps

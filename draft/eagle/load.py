@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.draft.eagle.formats.detect import FORMATS, detect
 from specdec.draft.eagle.formats.reading import Format, HeadFiles, Reading, check_tensors
 from specdec.draft.eagle.head import HEADS, DraftHead, Eagle1Head, Eagle3Head
+from specdec.draft.eagle.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import (
     build,
@@ -33,6 +34,21 @@ from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 
 
+class HowToRead(NamedTuple):
+    """What a caller says of a head's files.
+
+    format: the layout's name, or "auto".  pickles: whether weights may come from a pickle.
+    window: whether no layer reads more tokens back than the head was trained on.
+    """
+
+    format: str = "auto"
+    pickles: bool = False
+    window: bool = False
+
+
+AS_FOUND = HowToRead()
+
+
 class OpenHead(NamedTuple):
     """A head's folder, understood and checked, of which no weight was read."""
 
@@ -41,18 +57,19 @@ class OpenHead(NamedTuple):
     reading: Reading
 
 
-def open_head(folder: Path, target: ModelConfig | None, draft_format: str = "auto", pickles: bool = False) -> OpenHead:
+def open_head(folder: Path, target: ModelConfig | None, how: HowToRead = AS_FOUND) -> OpenHead:
     """Reads a head's config and headers.
 
-    target: None if it is not known; then nothing is held against it.  draft_format: the layout's name, or "auto".
-    pickles: whether weights may come from a pickle.
+    target: None if it is not known; then nothing is held against it.
     ValueError names any config key or tensor that is unknown, missing or contradicts the target.
     """
     raw = read_json(folder / "config.json")
-    files = HeadFiles(folder, raw, Checkpoint(folder, pickles=pickles))
+    files = HeadFiles(folder, raw, Checkpoint(folder, pickles=how.pickles))
     refuse_target_tensors(files.checkpoint.names(), folder)
-    chosen = detect(files) if draft_format == "auto" else FORMATS[draft_format]
+    chosen = detect(files) if how.format == "auto" else FORMATS[how.format]
     reading = chosen.read(files, target)
+    if how.window:
+        reading = replace(reading, spec=windowed(reading.spec))
     if target is not None and not reading.spec.own_embeddings and reading.spec.model.hidden_size != target.hidden_size:
         raise ValueError(
             f"{folder}: a head of hidden_size {reading.spec.model.hidden_size} needs embed_tokens.weight of its own, "
@@ -70,12 +87,17 @@ def load_head(
     max_positions: int,
     device: torch.device,
     dtype: torch.dtype,
-    draft_format: str = "auto",
-    pickles: bool = False,
+    how: HowToRead = AS_FOUND,
 ) -> DraftHead:
     """The head in the folder, sharing what it does not own with the target.  ValueError: see `open_head`."""
-    opened = open_head(folder, target.config, draft_format, pickles)
-    return build_head(opened, target, max_positions, device, dtype)
+    return build_head(open_head(folder, target.config, how), target, max_positions, device, dtype)
+
+
+def windowed(spec: HeadSpec) -> HeadSpec:
+    """The same head, whose layers read no more tokens back than it was trained on."""
+    most = spec.trained_length
+    kinds = tuple(replace(kind, window=min(kind.window or most, most)) for kind in spec.model.layer_kinds)
+    return replace(spec, model=replace(spec.model, layer_kinds=kinds))
 
 
 def build_head(opened: OpenHead, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
@@ -100,7 +122,7 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
     else:
         head.lm_head = target.lm_head
     head.d2t_V = _offsets(spec.draft_ids, target.embed_tokens.weight.device)
-    for name in ("rotary_emb.inv_freq", *reading.unread):
+    for name in ("rotary_emb.inv_freq", *reading.beside):
         checkpoint.ignore(name)
     checkpoint.finish()
     join(head, target.group)

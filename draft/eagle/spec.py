@@ -55,6 +55,17 @@ class HeadSpec:
         return max(1, len(self.aux_layers)) * self.target_hidden_size
 
     @property
+    def description(self) -> str:
+        """One line for whoever loads the head."""
+        reads = f"layers {', '.join(map(str, self.aux_layers))}" if self.aux_layers else "the final hidden state"
+        windows = {kind.window for kind in self.model.layer_kinds if kind.window}
+        window = f", window of {max(windows)}" if windows else ""
+        return (
+            f"{self.kind.replace('eagle', 'EAGLE-')} head in the layout {self.format or 'of no file'}: reads {reads} of the "
+            f"target, {self.draft_vocab_size} of {self.model.vocab_size} tokens, trained on up to {self.trained_length}{window}"
+        )
+
+    @property
     def trained_length(self) -> int:
         """The most tokens of a text that the head was trained on, as its config says."""
         return self.model.max_position

@@ -41,6 +41,10 @@ class NgramModel(DraftModel):
                 f"SpecConfig({spec.label}), got {self.vocab_size}; nearest setting that works: topk=1"
             )
 
+    @property
+    def description(self) -> str:
+        return "n-grams: what followed the text's last tokens where they stood before"
+
     def worker(self, place: Place) -> NgramDrafter:
         return NgramDrafter(place)
 

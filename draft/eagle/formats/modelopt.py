@@ -74,7 +74,7 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
         "recycled": "the output before the final norm",
     }
     if model.rope.kind == "yarn":
-        meanings["rope"] = "yarn as written; exporters add it to heads that were trained without it, which lowers acceptance"
+        meanings["yarn"] = "as written; exporters add it to heads that were trained without it, which lowers acceptance"
     return Reading(spec, _names(files, raw, model.num_layers), vocabulary_tensors(files), meanings)
 
 

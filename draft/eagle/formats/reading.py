@@ -44,13 +44,13 @@ class Names:
 class Reading:
     """A head as its reader understood it.
 
-    unread: tensors that are there, known, and not needed, each with the reason.
+    beside: tensors that are no weights of the head, each with what is made of it.
     meanings: what each key of the config that runtimes read differently, or that is absent, was taken to mean.
     """
 
     spec: HeadSpec
     names: Names
-    unread: Mapping[str, str]
+    beside: Mapping[str, str]
     meanings: Mapping[str, str]
 
 
@@ -108,7 +108,7 @@ def check_tensors(files: HeadFiles, reading: Reading) -> None:
     """
     checkpoint, wanted = files.checkpoint, wanted_tensors(reading.spec, reading.names)
     held = set(checkpoint.names())
-    spare = sorted(name for name in held - set(wanted) - set(reading.unread) if not _may_be_read(name))
+    spare = sorted(name for name in held - set(wanted) - set(reading.beside) if not _may_be_read(name))
     missing = sorted(set(wanted) - held)
     if missing:
         instead = f"; it holds {', '.join(spare[:4])}, which no part of such a head is called" if spare else ""

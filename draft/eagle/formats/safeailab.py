@@ -59,8 +59,9 @@ def _eagle1(files: HeadFiles, model: ModelConfig, width: int, has_bias: bool, me
         raise ValueError(f"{where}: {', '.join(only)} belong to EAGLE-3, but the tensors are an EAGLE-1/2 head's")
     spec = HeadSpec(model, "eagle1", (), width, model.vocab_size, fc_bias=has_bias, own_lm_head=False, format=NAME)
     names = Names("layers.0", tuple(f"layers.{index}" for index in range(1, model.num_layers)))
-    unread = {name: "the target's are used: EAGLE-1/2 never trains them" for name in ("embed_tokens.weight",)}
-    return Reading(spec, names, unread, {**meanings, "bias": f"fc has {'a' if has_bias else 'no'} bias"})
+    beside = {"embed_tokens.weight": "not read: the target's are used, as EAGLE-1/2 never trains them"}
+    held = {name: what for name, what in beside.items() if name in files.checkpoint}
+    return Reading(spec, names, held, {**meanings, "bias": f"fc has {'a' if has_bias else 'no'} bias"})
 
 
 def _eagle3(files: HeadFiles, model: ModelConfig, width: int, target: ModelConfig | None, meanings: dict[str, str]) -> Reading:
@@ -118,7 +119,8 @@ def own_lm_head(files: HeadFiles, draft_size: int, vocab_size: int) -> bool:
 
 def vocabulary_tensors(files: HeadFiles) -> dict[str, str]:
     """The tensors that `read_draft_ids` has read."""
-    return {name: "read: the vocabulary" for name in ("d2t", "t2d") if name in files.checkpoint}
+    made = {"d2t": "the target's id of each draft id, by offsets", "t2d": "held against d2t"}
+    return {name: what for name, what in made.items() if name in files.checkpoint}
 
 
 FORMAT = Format(NAME, "SafeAILab (the EAGLE authors)", "EAGLE-1, EAGLE-2, EAGLE-3", read)

@@ -7,14 +7,17 @@ Shapes: T pairs, H hidden, F features side by side, V target vocabulary.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specdec import shipped
 from specdec.attention.kinds import LayerKind
 from toolkit.models import kept_ids
 from toolkit.oracles.attention import causal_mask, dense_attention, of_kind
@@ -36,7 +39,6 @@ class Options:
     head_dim: int = 8
     mlp: int = 40
     target_hidden: int = 32
-    target_layers: int = 4
     vocab: int = 40
     draft_vocab: int = 26
     eps: float = 1e-5
@@ -174,3 +176,22 @@ def _scaled(name: str, x: Tensor) -> Tensor:
     if "norm" in name:
         return 1 + 0.3 * x
     return 0.3 * x if x.dim() == 1 else x * 1.5 / x.shape[1] ** 0.5
+
+
+def shipped_parts() -> Parts:
+    """The trained head that ships with specdec, with the embeddings of its target as its own."""
+    raw = json.loads((shipped.draft_folder() / "config.json").read_text())
+    held = load_file(shipped.draft_folder() / "model.safetensors")
+    embed = load_file(shipped.target_folder() / "model.safetensors")["model.embed_tokens.weight"]
+    options = Options(
+        aux=tuple(raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]), hidden=96, target_hidden=96, heads=3, kv_heads=1,
+        head_dim=32, mlp=512, vocab=raw["vocab_size"], draft_vocab=raw["draft_vocab_size"], eps=raw["rms_norm_eps"],
+        rope={"rope_type": "default", "rope_theta": 10000.0}, max_position=512, own_embeddings=True,
+    )  # fmt: skip
+    ids = held.pop("d2t") + torch.arange(options.draft_vocab)
+    del held["t2d"]
+    tensors = {"embed_tokens.weight": embed.double()}
+    for name, tensor in held.items():
+        name = name.replace("midlayer.", "layers.0.")
+        tensors[name.removesuffix(".weight") if "norm" in name else name] = tensor.double()
+    return Parts(options, tensors, ids)
