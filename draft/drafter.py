@@ -24,10 +24,11 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
+from specdec.steps import Needs
 
 
 @dataclass(frozen=True)
-class Needs:
+class DraftNeeds:
     """What a drafter needs of its target and of the pool.
 
     features: the target's layers whose outputs it reads, 0-based and ascending; (): the target's final hidden state; None: it
@@ -53,8 +54,8 @@ class Paged(Protocol):
 class Place(NamedTuple):
     """What a drafter is given to work with.
 
-    caches: empty, one for each of the models in `Needs`.  slots: of the first group of layers.  span: how many tokens back the
-    first group's slots are kept; None: all of them.
+    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
+    the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
     """
@@ -75,7 +76,7 @@ class DraftModel(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def needs(self) -> Needs: ...
+    def needs(self) -> DraftNeeds: ...
 
     @abstractmethod
     def check(self, spec: SpecConfig) -> None:
@@ -131,24 +132,30 @@ class Drafter(ABC):
     rows: Rows | None = None
 
     @abstractmethod
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
-        """The next tree of every row."""
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
+        """The next tree of every row.  needs: here and below, how the target will choose the rows' tokens."""
 
     @abstractmethod
     def extend(
-        self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor | None
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
     ) -> None:
         """Learns what a round emitted, and prepares the next draft.
 
         base_lens_B: int32, the committed length before this round.
         tokens_BE: int64, the emitted tokens.  Columns after last_B are padding.
         last_B: int64, the column of the bonus token.
-        features_BEF: for each emitted token, the target's features of the token before it; None if `Needs` asks for none.
+        features_BEF: for each emitted token, the target's features of the token before it; None if `DraftNeeds` asks for none.
         state.lens_B: int32, already the length that includes the tokens up to column last_B.
         """
 
     @abstractmethod
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Learns parts of prompts.  state: all rows; a part's is prompts.rows_B.
 
         first_B: int64, the first output token of each prompt that ends here.  What is left for a draft counts if it ends.
@@ -163,7 +170,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def catch_up(self, state: BatchState) -> None:
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Learns all tokens that were kept.  A row without such tokens keeps its next draft as it is."""
 
     def changed(self, state: BatchState) -> list[Tensor]:

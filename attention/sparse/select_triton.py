@@ -27,7 +27,7 @@ from specdec.ops.topk_triton import ordered_32
 
 LEAST_32 = tl.constexpr(-2147483648)  # lower than any ordered score
 MOST_32 = tl.constexpr(2147483647)
-STEPS = tl.constexpr(16)  # of the search for borders: enough for scores of which the largest is a million times too large
+STEPS = tl.constexpr(24)  # of the search for borders: enough for scores of which the largest is a million times too large
 
 
 @triton.jit
@@ -39,18 +39,12 @@ def slice_of(visible, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def count_from(s_M, middle, bit: tl.constexpr):
-    """[M] int64: whether each score reaches `middle`, in that bit of a number.  So one sum makes several counts."""
-    return (s_M >= middle).to(tl.int64) << bit
-
-
-@triton.jit
 def borders(s_M, ok_M, expected):
     """(lower, upper): at least `expected` of the ok scores and 4.5 times its root more reach the lower border, and at most as
     many fewer the upper one.  Infinite where no border was found.
 
-    The two are searched together, by dividing ranges of scores by three, until they are about as near as that.  Scores that are
-    not ok are -inf.  A step takes the time of its sum, whatever is counted in it.
+    The two are searched together, by halving ranges of scores, until they are about as near as that.  Scores that are not ok
+    are -inf.
     """
     margin = 4.5 * tl.sqrt(expected)
     above = (expected + margin).to(tl.int32) + 4
@@ -61,36 +55,20 @@ def borders(s_M, ok_M, expected):
     low_b, high_b = low_a, high_a
     steps = 0
     while steps < STEPS:
-        a_1, a_2 = third(low_a, high_a), third(high_a, low_a)
-        b_1, b_2 = third(low_b, high_b), third(high_b, low_b)
-        marks_M = count_from(s_M, a_1, 0) + count_from(s_M, a_2, 16) + count_from(s_M, b_1, 32) + count_from(s_M, b_2, 48)
-        counts = tl.sum(marks_M, 0)
-        count_a1, count_a2 = (counts & 0xFFFF).to(tl.int32), (counts >> 16 & 0xFFFF).to(tl.int32)
-        count_b1, count_b2 = (counts >> 32 & 0xFFFF).to(tl.int32), (counts >> 48 & 0xFFFF).to(tl.int32)
-        count_a = tl.where(count_a2 >= above, count_a2, count_a1)
-        a = tl.where(count_a2 >= above, a_2, a_1)
-        found_a = count_a >= above
-        lower = tl.where(found_a, a, lower)
-        high_a = tl.where(count_a2 >= above, high_a, tl.where(found_a, a_2, a_1))
-        low_a = tl.where(found_a, a, low_a)
-        count_b = tl.where(count_b1 <= below, count_b1, count_b2)
-        b = tl.where(count_b1 <= below, b_1, b_2)
-        found_b = count_b <= below
-        upper = tl.where(found_b, b, upper)
-        low_b = tl.where(count_b1 <= below, low_b, tl.where(found_b, b_1, b_2))
-        high_b = tl.where(found_b, b, high_b)
-        near_a = found_a & (count_a <= above + above // 16)
-        near_b = (below < 0) | (found_b & (count_b >= below - below // 16))
+        a = 0.5 * low_a + 0.5 * high_a
+        b = 0.5 * low_b + 0.5 * high_b
+        counts = tl.sum((s_M >= a).to(tl.int32) + ((s_M >= b).to(tl.int32) << 16), 0)
+        count_a, count_b = counts & 0xFFFF, counts >> 16
+        lower = tl.where(count_a >= above, a, lower)
+        low_a, high_a = tl.where(count_a >= above, a, low_a), tl.where(count_a >= above, high_a, a)
+        upper = tl.where(count_b <= below, b, upper)
+        low_b, high_b = tl.where(count_b <= below, low_b, b), tl.where(count_b <= below, b, high_b)
+        near_a = (count_a >= above) & (count_a <= above + above // 16)
+        near_b = (below < 0) | ((count_b <= below) & (count_b >= below - below // 16))
         low_a, high_a = tl.where(near_a, a, low_a), tl.where(near_a, a, high_a)
         low_b, high_b = tl.where(near_b, b, low_b), tl.where(near_b, b, high_b)
         steps = tl.where(near_a & near_b, STEPS, steps + 1)
     return lower, upper
-
-
-@triton.jit
-def third(near, far):
-    """A third of the way from one number to the other, of which each may be near the largest float."""
-    return near * 0.6666667 + far * 0.3333333
 
 
 @triton.jit(do_not_specialize=["first_token", "topk"])
@@ -164,22 +142,12 @@ def halved(low, high, middle, count, wanted):
 
 @triton.jit
 def last_of(score_L, ok_L, wanted):
-    """The `wanted`-th largest of ordered scores, or a number between it and the next smaller one.
-
-    Each step divides the range by four; its three counts are one sum.
-    """
+    """The `wanted`-th largest of ordered scores, or a number between it and the next smaller one."""
     low, high = extremes(score_L, ok_L)
     while low < high:
-        side = high - low
-        m_1, m_2, m_3 = low + (side + 3) // 4, low + (2 * side + 3) // 4, low + (3 * side + 3) // 4
-        marks_L = count_from(score_L, m_1.to(tl.int32), 0) + count_from(score_L, m_2.to(tl.int32), 21)
-        counts = tl.sum(marks_L + count_from(score_L, m_3.to(tl.int32), 42), 0)
-        count_1, count_2, count_3 = counts & 0x1FFFFF, counts >> 21 & 0x1FFFFF, counts >> 42
-        below_1, below_2, below_3 = count_1 < wanted, count_2 < wanted, count_3 < wanted
-        middle = tl.where(below_2, m_1, tl.where(below_3, m_2, m_3))  # the highest that enough scores reach, or m_1
-        count = tl.where(below_2, count_1, tl.where(below_3, count_2, count_3))
-        high = tl.where(below_2, m_2 - 1, tl.where(below_3, m_3 - 1, high))
-        low, high = tl.where(below_1, low, middle), tl.where(below_1, m_1 - 1, tl.where(count == wanted, middle, high))
+        middle = low + (high - low + 1) // 2
+        count = tl.sum((score_L >= middle.to(tl.int32)).to(tl.int32), 0)
+        low, high = halved(low, high, middle, count, wanted)
     return low.to(tl.int32)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
-from specdec.draft.drafter import DraftModel, Needs, Place
+from specdec.draft.drafter import DraftModel, DraftNeeds, Place
 from specdec.draft.eagle.spec import HeadSpec
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.models.causal_lm import DecoderLayer
@@ -51,8 +51,8 @@ class DraftHead(DraftModel):
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)
 
     @property
-    def needs(self) -> Needs:
-        return Needs(self.config.aux_layers, (self.config.model,))
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(self.config.aux_layers, (self.config.model,))
 
     def check(self, spec: SpecConfig) -> None:
         most = self.config.draft_vocab_size

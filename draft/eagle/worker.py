@@ -32,6 +32,7 @@ from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
+from specdec.steps import Needs
 
 if TYPE_CHECKING:
     from specdec.draft.eagle.head import DraftHead
@@ -60,7 +61,7 @@ class DraftWorker(Drafter):
             dtype=place.dtype,
         )
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         """The next tree of every row.
 
         A tree of S levels takes S - 1 runs of the head: the root's children, level 1, are known already, because the last
@@ -112,7 +113,13 @@ class DraftWorker(Drafter):
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
     def extend(
-        self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor | None
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
     ) -> None:
         """Runs the head over the accepted tokens with true target features; keeps the next tree's first level.
 
@@ -133,7 +140,7 @@ class DraftWorker(Drafter):
             rows.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
         self._set_first_level(rows)
 
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
         attn = self._attention(prompts.tables_of(self.cache.group_numbers))
         next_ids_T = prompts.next_ids(first_B)
@@ -146,13 +153,13 @@ class DraftWorker(Drafter):
         assert features_BF is not None
         self._rows(state).keep(state, tokens_B, features_BF)
 
-    def catch_up(self, state: BatchState) -> None:
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
         rows = self._rows(state)
         has_some_B1 = rows.pending_B[:, None] > 0
         before = [tensor.clone() for tensor in rows.first_level]
         base_lens_B = state.lens_B - rows.pending_B.int()
         last_B = (rows.pending_B - 1).clamp(min=0)
-        self.extend(state, base_lens_B, rows.pending_tokens_BP, last_B, rows.pending_features_BPF)
+        self.extend(state, needs, base_lens_B, rows.pending_tokens_BP, last_B, rows.pending_features_BPF)
         for tensor, old in zip(rows.first_level, before, strict=True):
             tensor.copy_(torch.where(has_some_B1, tensor, old))
         rows.pending_B.zero_()

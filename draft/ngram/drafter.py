@@ -15,11 +15,12 @@ from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.drafter import Drafter, DraftModel, Needs, Place
+from specdec.draft.drafter import Drafter, DraftModel, DraftNeeds, Place
 from specdec.draft.ngram.grow import candidates_of
 from specdec.draft.ngram.lookup import Text, continuations, find_matches
 from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
 from specdec.draft.tree.build_tree import best_nodes
+from specdec.steps import Needs
 
 
 class NgramModel(DraftModel):
@@ -30,8 +31,8 @@ class NgramModel(DraftModel):
         self.vocab_size = vocab_size
 
     @property
-    def needs(self) -> Needs:
-        return Needs(features=None, slot_bytes=ENTRY_BYTES)
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(features=None, slot_bytes=ENTRY_BYTES)
 
     def check(self, spec: SpecConfig) -> None:
         M = num_continuations(spec)
@@ -56,7 +57,7 @@ class NgramDrafter(Drafter):
         self.store, self.span = TokenStore(place.slots, place.device), place.span
         self.caches = (self.store,)
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         text = Text(self.store.tokens_N, state.pages, state.lens_B, self.span)
         matches = find_matches(text, num_continuations(spec))
         tokens_BMS = continuations(text, matches, spec.max_steps)
@@ -66,20 +67,29 @@ class NgramDrafter(Drafter):
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, spec.max_steps)
 
     def extend(
-        self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor | None
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
     ) -> None:
-        rows = state.pages.next_tokens(base_lens_B, tokens_BE.shape[1])
-        self.store.write(rows.slots.flatten(), tokens_BE.flatten())  # padding comes after the text's end, where nobody reads
+        self._learn(state, base_lens_B, tokens_BE)  # padding comes after the text's end, where nobody reads
 
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         (tables,) = prompts.tables_of([0])
         self.store.write(tables.slots_T, prompts.next_ids(first_B))
 
     def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
-        self.extend(state, base_lens_B, tokens_B[:, None], base_lens_B, None)
+        self._learn(state, base_lens_B, tokens_B[:, None])
 
-    def catch_up(self, state: BatchState) -> None:
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Nothing: `keep` has written the tokens where they belong."""
+
+    def _learn(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor) -> None:
+        rows = state.pages.next_tokens(base_lens_B, tokens_BE.shape[1])
+        self.store.write(rows.slots.flatten(), tokens_BE.flatten())
 
 
 def num_continuations(spec: SpecConfig) -> int:

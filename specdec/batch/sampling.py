@@ -1,8 +1,8 @@
-"""Turns logits into tokens by temperature, top-k, top-p and noise that depends only on (seed, position, token).
+"""How rows sample: their options as a table, and the tokens that top-k and top-p keep.
 
-The seed fixes the noise of every position beforehand.  So the token that is sampled at a position is a function of the target's
-logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is the same with and without
-speculation.
+Tokens are chosen with noise that the seed fixes beforehand (ops/gumbel.py).  So the token that is sampled at a position is a
+function of the target's logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is
+the same with and without speculation.
 
 Shapes: R rows (one distribution each), V vocabulary, F floats and I integers of a row's options.
 """
@@ -21,10 +21,6 @@ from specdec.steps import RowOptions
 FLOATS = ("temperature", "top_p")
 INTS = ("top_k", "seed")
 
-# SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers.  Integer products wrap, as SplitMix64 wants.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
 _BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
 
 
@@ -71,26 +67,6 @@ class RowSampling(NamedTuple):
     def expand_rows(self, times: int) -> RowSampling:
         """Each row repeated `times` times; the copies of a row are adjacent."""
         return self if times == 1 else RowSampling(*(table.repeat_interleave(times, dim=0) for table in self))
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & (2 ** (64 - bits) - 1)  # int64's own shift fills the high bits with the sign
-
-
-def mix_64(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of int64 whose output bits all depend on all input bits."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id), of the V ids from `first` on."""
-    key_R = mix_64(mix_64(seed_R + _GOLDEN) + position_R * _GOLDEN)
-    tokens_V = torch.arange(first + 1, first + vocab_size + 1, device=seed_R.device)
-    bits_RV = _shift_right(mix_64(key_R[:, None] + tokens_V * _GOLDEN), 12)
-    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
-    return -torch.log(-torch.log(uniform_RV)).float()
 
 
 def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:

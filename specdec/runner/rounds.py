@@ -73,11 +73,12 @@ class RoundRunner:
             changed = [state.lens_B, state.bonus_B, *drafter.changed(state)]
             return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
-    def catch_up(self, state: BatchState) -> None:
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
         with self.clock.phase("extend"):
-            self.phase_graphs.run(("catch up", state.shape), lambda: drafter.catch_up(state), drafter.changed(state))
+            key = "catch up", state.shape, needs
+            self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), drafter.changed(state))
 
     def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
         """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
@@ -96,22 +97,22 @@ class RoundRunner:
         return self.graph_mode == "round" and not self.clock.enabled
 
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
-        verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec)
+        verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec, needs)
         with self.clock.phase("draft"):
-            tree = run(("draft", *key), lambda: drafter.draft(state, spec), [])
+            tree = run(("draft", *key), lambda: drafter.draft(state, spec, needs), [])
 
         def verify() -> tuple[VerifyResult, Round]:
             result = verifier.verify(state, tree, needs)
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key, needs), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key), verify, [state.lens_B, state.bonus_B])
 
         def extend() -> None:
-            drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
+            drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
         with self.clock.phase("extend"):
-            run(("extend", *key, needs), extend, drafter.changed(state))
+            run(("extend", *key), extend, drafter.changed(state))
         return done
 
 

@@ -136,7 +136,7 @@ class DeviceRunner:
         self.workers.verifier.read_source(slots_S, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
-        self.rounds.catch_up(self._rows(step.rows, step.shared))
+        self.rounds.catch_up(self._rows(step.rows, step.shared), step.needs)
 
     def _share(self, step: ShareRows) -> None:
         assert self.shared is not None

@@ -18,6 +18,7 @@ from specdec import SpecConfig
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.draft.drafter import Drafter
+from specdec.steps import Needs
 from toolkit.trees import chain_shape, path_depth, random_shape
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Substitute(Drafter):
         self.rows, self.caches = (inner.rows, inner.caches) if inner else (None, ())
         self.random = random.Random(0)
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         S, nd = self.spec.num_steps, self.spec.num_draft_tokens
         rows = [self._row(row, int(state.lens_B[row]), int(state.bonus_B[row])) for row in range(state.rows)]
         tokens_BN = torch.tensor([tokens for tokens, _ in rows])
@@ -60,9 +61,9 @@ class Substitute(Drafter):
         if self.inner:
             self.inner.keep(*args)
 
-    def catch_up(self, state: BatchState) -> None:
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
         if self.inner:
-            self.inner.catch_up(state)
+            self.inner.catch_up(state, needs)
 
     def changed(self, state: BatchState) -> list[Tensor]:
         return self.inner.changed(state) if self.inner else []

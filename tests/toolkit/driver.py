@@ -331,15 +331,16 @@ class Driver(Hooks):
     def draft(self, rows: int, spec: SpecConfig) -> DraftTree:
         """The next tree of the first rows.  Drafting changes nothing of the batch but slots after the committed tokens."""
         with torch.inference_mode():
-            return self.drafter.draft(self._workers.state.narrow(rows), spec)
+            return self.drafter.draft(self._workers.state.narrow(rows), spec, Needs())
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
         """Runs draft, verify and extend of one round, without the engine."""
         state = self._workers.state.narrow(rows)
         with torch.inference_mode():
-            tree = self.drafter.draft(state, spec)
+            tree = self.drafter.draft(state, spec, Needs())
             result = self._workers.verifier.verify(state, tree, Needs())
-            self.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
+            extended = result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF
+            self.drafter.extend(state, Needs(), *extended)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
         """How many CUDA graphs there are of whole rounds, of single phases, or of chunks of prompts."""
