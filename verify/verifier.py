@@ -81,7 +81,7 @@ class TargetVerifier:
     ) -> tuple[Tensor, Tensor]:
         """(first tokens [B] int64, -1 where the logits are not finite; features [T, F]).
 
-        sampling: the options of each prompt.
+        sampling: the options of each prompt, and tables that hold it where `needs` asks for them.
         with_features: if False, the second result is not meant for a drafter.
         """
         attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers), sources=self.sources)
@@ -108,11 +108,14 @@ class TargetVerifier:
         aux_layers = self.aux_layers if with_features else ()
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers)
         logits_TV = self.model.logits(out.hidden_TH)
-        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, needs, self.model.vocabulary)
+        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, needs, self.model.vocabulary, tree)
         tokens_BN = tokens_T.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
         accepted, base_lens_B = accept(tree, tokens_BN, state)
+        if needs.history:
+            emitted_B = (accepted.accepted_B + 1) * state.active_B
+            state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)
         if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
             for group, each in tables.items():
                 self.cache.move(each.slots_BN, accepted.path_BE, group)

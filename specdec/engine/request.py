@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.config import SamplingParams
+from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Generation, Stats
 
@@ -14,16 +15,16 @@ from specdec.generation import Chunk, Generation, Stats
 class Request:
     """A request; two requests are equal only if they are the same object.
 
-    seed: the seed that sampling uses, which was drawn at random if the caller gave none.
     speculate: whether the drafter proposes tokens for this request.
     source_ids: what the target's encoder reads; None for a target without one.
     error: what made this request fail, or None.  Other requests go on.
+    choice: how its row chooses tokens.
     is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
 
     prompt_ids: list[int]
     sampling: SamplingParams
-    seed: int
+    choice: RowChoice
     output: Trimmer
     speculate: bool = True
     stats: Stats = field(default_factory=Stats)
@@ -44,10 +45,16 @@ class Request:
         streaming: bool,
         speculate: bool = True,
         source_ids: list[int] | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> Request:
-        """A request that has no output yet.  eos_ids, decode, streaming: see Trimmer."""
+        """A request that has no output yet.
+
+        seed: the seed that sampling uses, which was drawn at random if the caller gave none.  eos_ids, decode, streaming: see
+        Trimmer.  bad_words: those of `sampling` as ids.
+        """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
-        return cls(prompt_ids, sampling, seed, output, speculate, source_ids=source_ids)
+        choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
+        return cls(prompt_ids, sampling, choice, output, speculate, source_ids=source_ids)
 
     @property
     def given_ids(self) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from specdec.engine.chunks import ChunkBudget, Left
-from specdec.engine.needs import needs_of, row_options
+from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request
@@ -102,6 +102,7 @@ class Scheduler:
         self._cleared: set[int] = set()
         self._chunk_is_next = True
         self._arrivals = count()
+        self._batch_needs = BatchNeeds()
 
     @property
     def is_idle(self) -> bool:
@@ -198,8 +199,8 @@ class Scheduler:
             self.waiting.remove(request)
             self.totals.entered(request)
             place = self.admission.places[request]
-            options, source = row_options(request.sampling, request.seed), self._source(request)
-            entries.append(Entry(len(self.seats), place.tables, options, speculates, source))
+            options, rules, _ = request.choice
+            entries.append(Entry(len(self.seats), place.tables, options, speculates, rules, self._source(request)))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -293,7 +294,7 @@ class Scheduler:
 
     def _needs(self, requests: list[Request]) -> Needs:
         """What a batch of these requests needs to choose its tokens."""
-        return needs_of(request.sampling for request in requests)
+        return self._batch_needs.of(request.choice.needs for request in requests)
 
     def _source(self, request: Request) -> Source | None:
         """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""

@@ -85,12 +85,15 @@ class PromptRunner:
         verifier, state = self.workers.verifier, self.workers.state
         pages = [state.of_group(group).prompt_pages for group in range(state.num_groups)]
         prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
-        sampling = state.sampling.of_rows(prompts.rows_B)
+        sampling = state.sampling_of(prompts.rows_B, work.needs)
         first_B, features_TF = verifier.prefill(prompts, sampling, work.needs, work.drafted)
         bonus_B = first_B.clamp(min=0)
         if work.drafted:
             self.workers.need_drafter().prefill(state, prompts, bonus_B, features_TF)
         state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
+        if work.needs.history:
+            first_id = verifier.model.vocabulary.first
+            state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
         return first_B
 
 

@@ -57,7 +57,7 @@ class RoundRunner:
             return _round(verifier.verify(state, tree, needs, with_features=False), tree)
 
         with self.clock.phase("decode"):
-            return self.phase_graphs.run(("decode", state.shape, needs), decode, [state.lens_B, state.bonus_B])
+            return self.phase_graphs.run(("decode", state.shape, needs), decode, state.written(needs))
 
     def paused(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
@@ -71,7 +71,7 @@ class RoundRunner:
             return _round(result, tree)
 
         with self.clock.phase("decode"):
-            changed = [state.lens_B, state.bonus_B, state.pending_B]
+            changed = [*state.written(needs), state.pending_B]
             return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
     def catch_up(self, state: BatchState) -> None:
@@ -95,7 +95,7 @@ class RoundRunner:
         """One speculative round with a tree of shape `spec`.  Updates lengths, bonus tokens and first levels in `state`."""
         if not self._fuses:
             return self._phases(state, spec, needs, self.phase_graphs.run)
-        changed = [state.lens_B, state.bonus_B, *state.first_level]
+        changed = [*state.written(needs), *state.first_level]
 
         def whole() -> Round:
             return self._phases(state, spec, needs, lambda key, phase, changed: phase())
@@ -117,7 +117,7 @@ class RoundRunner:
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key, needs), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key, needs), verify, state.written(needs))
 
         def extend() -> None:
             drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)

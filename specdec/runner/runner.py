@@ -83,6 +83,8 @@ class DeviceRunner:
     # ---- what emits tokens ----
 
     def _chunk(self, step: RunChunk) -> Pending:
+        if step.needs.rules:
+            self._need_tables()
         with self.clock.phase("prefill"):
             for part in step.parts:
                 if part.source is not None:
@@ -91,6 +93,8 @@ class DeviceRunner:
         return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
 
     def _round(self, step: RunRound) -> Pending:
+        if step.needs.rules:
+            self._need_tables()
         state = self._rows(step.rows, step.shared)
         begun = self.readback.mark() if step.timed else None
         if step.kind == "speculative":
@@ -106,6 +110,8 @@ class DeviceRunner:
 
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
+        if any(entry.rules is not None for entry in step.entries):
+            self._need_tables()
         groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
         options = 4 + len(INTS)  # where a row's options begin that are floats
         first = options + len(FLOATS)
@@ -125,6 +131,15 @@ class DeviceRunner:
         pages_RGw, state = numbers_RX[:, first:].unflatten(1, (groups, most)), self.workers.state
         source_R2 = numbers_RX[:, 2:4] if state.source_size else None
         state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 1], source_R2)
+        for entry in step.entries:
+            if entry.rules is not None:
+                assert state.tables is not None
+                state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first)
+
+    def _need_tables(self) -> None:
+        """Makes the tables of rules for tokens, if there are none yet: most decoders never need them."""
+        if self.workers.state.tables is None:
+            self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
