@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from specdec.checks import is_array, require_bool, require_float, require_int, store
-from specdec.limits import MAX_AUTO_STEPS, MAX_PAUSE, MAX_STEPS
+from specdec.checks import is_array, require_bool, require_choice, require_float, require_int, store
+from specdec.limits import MAX_AUTO_STEPS, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
+LogprobsMode = Literal["raw", "processed"]
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
 
@@ -107,6 +108,10 @@ class SamplingParams:
     These say what is sampled from, in the order temperature, top_k, top_p, min_p:
     top_k: the so many best tokens; 0 keeps all.  top_p: the smallest set that reaches this probability.
     min_p: tokens at least this many times as likely as the best one.
+
+    logprobs: give each token's log-probability, and those of so many likeliest tokens; None gives none.
+    logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
+    was sampled from, or, in greedy decoding, of the changed logits.
     """
 
     max_tokens: int = 128
@@ -124,6 +129,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     bad_words: Sequence[str] | Sequence[Sequence[int]] | None = None
     min_tokens: int = 0
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
 
     def __post_init__(self) -> None:
         max_tokens = require_int("max_tokens", self.max_tokens, 1)
@@ -146,6 +153,11 @@ class SamplingParams:
                 f"min_tokens={max_tokens}"
             )
         store(self, min_tokens=min_tokens)
+        if self.logprobs is not None:
+            store(self, logprobs=require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        require_choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode), "raw")
+        if self.logprobs is None and self.logprobs_mode != "raw":
+            raise ValueError("logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0")
         _check_stop(self.stop)
         if self.stop is not None and not isinstance(self.stop, str):
             store(self, stop=tuple(self.stop))

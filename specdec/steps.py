@@ -23,6 +23,8 @@ class Needs(NamedTuple):
 
     sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, which sort the logits.  min_p: min-p.
     bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
+    logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
+    processed: log-probabilities after the options.
     """
 
     sampled: bool = False
@@ -32,6 +34,8 @@ class Needs(NamedTuple):
     penalties: bool = False
     bad_words: bool = False
     ends: bool = False
+    logprobs: int = 0
+    processed: bool = False
 
     @property
     def rules(self) -> bool:
@@ -47,7 +51,8 @@ class Needs(NamedTuple):
 class RowOptions(NamedTuple):
     """How a row chooses its tokens, as numbers.  Temperature 0 is greedy; the other defaults change nothing.
 
-    first_end: the first position at which a token of TokenRules.ends may stand.  The others: see SamplingParams.
+    first_end: the first position at which a token of TokenRules.ends may stand.  processed: 1 where log-probabilities are those
+    after the options, else 0.  The others: see SamplingParams.
     """
 
     temperature: float = 0.0
@@ -59,6 +64,7 @@ class RowOptions(NamedTuple):
     top_k: int = 0
     seed: int = 0
     first_end: int = 0
+    processed: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,9 +226,12 @@ class Emitted(NamedTuple):
     tokens: one list for each part of a chunk, or for each row of a round.  A round's list holds the accepted draft tokens and
         then the target's own token.  A chunk's list holds the first output token if the prompt ends with the part, else
         nothing.  A token of -1 says that the target's logits were not finite.
+    logprobs: for each token of these lists (and more, which mean nothing), its log-probability, those of the likeliest tokens,
+        and then these tokens' ids; None where the launch needed none.
     """
 
     tokens: list[list[int]]
+    logprobs: list[list[list[float]]] | None = None
 
 
 class Pending(Protocol):

@@ -10,6 +10,7 @@ Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Needs, RowOptions, TokenRules
 
 
+class Chosen(NamedTuple):
+    """The target's tokens.
+
+    tokens_R: int64, the token after the one at each row's absolute position; -1 where the logits are not finite.
+    weighed_RW: the logits whose log-probabilities are asked for; None: none are.
+    """
+
+    tokens_R: Tensor
+    weighed_RW: Tensor | None
+
+
 def choose_tokens(
     logits_RW: Tensor,
     sampling: RowSampling,
@@ -29,19 +41,31 @@ def choose_tokens(
     needs: Needs,
     vocabulary: Vocabulary,
     tree: DraftTree | None = None,
-) -> Tensor:
-    """[R] int64: the target's token after the one at each row's absolute position; -1 where the logits are not finite.
+) -> Chosen:
+    """Runs the steps that are needed.
 
     logits_RW: of this rank's run of the vocabulary.
+    positions_R: int64, of the tokens before those that are to be chosen.
     sampling: the options of each sequence.  A sequence's rows of logits are adjacent, equally many for each sequence.
     tree: whose nodes the rows are; None: each sequence has one row, after the text that its tables hold.
     """
+    raw_RW = logits_RW
     if needs.rules:
         logits_RW = edited_logits(logits_RW, sampling, positions_R, needs, vocabulary, tree)
-    if not needs.sampled:
-        return vocabulary.greedy(logits_RW, finite=True)
-    tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, needs, vocabulary))
-    return tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
+    if needs.sampled:
+        tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, needs, vocabulary))
+        tokens_R = tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
+    else:
+        tokens_R = vocabulary.greedy(logits_RW, finite=True)
+    if not needs.logprobs:
+        return Chosen(tokens_R, None)
+    if not needs.processed:
+        return Chosen(tokens_R, raw_RW)
+    rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
+    if needs.sampled:
+        is_greedy_R1 = (rows.temperature_R == 0)[:, None]
+        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW.float(), rows, needs, vocabulary))
+    return Chosen(tokens_R, torch.where(rows.processed_R[:, None] > 0, logits_RW, raw_RW))
 
 
 def token_scores(logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, needs: Needs, vocabulary: Vocabulary) -> Tensor:

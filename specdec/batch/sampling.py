@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The columns of a table of options: fields of RowOptions by type.
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INTS = ("top_k", "seed", "first_end")
+INTS = ("top_k", "seed", "first_end", "processed")
 
 # SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers.  Integer products wrap, as SplitMix64 wants.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -83,6 +83,10 @@ class RowSampling(NamedTuple):
     @property
     def first_end_R(self) -> Tensor:
         return self.ints_RI[:, INTS.index("first_end")]
+
+    @property
+    def processed_R(self) -> Tensor:
+        return self.ints_RI[:, INTS.index("processed")]
 
     @property
     def rows(self) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from specdec.config import SamplingParams
-from specdec.limits import MAX_BAD_WORD_TOKENS
+from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS
 from specdec.steps import Needs, RowOptions, TokenRules
 
+TOPS = (0, 5, MAX_LOGPROBS)  # numbers of likeliest tokens for which graphs are captured
 MOST_NEEDS = 16  # combinations for which graphs are captured; a batch with any further one runs every step that ever occurred
 
 
@@ -33,7 +34,7 @@ class RowChoice(NamedTuple):
         options = RowOptions(
             sampling.temperature, sampling.top_p, sampling.min_p,
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
-            sampling.top_k, seed, first_end,
+            sampling.top_k, seed, first_end, int(sampling.logprobs_mode == "processed"),
         )  # fmt: skip
         bias = dict(sampling.logit_bias or {})
         bias.update((word[0], float("-inf")) for word in bad_words if len(word) == 1)
@@ -48,6 +49,8 @@ class RowChoice(NamedTuple):
             penalties=penalties,
             bad_words=bool(phrases),
             ends=bool(ends) and sampling.min_tokens > 0,
+            logprobs=0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs),
+            processed=options.processed > 0,
         )
         if not needs.rules:
             return cls(options, None, needs)
@@ -77,4 +80,4 @@ class BatchNeeds:
 
 def union(needs: Iterable[Needs]) -> Needs:
     """What serves all of them."""
-    return Needs(*map(any, zip(Needs(), *needs, strict=True)))
+    return Needs(*map(max, zip(Needs(), *needs, strict=True)))

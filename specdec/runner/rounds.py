@@ -28,11 +28,13 @@ class Round(NamedTuple):
 
     emitted_BX: int64; each row holds the count of its accepted draft tokens, and then the emitted tokens.
     drafted, depths: how many draft tokens and levels the round's tree had.
+    logprobs_BEX: float64, of the emitted tokens; None if they were not asked for.
     """
 
     emitted_BX: Tensor
     drafted: int
     depths: int
+    logprobs_BEX: Tensor | None
 
 
 class RoundRunner:
@@ -128,4 +130,4 @@ class RoundRunner:
 
 
 def _round(result: VerifyResult, tree: DraftTree) -> Round:
-    return Round(result.emitted_BX, tree.num_nodes - 1, tree.max_depth)
+    return Round(result.emitted_BX, tree.num_nodes - 1, tree.max_depth, result.logprobs_BEX)

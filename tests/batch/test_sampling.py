@@ -76,9 +76,9 @@ def test_tokens_follow_their_distribution(top_k: int, top_p: float) -> None:
     logits, count = torch.linspace(-2, 2, V).float(), 20_000
     want = filtered(logits.double().numpy(), 0.8, top_k, top_p)
     sampling, needs, vocabulary = rows_of(count, 0.8, top_k, top_p), Needs(sampled=True, filtered=True), Vocabulary.of(V, ALONE)
-    by_seed = choose_tokens(logits.expand(count, V), sampling, torch.full((count,), 5), needs, vocabulary)
+    by_seed = choose_tokens(logits.expand(count, V), sampling, torch.full((count,), 5), needs, vocabulary).tokens_R
     sampling.seed_R.fill_(-3)
-    by_position = choose_tokens(logits.expand(count, V), sampling, torch.arange(count), needs, vocabulary)
+    by_position = choose_tokens(logits.expand(count, V), sampling, torch.arange(count), needs, vocabulary).tokens_R
     for tokens in (by_seed, by_position):
         assert p_value(np.bincount(tokens.numpy(), minlength=V), want) > LIMIT
 

@@ -54,7 +54,8 @@ def of_transformers(zoo: Zoo, prompt: list[int], params: SamplingParams, **optio
     counted = Counted(len(prompt), params.presence_penalty, params.frequency_penalty)
     out = zoo.hf("llama").generate(
         ids_1T, attention_mask=torch.ones_like(ids_1T), do_sample=False, max_new_tokens=TOKENS, eos_token_id=EOS,
-        pad_token_id=0, logits_processor=LogitsProcessorList([counted]), return_dict_in_generate=True, output_scores=True, **options,
+        pad_token_id=0, logits_processor=LogitsProcessorList([counted]), return_dict_in_generate=True, output_scores=True,
+        **options,
     )  # fmt: skip
     best, second = torch.stack(out.scores).topk(2).values.unbind(-1)
     assert (best - second).min() > 1e-4, "a near-tie: choose another seed for the prompt"
@@ -95,7 +96,8 @@ CHANGES: dict[str, dict[str, Any]] = {  # a value of each field that must change
     "min_tokens": dict(min_tokens=9, stop_token_ids=[*range(0, V, 2)]),
     **{name: ours for name, (ours, _) in OPTIONS.items() if name != "min_tokens"},
 }  # fmt: skip
-ELSEWHERE = {"stop", "ignore_eos"}  # need a tokenizer or a model with an end: tests/engine/test_endings.py
+# stop and ignore_eos need a tokenizer or a model with an end (tests/engine/test_endings.py), logprobs change no text.
+ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode"}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams) if field.name not in ELSEWHERE])
