@@ -18,9 +18,9 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
+from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
-from specdec.steps import Needs
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
@@ -334,11 +334,11 @@ class Driver(Hooks):
             return self.drafter.draft(self._workers.state.narrow(rows), spec)
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
-        """Runs draft, verify and extend of one round, without the engine."""
+        """Runs draft, verify and extend of one round, without the engine, with what the running requests need."""
         state = self._workers.state.narrow(rows)
         with torch.inference_mode():
             tree = self.drafter.draft(state, spec)
-            result = self._workers.verifier.verify(state, tree, Needs())
+            result = self._workers.verifier.verify(state, tree, union(request.choice.needs for request in self.running))
             self.drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
