@@ -157,7 +157,7 @@ class SpecDecoder:
         speculate: bool = True,
         progress: bool = False,
     ) -> list[Generation]:
-        """Generates for one prompt or many; results are in the order of the prompts.
+        """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
 
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
@@ -169,10 +169,12 @@ class SpecDecoder:
         """
         require_bool("progress", progress, False)
         listed = as_prompt_list(prompts)
-        requests = [
-            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
-            for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
-        ]
+        requests: list[Request] = []
+        for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True)):
+            name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
+            for number in range(params.n):
+                requests.append(self.new_request(prompt, params.of_choice(number), name, speculate=speculate))
+                prompt = requests[-1].given_ids  # a text is encoded once
         # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
         ended: SimpleQueue[None] = SimpleQueue()
         try:
@@ -233,6 +235,11 @@ class SpecDecoder:
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
+        if sampling.n != 1:
+            raise ValueError(
+                f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
+                "SpecDecoder.generate, or several calls with different seeds"
+            )
         vocab_size = self.model.config.vocab_size
         ids, source_ids, encoder = encode_prompt(prompt, name, self.tokenizer, vocab_size), None, self.model.config.encoder
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own

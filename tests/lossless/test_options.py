@@ -96,8 +96,8 @@ CHANGES: dict[str, dict[str, Any]] = {  # a value of each field that must change
     "min_tokens": dict(min_tokens=9, stop_token_ids=[*range(0, V, 2)]),
     **{name: ours for name, (ours, _) in OPTIONS.items() if name != "min_tokens"},
 }  # fmt: skip
-# stop and ignore_eos need a tokenizer or a model with an end (tests/engine/test_endings.py), logprobs change no text.
-ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode"}
+# stop and ignore_eos need a tokenizer or a model with an end (tests/engine/test_endings.py), logprobs and n change no text.
+ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode", "n"}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams) if field.name not in ELSEWHERE])
@@ -129,3 +129,15 @@ def test_whole_paths_are_accepted_under_options(zoo: Zoo, name: str, spec: SpecC
     got = decoder.generate(prompts, replace(params, max_tokens=TOKENS))
     assert [out.token_ids for out in got] == [ids[:TOKENS] for ids in want]
     assert all(out.stats.accepted == out.stats.rounds * spec.num_steps for out in got)
+
+
+def test_n_generations_of_a_prompt(decoder: SpecDecoder) -> None:
+    """Generation j is that of the seed + j.  Keeps out: generations that share their noise, or come in another order."""
+    prompts, base = ragged_prompts(V, 2, seed=1), SamplingParams(max_tokens=8, temperature=1.2, seed=7)
+    got = decoder.generate(prompts, [replace(base, n=3), base])
+    want = [decoder.generate(prompts[0], replace(base, seed=7 + j))[0] for j in range(3)] + decoder.generate(prompts[1], base)
+    assert [(out.prompt_token_ids, out.token_ids) for out in got] == [(out.prompt_token_ids, out.token_ids) for out in want]
+    unseeded = decoder.generate(prompts[0], SamplingParams(max_tokens=12, temperature=1.5, n=4))
+    assert len({tuple(out.token_ids) for out in unseeded}) == 4
+    with pytest.raises(ValueError, match="n must be 1 .* got 3; nearest thing that works: SpecDecoder.generate"):
+        decoder.stream(prompts[0], replace(base, n=3))
