@@ -179,9 +179,10 @@ class RunRound:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """The drafter reads all tokens that paused rounds have emitted in the first `rows` rows.  shared: see RunRound."""
+    """The drafter reads all tokens that paused rounds have emitted in the first `rows` rows.  needs, shared: see RunRound."""
 
     rows: int
+    needs: Needs
     shared: bool = False
 
 

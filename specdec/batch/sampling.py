@@ -1,8 +1,8 @@
-"""Turns logits into tokens by temperature, top-k, top-p and noise that depends only on (seed, position, token).
+"""How rows sample: their options as a table, and the tokens that top-k and top-p keep.
 
-The seed fixes the noise of every position beforehand.  So the token that is sampled at a position is a function of the target's
-logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is the same with and without
-speculation.
+Tokens are chosen with noise that the seed fixes beforehand (ops/gumbel.py).  So the token that is sampled at a position is a
+function of the target's logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is
+the same with and without speculation.
 
 Shapes: R rows (one distribution each), V vocabulary, F floats and I integers of a row's options.
 """
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTS = ("top_k", "seed", "first_end", "processed")
 
-# SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers.  Integer products wrap, as SplitMix64 wants.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
+_BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
 
 
 class RowSampling(NamedTuple):
@@ -104,26 +101,6 @@ class RowSampling(NamedTuple):
         return RowSampling(self.floats_RF.repeat_interleave(times, dim=0), self.ints_RI.repeat_interleave(times, dim=0))
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & (2 ** (64 - bits) - 1)  # int64's own shift fills the high bits with the sign
-
-
-def mix_64(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of int64 whose output bits all depend on all input bits."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id), of the V ids from `first` on."""
-    key_R = mix_64(mix_64(seed_R + _GOLDEN) + position_R * _GOLDEN)
-    tokens_V = torch.arange(first + 1, first + vocab_size + 1, device=seed_R.device)
-    bits_RV = _shift_right(mix_64(key_R[:, None] + tokens_V * _GOLDEN), 12)
-    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
-    return -torch.log(-torch.log(uniform_RV)).float()
-
-
 def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     """[R, V]: the logits, with -inf for all tokens outside top-k, and outside top-p of the tokens that top-k keeps.
 
@@ -135,8 +112,10 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     top_k_R1 = torch.where(sampling.top_k_R > 0, sampling.top_k_R, logits_RV.shape[-1])[:, None]
     sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, -torch.inf)
-    probs_RV = sorted_RV.softmax(-1)
-    before_RV = probs_RV.cumsum(-1) - probs_RV
+    # Sums of integers are exact in any order.  A library's sum of floats has an order that depends on the number of rows, by which
+    # a token at top-p's border could depend on the batch.
+    weights_RV = ((sorted_RV - sorted_RV[:, :1]).exp() * _BEST).long()
+    sums_RV = weights_RV.cumsum(-1)
     top_p_R1 = sampling.top_p_R[:, None]
-    outside = (before_RV >= top_p_R1) & (top_p_R1 < 1) & (rank_V > 0)
+    outside = (sums_RV - weights_RV >= top_p_R1 * sums_RV[:, -1:].double()) & (top_p_R1 < 1) & (rank_V > 0)
     return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))

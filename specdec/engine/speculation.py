@@ -39,7 +39,7 @@ class Speculation:
         spec = self._shape(rows, share)
         catch_up = None
         if self.pause and (spec is not None or self.pause == MAX_PAUSE):
-            catch_up, self.pause = CatchUp(rows, shared), 0
+            catch_up, self.pause = CatchUp(rows, needs, shared), 0
         timed = self.chooser is not None
         if spec is not None:
             return catch_up, RunRound(rows, "speculative", spec, needs, shared, timed)

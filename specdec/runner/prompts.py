@@ -98,7 +98,7 @@ class PromptRunner:
         first_B, features_TF, logprobs_BX = verifier.prefill(prompts, sampling, work.needs, work.drafted)
         bonus_B = first_B.clamp(min=0)
         if work.drafted:
-            self.workers.need_drafter().prefill(state, prompts, bonus_B, features_TF)
+            self.workers.need_drafter().prefill(state, work.needs, prompts, bonus_B, features_TF)
         state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
         if work.needs.history:
             first_id = verifier.model.vocabulary.first

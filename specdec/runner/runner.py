@@ -151,7 +151,7 @@ class DeviceRunner:
         self.workers.verifier.read_source(slots_S, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
-        self.rounds.catch_up(self._rows(step.rows, step.shared))
+        self.rounds.catch_up(self._rows(step.rows, step.shared), step.needs)
 
     def _share(self, step: ShareRows) -> None:
         assert self.shared is not None
@@ -161,8 +161,8 @@ class DeviceRunner:
         moves = len(step.moves)
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
         rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        self.workers.state.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
-        self.workers.state.clear_rows(rows_R[2 * moves :])
+        self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
+        self.workers.clear_rows(rows_R[2 * moves :])
 
     def _copy(self, step: CopyPages) -> None:
         pages_2N = torch.tensor([step.sources, step.targets], pin_memory=self.device.type == "cuda")

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement, PlainCell
+from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Measurement, PlainCell
 from specdec.bench.show.budget_report import SYNTHETIC, print_budgets, tag_of
 from specdec.bench.show.layout import Grid
 from specdec.bench.show.legend import phases_shown, print_legend
 from specdec.config import SamplingParams
+from specdec.lossless.verification import Divergence
 
 DEPTHS_SHOWN = 10
 RARE = (  # options of sampling that are shown only where they are set
