@@ -108,7 +108,8 @@ def main() -> None:
     if args.out:
         result = {
             "device": torch.cuda.get_device_name(), "ranks": args.ranks, "torch": torch.__version__,
-            "triton": triton.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+            "triton": triton.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+            "weights": "random", "dtype": "bfloat16",
             "read_bandwidth": this_gpu().read_bandwidth, "rows": rows,
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
