@@ -185,7 +185,8 @@ class Followers:
             return ""
         process = self._processes[rank - 1]
         process.join(1.0)
-        return f", with exit code {process.exitcode}"
+        hint = "; a script that starts ranks must do so below `if __name__ == '__main__':`" if not self._words else ""
+        return f", with exit code {process.exitcode}{hint}"
 
     def _end_all(self, seconds: float = END_SECONDS) -> None:
         """Ends ranks that have not ended: their processes, or else the pipes, on whose end they leave."""
