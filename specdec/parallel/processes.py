@@ -53,8 +53,8 @@ class Seat(NamedTuple):
         from specdec.parallel.nccl import NcclGroup, new_name
 
         if self.rank == 0:
-            self.store.set("nccl", new_name())
-        return NcclGroup(self.store.get("nccl"), self.rank, self.size, device)
+            self.store.set("nccl", new_name().hex())
+        return NcclGroup(bytes.fromhex(self.store.get("nccl").decode()), self.rank, self.size, device)
 
 
 class Line:
