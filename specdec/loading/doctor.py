@@ -194,7 +194,7 @@ def _ranks_line(gpus: int) -> str:
 
 
 def _links() -> str:
-    """What joins each pair of GPUs, in nvidia-smi's words: NV18 stands for 18 lines of NVLink, SYS for the way over the CPUs."""
+    """What joins each pair of GPUs, in the words of nvidia-smi: NV18 is 18 lines of NVLink, SYS the way over the CPUs."""
     lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in _nvidia_smi("topo", "-m")]
     rows = [line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]
     pairs = Counter(kind for number, row in enumerate(rows) for kind in row[number + 2 : len(rows) + 1])
