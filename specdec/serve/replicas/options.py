@@ -95,8 +95,8 @@ def _on_its_device(engine: EngineOptions, num_gpus: int) -> EngineOptions:
     device, own = str(engine.device), "cuda" if num_gpus else "cpu"
     if engine.tensor_parallel_size > 1:
         raise ValueError(
-            f"tensor_parallel_size must be 1 in a replica, which has one GPU or none, got {engine.tensor_parallel_size}; nearest "
-            "thing that works for a model on several GPUs: specdec serve"
+            f"tensor_parallel_size must be 1 in a replica, which has one GPU or none, got {engine.tensor_parallel_size}; "
+            "nearest thing that works for a model on several GPUs: specdec serve"
         )
     if device not in ("auto", own):
         wanted = int(device.startswith("cuda"))
