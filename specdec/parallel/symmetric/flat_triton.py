@@ -1,0 +1,80 @@
+"""The kernel that sums or gathers small tensors of any shape: best tokens, totals, the sums of a few rows.
+
+A program takes BLOCK words of the tensor, wherever rows begin and end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.launch import chained
+from specdec.parallel.symmetric.inbox import BLOCK, CHANNELS, Inbox
+from specdec.parallel.symmetric.messages_triton import (
+    DTYPES,
+    call_number,
+    lanes,
+    next_count,
+    pack,
+    place,
+    receive,
+    send,
+    unpack,
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["word_count"])
+def flat_kernel(
+    x, out, table, counts, patience, word_count,
+    RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    GATHER: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0)
+    first = channel * BLOCK
+    at = tl.minimum(lanes(BLOCK, SYS), word_count - 1 - first)  # lanes beyond the end repeat the last word
+    fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
+    own_inbox = tl.load(table + RANK).to(tl.pointer_type(tl.int64))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    count = tl.load(counts + channel)
+    number = call_number(count)
+    own = tl.load(x + first + at)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            inbox = tl.load(table + peer).to(tl.pointer_type(tl.int64))
+            send(inbox + place(channel, count, RANK, peer, RANKS, CAPACITY) + at, own, number, SYS)
+    for sender in tl.static_range(RANKS):
+        if sender == RANK:
+            words = own
+        else:
+            area = own_inbox + place(channel, count, sender, RANK, RANKS, CAPACITY)
+            words = receive(area + at, number, fault, patience, sender, False, SYS)
+        if GATHER:
+            tl.store(out + sender * word_count.to(tl.int64) + first + at, words)
+        elif sender == 0:
+            value = unpack(words, DTYPE)
+        else:
+            value += unpack(words, DTYPE)
+    if not GATHER:
+        tl.store(out + first + at, pack(value, DTYPE))
+    tl.store(counts + channel, next_count(count))
+
+
+def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, gather: bool) -> Tensor:
+    """[N, *x.shape] of all ranks, or their sum.  patience: in nanoseconds.  x: at most CHANNELS * BLOCK whole words."""
+    x = x.contiguous()
+    words = x.flatten().view(torch.int32)
+    shape = (inbox.layout.ranks, *x.shape) if gather else x.shape
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    assert len(words) <= CHANNELS * BLOCK
+    block = max(32, min(BLOCK, triton.next_power_of_2(len(words))))
+    flat_kernel[(triton.cdiv(len(words), block),)](
+        words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, len(words),
+        RANK=rank, RANKS=inbox.layout.ranks, CAPACITY=inbox.layout.capacity, BLOCK=block,
+        DTYPE=tl.int32 if gather else DTYPES[x.dtype], GATHER=gather, SYS=x.is_cuda, num_warps=max(1, block // 256),
+        **chained(x.device),
+    )  # fmt: skip
+    return out

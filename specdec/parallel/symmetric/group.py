@@ -1,0 +1,101 @@
+"""A group of ranks whose GPUs reach each other's memory: exchanges run in one kernel, without NCCL.
+
+The group that this one was made from does what the kernels can't: other dtypes, rows longer than the inbox was made for, odd
+sizes, large tensors to gather.
+
+Shapes: T tokens, H hidden size, N ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from specdec.ops.launch import KERNEL_DTYPES
+from specdec.parallel.group import Group
+from specdec.parallel.symmetric.inbox import BLOCK, CHANNELS, Inbox, open_inboxes
+
+PATIENCE = 10.0  # seconds that a GPU waits for a rank
+ABORTED = -1  # what `abort` writes into the inbox's fault
+# Bytes of one rank's term up to which it travels as messages, in twice the bytes but without a fence.
+MOST_AS_MESSAGES = 1 << 19
+FLAT_BYTES = CHANNELS * BLOCK * 4
+
+
+class SymmetricGroup(Group):
+    """The ranks of `base`, with an inbox each.  base: does what the kernels can't."""
+
+    def __init__(self, base: Group, inbox: Inbox) -> None:
+        assert inbox.layout.ranks == base.size > 1
+        self.base, self.inbox, self.rank, self.size = base, inbox, base.rank, base.size
+        self.patience = PATIENCE
+
+    @classmethod
+    def connect(cls, base: Group, device: torch.device, row_bytes: int) -> SymmetricGroup:
+        """Opens the inboxes of all ranks, which call this together.  Unreachable, on all alike, where that can't be.
+
+        row_bytes: of the longest row that models exchange, hidden size times bytes of a number.
+        """
+        inbox, give_back = open_inboxes(base, device, -(-row_bytes // 16) * 16)
+        group = cls(base, inbox)
+        weakref.finalize(group, give_back).atexit = False
+        return group
+
+    def gather(self, x: Tensor) -> Tensor:
+        if not self._is_small(x):
+            return self.base.gather(x)
+        from specdec.parallel.symmetric.flat_triton import launch_flat
+
+        return launch_flat(self.inbox, self.rank, self._patience, x, gather=True)
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self._is_small(x) and x.dtype in KERNEL_DTYPES:
+            from specdec.parallel.symmetric.flat_triton import launch_flat
+
+            return launch_flat(self.inbox, self.rank, self._patience, x, gather=False)
+        return self._rows(None, x, None, 0.0)[0] if self._has_rows(x) else self.base.sum(x)
+
+    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
+        return self._rows(x_TH, term_TH, None, 0.0)[0] if self._has_rows(term_TH) else self.base.add(x_TH, term_TH)
+
+    def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self._has_rows(term_TH) and weight_H.dtype == term_TH.dtype:
+            return self._rows(x_TH, term_TH, weight_H, eps)
+        return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps)
+
+    def abort(self) -> None:
+        self.inbox.fault.fill_(ABORTED)
+        self.base.abort()
+
+    def missing(self) -> int | None:
+        """The rank that this one's GPU has waited for in vain, if there is one.  Every result since then means nothing."""
+        fault = int(self.inbox.fault)
+        return fault - 1 if fault > 0 else None
+
+    @property
+    def _patience(self) -> int:
+        return int(self.patience * 1e9)
+
+    def _is_small(self, x: Tensor) -> bool:
+        num_bytes = x.numel() * x.element_size()
+        return 0 < num_bytes <= FLAT_BYTES and num_bytes % 4 == 0 and self._is_here(x)
+
+    def _has_rows(self, x: Tensor) -> bool:
+        row_bytes = x.shape[-1] * x.element_size() if x.dim() == 2 and x.numel() else 0
+        return (
+            0 < row_bytes <= self.inbox.layout.row_bytes
+            and row_bytes % 4 == 0
+            and x.dtype in KERNEL_DTYPES
+            and self._is_here(x)
+        )
+
+    def _is_here(self, x: Tensor) -> bool:
+        return x.device == self.inbox.counts_C.device and not torch.is_grad_enabled()
+
+    def _rows(self, x_TH: Tensor | None, term_TH: Tensor, weight_H: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        from specdec.parallel.symmetric.rows_triton import launch_rows
+
+        few = len(term_TH) <= CHANNELS and term_TH.numel() * term_TH.element_size() <= MOST_AS_MESSAGES
+        return launch_rows(self.inbox, self.rank, self._patience, x_TH, term_TH, weight_H, eps, few)

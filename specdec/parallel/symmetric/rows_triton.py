@@ -1,0 +1,212 @@
+"""Kernels that sum the ranks' terms of each row, add them to the residual stream and norm the result: terms.py's definition.
+
+`few` rows: a program for each row sends its term as messages, and reads the others'.  `many` rows: terms travel as they are,
+half the bytes, and one message after each row tells that it is complete, which costs a fence.
+
+With two ranks nothing moves fewer bytes than sending every term to the other rank.  The kernels take any number of ranks.
+
+Shapes: T tokens, H hidden size.  A word: 32 bits of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.launch import chained
+from specdec.parallel.symmetric.inbox import CHANNELS, Inbox
+from specdec.parallel.symmetric.messages_triton import (
+    DTYPES,
+    call_number,
+    lanes,
+    next_count,
+    pack,
+    place,
+    receive,
+    send,
+    send_last,
+    unpack,
+)  # fmt: skip
+
+
+@triton.jit
+def finish_row(
+    value, residual, scale, total, normed, row, at, ok, eps,
+    WORDS: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Adds the summed terms of a row to its residual words, rounds once, norms, and stores both.
+
+    It is the same code for few and for many rows, so a row's bits do not depend on how many there are.
+    """
+    if HAS_X:
+        value = unpack(residual, DTYPE) + value
+    rounded = pack(value, DTYPE)
+    tl.store(total + row * WORDS + at, rounded)
+    if HAS_NORM:
+        value = unpack(rounded, DTYPE)
+        squares = value * value
+        if DTYPE.primitive_bitwidth == 16:
+            squares = tl.sum(squares, 1)
+        size = WORDS * (32 // DTYPE.primitive_bitwidth)
+        mean = tl.sum(tl.where(ok, squares, 0.0), 0) / size
+        tl.store(normed + row * WORDS + at, pack(value * tl.rsqrt(mean + eps) * scale, DTYPE))
+
+
+@triton.jit
+def few_rows_kernel(
+    x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience,
+    RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    index = lanes(PADDED, SYS)
+    ok = index < WORDS
+    at = tl.minimum(index, WORDS - 1)  # lanes beyond the row repeat its last word, which changes nothing
+    scale = 0.0
+    if HAS_NORM:  # no kernel writes weights, so they may be read before the wait
+        scale = unpack(tl.load(weight + at), DTYPE)
+    fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
+    own_inbox = tl.load(table + RANK).to(tl.pointer_type(tl.int64))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    count = tl.load(counts + row)
+    number = call_number(count)
+    own = tl.load(term + row * stride_term + at)
+    residual = own
+    if HAS_X:
+        residual = tl.load(x + row * stride_x + at)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            inbox = tl.load(table + peer).to(tl.pointer_type(tl.int64))
+            send(inbox + place(row, count, RANK, peer, RANKS, CAPACITY) + at, own, number, SYS)
+    for sender in tl.static_range(RANKS):
+        if sender == RANK:
+            words = own
+        else:
+            area = own_inbox + place(row, count, sender, RANK, RANKS, CAPACITY)
+            words = receive(area + at, number, fault, patience, sender, False, SYS)
+        if sender == 0:
+            value = unpack(words, DTYPE)
+        else:
+            value += unpack(words, DTYPE)
+    finish_row(value, residual, scale, total, normed, row, at, ok, eps, WORDS, DTYPE, HAS_X, HAS_NORM)
+    tl.store(counts + row, next_count(count))
+
+
+@triton.jit
+def send_row(
+    source, turn, table, at, channel, count, number, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    SLOT_WORDS: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, SYS: tl.constexpr,
+):  # fmt: skip
+    """Sends a row to all other ranks: its words, and then the mark that tells that they are there."""
+    words = tl.load(source + at)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            slot = place(channel, count, RANK, peer, RANKS, SLOTS) + turn
+            rows = (tl.load(table + peer) + ROWS_AT).to(tl.pointer_type(tl.int32))
+            tl.store(rows + slot * SLOT_WORDS + at, words)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            slot = place(channel, count, RANK, peer, RANKS, SLOTS) + turn
+            send_last((tl.load(table + peer) + MARKS_AT).to(tl.pointer_type(tl.int64)) + slot, number, SYS)
+
+
+@triton.jit(do_not_specialize=["row_count"])
+def many_rows_kernel(
+    x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience, row_count,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, SLOT_WORDS: tl.constexpr, ROWS_AT: tl.constexpr,
+    MARKS_AT: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr,
+    HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0)
+    programs = tl.num_programs(0)
+    index = lanes(PADDED, SYS)
+    ok = index < WORDS
+    at = tl.minimum(index, WORDS - 1)
+    scale = 0.0
+    if HAS_NORM:
+        scale = unpack(tl.load(weight + at), DTYPE)
+    fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
+    inbox = tl.load(table + RANK)
+    rows = (inbox + ROWS_AT).to(tl.pointer_type(tl.int32))
+    marks = (inbox + MARKS_AT).to(tl.pointer_type(tl.int64))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    count = tl.load(counts + channel)
+    number = call_number(count)
+    turns = (row_count - channel + programs - 1) // programs
+    row = channel.to(tl.int64)
+    send_row(
+        term + row * stride_term, 0, table, at, channel, count, number, RANK, RANKS, SLOTS, SLOT_WORDS, ROWS_AT, MARKS_AT, SYS
+    )
+    for turn in range(turns):
+        if turn + 1 < turns:  # travels while this row is finished
+            send_row(
+                term + (row + programs) * stride_term, turn + 1, table, at, channel, count, number,
+                RANK, RANKS, SLOTS, SLOT_WORDS, ROWS_AT, MARKS_AT, SYS,
+            )  # fmt: skip
+        own = tl.load(term + row * stride_term + at)
+        residual = own
+        if HAS_X:
+            residual = tl.load(x + row * stride_x + at)
+        for sender in tl.static_range(RANKS):
+            if sender == RANK:
+                words = own
+            else:
+                slot = place(channel, count, sender, RANK, RANKS, SLOTS) + turn
+                receive(marks + slot + tl.zeros_like(at), number, fault, patience, sender, True, SYS)
+                words = tl.load(rows + slot * SLOT_WORDS + at)
+            if sender == 0:
+                value = unpack(words, DTYPE)
+            else:
+                value += unpack(words, DTYPE)
+        finish_row(value, residual, scale, total, normed, row, at, ok, eps, WORDS, DTYPE, HAS_X, HAS_NORM)
+        row += programs
+    tl.store(counts + channel, next_count(count))
+
+
+def launch_rows(
+    inbox: Inbox, rank: int, patience: int, x_TH: Tensor | None, term_TH: Tensor, weight_H: Tensor | None, eps: float, few: bool
+) -> tuple[Tensor, Tensor]:
+    """(x + all ranks' terms, its norm).  Without x: the terms' sum.  Without weight, the second is the first.
+
+    patience: in nanoseconds.  few: terms travel as messages; at most CHANNELS rows.  Rows of x may be strided.
+    """
+    (T, H), layout = term_TH.shape, inbox.layout
+    total_TH = torch.empty(T, H, dtype=term_TH.dtype, device=term_TH.device)
+    normed_TH = total_TH if weight_H is None else torch.empty_like(total_TH)
+    term_TH, scale = _words(term_TH), total_TH if weight_H is None else weight_H
+    residual_TH = term_TH if x_TH is None else _words(x_TH)
+    W = term_TH.shape[1]
+    shared: dict[str, Any] = {
+        "RANK": rank, "RANKS": layout.ranks, "WORDS": W, "PADDED": max(32, triton.next_power_of_2(W)),
+        "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None, "SYS": total_TH.is_cuda,
+        "num_warps": max(1, min(16, triton.next_power_of_2(W) // 256)), **chained(total_TH.device),
+    }  # fmt: skip
+    step = CHANNELS if few else CHANNELS * layout.slots
+    for first in range(0, T, step):
+        own = slice(first, first + step)
+        tensors = residual_TH[own], term_TH[own], scale.view(torch.int32), total_TH[own].view(torch.int32)
+        numbers = residual_TH.stride(0), term_TH.stride(0), eps, patience
+        arguments = *tensors, normed_TH[own].view(torch.int32), inbox.table_X, inbox.counts_C, *numbers
+        count = len(term_TH[own])
+        if few:
+            few_rows_kernel[(count,)](*arguments, CAPACITY=layout.capacity, **shared)
+        else:
+            places = {"SLOTS": layout.slots, "SLOT_WORDS": layout.row_bytes // 4}
+            places |= {"ROWS_AT": layout.rows_at, "MARKS_AT": layout.marks_at}
+            many_rows_kernel[(min(count, CHANNELS),)](*arguments, count, **places, **shared)
+    return total_TH, normed_TH
+
+
+def _words(x_TH: Tensor) -> Tensor:
+    """Rows as words of 32 bits, copied only where they do not lie so."""
+    if x_TH.stride(1) != 1 or x_TH.stride(0) * x_TH.element_size() % 4 or x_TH.data_ptr() % 4:
+        x_TH = x_TH.contiguous()
+    return x_TH.view(torch.int32)
