@@ -187,7 +187,7 @@ def launch_rows(
     shared: dict[str, Any] = {
         "RANK": rank, "RANKS": layout.ranks, "WORDS": W, "PADDED": max(32, triton.next_power_of_2(W)),
         "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None, "SYS": total_TH.is_cuda,
-        "num_warps": max(1, min(16, triton.next_power_of_2(W) // 256)), **chained(total_TH.device),
+        "num_warps": _warps(W), **chained(total_TH.device),
     }  # fmt: skip
     step = CHANNELS if few else CHANNELS * layout.slots
     for first in range(0, T, step):
@@ -210,3 +210,7 @@ def _words(x_TH: Tensor) -> Tensor:
     if x_TH.stride(1) != 1 or x_TH.stride(0) * x_TH.element_size() % 4 or x_TH.data_ptr() % 4:
         x_TH = x_TH.contiguous()
     return x_TH.view(torch.int32)
+
+
+def _warps(W: int) -> int:
+    return max(1, min(16, triton.next_power_of_2(W) // 256))
