@@ -95,21 +95,23 @@ def send_last(at, number, SYS: tl.constexpr):
 
 @triton.jit
 def look(at, ACQUIRE: tl.constexpr, SYS: tl.constexpr):
-    if not SYS:
-        return tl.load(at)
-    if ACQUIRE:  # what the sender stored before this message may be read after it
-        return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [at], dtype=tl.int64, is_pure=False, pack=1
-        )
-    return tl.inline_asm_elementwise("ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [at], dtype=tl.int64, is_pure=False, pack=1)
+    """The messages as they are now.  ACQUIRE: what the sender stored before them may be read after them."""
+    if SYS:
+        load: tl.constexpr = "ld.acquire.sys.global.b64 $0, [$1];" if ACQUIRE else "ld.relaxed.sys.global.b64 $0, [$1];"
+        message = tl.inline_asm_elementwise(load, "=l,l", [at], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        message = tl.load(at)
+    return message
 
 
 @triton.jit
 def clock(at, SYS: tl.constexpr):
     """Nanoseconds, for each element of `at`."""
-    if not SYS:
-        return tl.zeros_like(at.to(tl.int64))
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,l", [at], dtype=tl.int64, is_pure=False, pack=1)
+    if SYS:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,l", [at], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        now = tl.zeros_like(at.to(tl.int64))
+    return now
 
 
 @triton.jit
@@ -143,15 +145,18 @@ def receive(at, number, fault, patience, SENDER: tl.constexpr, ACQUIRE: tl.const
 def unpack(words, DTYPE: tl.constexpr):
     """The numbers that words hold, in float32: one for each word of 32 bits, or [words, 2]."""
     if DTYPE.primitive_bitwidth == 32:
-        return words.to(tl.float32, bitcast=True)
-    pairs = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return pairs.to(DTYPE, bitcast=True).to(tl.float32)
+        numbers = words.to(tl.float32, bitcast=True)
+    else:
+        numbers = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(DTYPE, bitcast=True).to(tl.float32)
+    return numbers
 
 
 @triton.jit
-def pack(values, DTYPE: tl.constexpr):
+def pack(numbers, DTYPE: tl.constexpr):
     """The words that hold these numbers, rounded."""
     if DTYPE.primitive_bitwidth == 32:
-        return values.to(tl.int32, bitcast=True)
-    low, high = tl.split(values.to(DTYPE).to(tl.int16, bitcast=True))
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+        words = numbers.to(tl.int32, bitcast=True)
+    else:
+        low, high = tl.split(numbers.to(DTYPE).to(tl.int16, bitcast=True))
+        words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    return words
