@@ -1,33 +1,147 @@
-"""Exchanges through memory that ranks share, in Triton's interpreter: a process for each rank, each runs the real kernels."""
+"""Exchanges through memory that ranks share: the protocol in every order, and the kernels in Triton's interpreter.
+
+There each rank is a process, and what the kernels write into the other processes' memory is there at once, in order.
+"""
 
 import random
 import time
 
+import pytest
 import torch
-from toolkit.parallel.inboxes import on_processes
+from toolkit.parallel.inboxes import inboxes, on_processes
+from toolkit.parallel.interleavings import Protocol, fault
 
+from specdec.ops.norm import rms_norm
+from specdec.parallel.group import Group
+from specdec.parallel.symmetric import group as groups
+from specdec.parallel.symmetric import inbox
 from specdec.parallel.symmetric.group import SymmetricGroup
 
 EPS = 1e-5
 
 
-def test_x(monkeypatch):
-    def work(group):
-        torch.manual_seed(group.rank)
-        t = torch.randn(3, 96)
-        x = torch.ones(3, 96)
-        return (
-            t.numpy(),
-            group.add_rms_norm(x, t, torch.ones(96), EPS)[0].numpy(),
-            group.gather(t).numpy(),
-            group.sum(t).numpy(),
-        )
+@pytest.mark.parametrize(
+    "protocol",
+    [Protocol(), Protocol(marked=True), Protocol(ranks=3, words=1, calls=3), Protocol(words=1, calls=7)],
+    ids=["messages", "marks", "three ranks", "many calls"],
+)
+def test_every_order_gives_the_right_words(protocol: Protocol) -> None:
+    """Keeps out: a rank that overwrites what another has not read yet, a wait that never ends."""
+    assert fault(protocol) is None
 
-    got = on_processes(2, 512, work)
-    import numpy as np
 
-    s = got[0][0] + got[1][0]
-    for g in got:
-        assert np.allclose(g[1], 1 + s), g
-        assert np.array_equal(g[2], np.stack([got[0][0], got[1][0]]))
-        assert np.array_equal(g[3], s)
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Protocol(half=lambda count: 0),
+        Protocol(number=lambda count: 1),
+        Protocol(number=lambda count: count & 1),
+        Protocol(number=lambda count: count),  # new memory holds 0
+        Protocol(marked=True, mark_waits=False),
+        Protocol(ranks=3, words=1, calls=3, half=lambda count: 0),
+    ],
+    ids=["one half", "one number", "two numbers", "number 0", "mark before words", "one half, three ranks"],
+)
+def test_a_broken_protocol_is_seen(broken: Protocol) -> None:
+    """Keeps out: a search that looks at too few orders."""
+    assert fault(broken) is not None
+
+
+def term(rank: int, turn: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * turn + rank))
+
+
+def added(terms: list[torch.Tensor]) -> torch.Tensor:
+    """In the order of ranks, in float32, rounded once."""
+    total = terms[0].float()
+    for each in terms[1:]:
+        total = total + each.float()
+    return total
+
+
+def many_calls(group: SymmetricGroup) -> list[str]:
+    """What is wrong in a sequence of calls of all kinds and sizes, through which ranks go at different speeds."""
+    alike, own, wrong = random.Random(3), random.Random(group.rank), []
+    for turn in range(24):
+        if own.random() < 0.3:
+            time.sleep(own.random() * 0.02)
+        T, H, dtype = alike.choice([1, 2, 5]), alike.choice([36, 64]), alike.choice([torch.float32, torch.float16])
+        groups.MOST_AS_MESSAGES = alike.choice([0, 1 << 20])
+        terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
+        x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)
+        kind = alike.choice(["norm", "add", "sum", "gather"])
+        if kind == "gather":
+            ids = [(each * 1e9).long() << 20 for each in terms]
+            good = torch.equal(group.gather(ids[group.rank]), torch.stack(ids))
+        elif kind == "sum":
+            good = torch.equal(group.sum(terms[group.rank]), added(terms).to(dtype))
+        else:
+            want = (x.float() + added(terms)).to(dtype)
+            if kind == "add":
+                good = torch.equal(group.add(x, terms[group.rank]), want)
+            else:
+                total, normed = group.add_rms_norm(x, terms[group.rank], weight, EPS)
+                tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+                close = torch.allclose(
+                    normed.float(), rms_norm(want.float(), weight.float(), EPS), rtol=tolerance, atol=tolerance
+                )
+                good = torch.equal(total, want) and close
+        wrong += [] if good else [f"rank {group.rank}, call {turn}: {kind} of {T} x {H} {dtype}"]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_kernels_exchange_what_the_definition_says(ranks: int) -> None:
+    """Keeps out: a sum in the order of arrival, a row in another's place, a column of padding, calls that meet each other."""
+    assert on_processes(ranks, 256, many_calls) == [[]] * ranks
+
+
+def rows_beyond_the_channels(group: SymmetricGroup) -> bool:
+    terms = [term(rank, 0, inbox.CHANNELS + 3, 4) for rank in range(group.size)]
+    groups.FLAT_BYTES = groups.MOST_AS_MESSAGES = 0
+    return torch.equal(group.sum(terms[group.rank]), added(terms))
+
+
+def test_rows_beyond_the_inbox_go_in_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a second piece that writes where the first one did, or whose rows are not stored."""
+    monkeypatch.setattr(inbox, "ROOM", 1)
+    monkeypatch.setattr(inbox, "CHANNELS", 4)
+    monkeypatch.setattr("specdec.parallel.symmetric.rows_triton.CHANNELS", 4)
+    assert on_processes(2, 16, rows_beyond_the_channels) == [True, True]
+
+
+def waits_in_vain(group: SymmetricGroup) -> int | None:
+    group.patience = -1.0  # the interpreter has no clock
+    if group.rank == 1:
+        group.sum(torch.ones(2, 4))
+    return group.missing()
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a program that waits for ever."""
+    monkeypatch.setattr("specdec.parallel.symmetric.messages_triton.LOOK", 4)
+    assert on_processes(2, 256, waits_in_vain) == [None, 0]
+
+
+class Witness(Group):
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.asked = 0, 2, []  # type: ignore[var-annotated]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked.append(list(x.shape))
+        return torch.stack([x, x])
+
+
+def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
+    """Keeps out: rows longer than the inbox's, numbers that are no whole words, and gradients that the kernels would lose."""
+    base = Witness()
+    group = SymmetricGroup(base, inboxes(2, 256)[0])
+    ones = torch.ones(2, 128)
+    with torch.no_grad():
+        group.add_rms_norm(ones, ones, torch.ones(128), EPS)
+        group.gather(torch.ones(3, dtype=torch.float16))
+        group.sum(torch.ones(1, dtype=torch.float64))
+    group.sum(torch.ones(1, 4))
+    assert base.asked == [[2, 128], [3], [1], [1, 4]]
