@@ -65,7 +65,7 @@ def many_calls(group: SymmetricGroup) -> list[str]:
     for turn in range(24):
         if own.random() < 0.3:
             time.sleep(own.random() * 0.02)
-        T, H, dtype = alike.choice([1, 2, 5]), alike.choice([36, 64]), alike.choice([torch.float32, torch.float16])
+        T, H, dtype = alike.choice([1, 2, 5]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
         groups.MOST_AS_MESSAGES = alike.choice([0, 1 << 20])
         terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
         x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)

@@ -1,6 +1,6 @@
 """The kernel that sums or gathers small tensors of any shape: best tokens, totals, the sums of a few rows.
 
-A program takes BLOCK words of the tensor, wherever rows begin and end.
+A program takes BLOCK pairs of words of the tensor, wherever rows begin and end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def flat_kernel(
     GATHER: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0)
-    first = channel * BLOCK
-    at = tl.minimum(lanes(BLOCK, SYS), word_count - 1 - first)  # lanes beyond the end repeat the last word
+    first = channel * BLOCK  # in pairs
+    index = lanes(BLOCK, SYS)
+    low = (first + index) * 2
     fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
     own_inbox = tl.load(table + RANK).to(tl.pointer_type(tl.int64))
     if PDL:
@@ -41,40 +42,49 @@ def flat_kernel(
         tl.extra.cuda.gdc_wait()
     count = tl.load(counts + channel)
     number = call_number(count)
-    own = tl.load(x + first + at)
+    second = tl.load(x + low + 1, mask=low + 1 < word_count, other=0).to(tl.int64) << 32
+    own = (tl.load(x + low, mask=low < word_count, other=0).to(tl.int64) & 0xFFFFFFFF) | second
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             inbox = tl.load(table + peer).to(tl.pointer_type(tl.int64))
-            send(inbox + place(channel, count, RANK, peer, RANKS, CAPACITY) + at, own, number, SYS)
+            send(inbox + place(channel, count, RANK, peer, RANKS, CAPACITY) + index * 2, own, number, SYS)
     for sender in tl.static_range(RANKS):
         if sender == RANK:
             words = own
         else:
             area = own_inbox + place(channel, count, sender, RANK, RANKS, CAPACITY)
-            words = receive(area + at, number, fault, patience, sender, False, SYS)
+            words = receive(area + index * 2, number, index, fault, patience, sender, False, SYS)
         if GATHER:
-            tl.store(out + sender * word_count.to(tl.int64) + first + at, words)
+            store_pairs(out + sender * word_count.to(tl.int64), words, low, word_count)
         elif sender == 0:
             value = unpack(words, DTYPE)
         else:
             value += unpack(words, DTYPE)
     if not GATHER:
-        tl.store(out + first + at, pack(value, DTYPE))
+        store_pairs(out, pack(value, DTYPE), low, word_count)
     tl.store(counts + channel, next_count(count))
 
 
+@triton.jit
+def store_pairs(out, words, low, word_count):
+    """Stores the words of pairs that lie within a tensor, which may end between the two of a pair."""
+    tl.store(out + low, words.to(tl.int32), mask=low < word_count)
+    tl.store(out + low + 1, (words >> 32).to(tl.int32), mask=low + 1 < word_count)
+
+
 def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, gather: bool) -> Tensor:
-    """[N, *x.shape] of all ranks, or their sum.  patience: in nanoseconds.  x: at most CHANNELS * BLOCK whole words."""
+    """[N, *x.shape] of all ranks, or their sum.  patience: in nanoseconds.  x: whole words, at most CHANNELS * BLOCK pairs."""
     x = x.contiguous()
     words = x.flatten().view(torch.int32)
     shape = (inbox.layout.ranks, *x.shape) if gather else x.shape
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    assert len(words) <= CHANNELS * BLOCK
-    block = max(32, min(BLOCK, triton.next_power_of_2(len(words))))
-    flat_kernel[(triton.cdiv(len(words), block),)](
+    pairs = triton.cdiv(len(words), 2)
+    assert pairs <= CHANNELS * BLOCK
+    block = max(32, min(BLOCK, triton.next_power_of_2(pairs)))
+    flat_kernel[(triton.cdiv(pairs, block),)](
         words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, len(words),
         RANK=rank, RANKS=inbox.layout.ranks, CAPACITY=inbox.layout.capacity, BLOCK=block,
-        DTYPE=tl.int32 if gather else DTYPES[x.dtype], GATHER=gather, SYS=x.is_cuda, num_warps=max(1, block // 256),
+        DTYPE=tl.int32 if gather else DTYPES[x.dtype], GATHER=gather, SYS=x.is_cuda, num_warps=max(1, block // 128),
         **chained(x.device),
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ PATIENCE = 10.0  # seconds that a GPU waits for a rank
 ABORTED = -1  # what `abort` writes into the inbox's fault
 # Bytes of one rank's term up to which it travels as messages, in twice the bytes but without a fence.
 MOST_AS_MESSAGES = 1 << 19
-FLAT_BYTES = CHANNELS * BLOCK * 4
+FLAT_BYTES = CHANNELS * BLOCK * 8
 
 
 class SymmetricGroup(Group):

@@ -20,7 +20,7 @@ from specdec.parallel.group import Group
 CHANNELS = (
     256  # programs of one exchange at most: an H100 or H200 holds them all at once, so none waits for one that can't start
 )
-BLOCK = 1024  # words of a small tensor that one program exchanges
+BLOCK = 512  # pairs of words of a small tensor that one program exchanges
 ROOM = 64 << 20  # bytes of an inbox for exchanges of many rows; more rows go in several exchanges
 HANDLE_BYTES = 64
 
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     @property
     def capacity(self) -> int:
         """Messages from each sender to a channel."""
-        return max(BLOCK, self.row_bytes // 4)
+        return max(2 * BLOCK, self.row_bytes // 4)
 
     @property
     def slots(self) -> int:
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.marks_at + self._areas * self.slots * 8
+        return self.marks_at + self._areas * self.slots * 4
 
     @property
     def _areas(self) -> int:

@@ -5,7 +5,7 @@ half the bytes, and one message after each row tells that it is complete, which 
 
 With two ranks nothing moves fewer bytes than sending every term to the other rank.  The kernels take any number of ranks.
 
-Shapes: T tokens, H hidden size.  A word: 32 bits of a row.
+Shapes: T tokens, H hidden size.  Rows are read as pairs of words of 32 bits, each pair an int64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from specdec.parallel.symmetric.messages_triton import (
 @triton.jit
 def finish_row(
     value, residual, scale, total, normed, row, at, ok, eps,
-    WORDS: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr,
+    PAIRS: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Adds the summed terms of a row to its residual words, rounds once, norms, and stores both.
 
@@ -45,27 +45,26 @@ def finish_row(
     if HAS_X:
         value = unpack(residual, DTYPE) + value
     rounded = pack(value, DTYPE)
-    tl.store(total + row * WORDS + at, rounded)
+    tl.store(total + row * PAIRS + at, rounded)
     if HAS_NORM:
         value = unpack(rounded, DTYPE)
-        squares = value * value
+        squares = tl.sum(value * value, 1)
         if DTYPE.primitive_bitwidth == 16:
             squares = tl.sum(squares, 1)
-        size = WORDS * (32 // DTYPE.primitive_bitwidth)
-        mean = tl.sum(tl.where(ok, squares, 0.0), 0) / size
-        tl.store(normed + row * WORDS + at, pack(value * tl.rsqrt(mean + eps) * scale, DTYPE))
+        mean = tl.sum(tl.where(ok, squares, 0.0), 0) / (PAIRS * (64 // DTYPE.primitive_bitwidth))
+        tl.store(normed + row * PAIRS + at, pack(value * tl.rsqrt(mean + eps) * scale, DTYPE))
 
 
 @triton.jit
 def few_rows_kernel(
     x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience,
-    RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     index = lanes(PADDED, SYS)
-    ok = index < WORDS
-    at = tl.minimum(index, WORDS - 1)  # lanes beyond the row repeat its last word, which changes nothing
+    ok = index < PAIRS
+    at = tl.minimum(index, PAIRS - 1)  # lanes beyond the row repeat its last pair, which changes nothing
     scale = 0.0
     if HAS_NORM:  # no kernel writes weights, so they may be read before the wait
         scale = unpack(tl.load(weight + at), DTYPE)
@@ -83,58 +82,65 @@ def few_rows_kernel(
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             inbox = tl.load(table + peer).to(tl.pointer_type(tl.int64))
-            send(inbox + place(row, count, RANK, peer, RANKS, CAPACITY) + at, own, number, SYS)
+            send(inbox + place(row, count, RANK, peer, RANKS, CAPACITY) + at * 2, own, number, SYS)
     for sender in tl.static_range(RANKS):
         if sender == RANK:
             words = own
         else:
             area = own_inbox + place(row, count, sender, RANK, RANKS, CAPACITY)
-            words = receive(area + at, number, fault, patience, sender, False, SYS)
+            words = receive(area + at * 2, number, at, fault, patience, sender, False, SYS)
         if sender == 0:
             value = unpack(words, DTYPE)
         else:
             value += unpack(words, DTYPE)
-    finish_row(value, residual, scale, total, normed, row, at, ok, eps, WORDS, DTYPE, HAS_X, HAS_NORM)
+    finish_row(value, residual, scale, total, normed, row, at, ok, eps, PAIRS, DTYPE, HAS_X, HAS_NORM)
     tl.store(counts + row, next_count(count))
 
 
 @triton.jit
 def send_row(
-    source, turn, table, at, channel, count, number, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
-    SLOT_WORDS: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, SYS: tl.constexpr,
+    source, turn, table, channel, count, number, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    SLOT_BYTES: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    SYS: tl.constexpr,
 ):  # fmt: skip
-    """Sends a row to all other ranks: its words, and then the mark that tells that they are there."""
-    words = tl.load(source + at)
+    """Sends a row to all other ranks: its words, 16 bytes a thread, and then the mark that tells that they are there."""
+    at = tl.arange(0, PADDED)
+    words = tl.load(aligned(source + at), mask=at < WORDS)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             slot = place(channel, count, RANK, peer, RANKS, SLOTS) + turn
-            rows = (tl.load(table + peer) + ROWS_AT).to(tl.pointer_type(tl.int32))
-            tl.store(rows + slot * SLOT_WORDS + at, words)
+            target = (tl.load(table + peer) + ROWS_AT + slot * SLOT_BYTES).to(tl.pointer_type(tl.int32))
+            tl.store(aligned(target + at), words, mask=at < WORDS)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             slot = place(channel, count, RANK, peer, RANKS, SLOTS) + turn
-            send_last((tl.load(table + peer) + MARKS_AT).to(tl.pointer_type(tl.int64)) + slot, number, SYS)
+            send_last((tl.load(table + peer) + MARKS_AT).to(tl.pointer_type(tl.int32)) + slot, number, SYS)
+
+
+@triton.jit
+def aligned(at):
+    """Tells the compiler that each four neighbours of these pointers to int32 are 16 bytes that begin at a multiple of 16."""
+    return tl.max_contiguous(tl.multiple_of(at, 16), 4)
 
 
 @triton.jit(do_not_specialize=["row_count"])
 def many_rows_kernel(
     x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience, row_count,
-    RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, SLOT_WORDS: tl.constexpr, ROWS_AT: tl.constexpr,
-    MARKS_AT: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr, ROWS_AT: tl.constexpr,
+    MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr,
     HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0)
     programs = tl.num_programs(0)
     index = lanes(PADDED, SYS)
-    ok = index < WORDS
-    at = tl.minimum(index, WORDS - 1)
+    ok = index < PAIRS
+    at = tl.minimum(index, PAIRS - 1)
     scale = 0.0
     if HAS_NORM:
         scale = unpack(tl.load(weight + at), DTYPE)
     fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
-    inbox = tl.load(table + RANK)
-    rows = (inbox + ROWS_AT).to(tl.pointer_type(tl.int32))
-    marks = (inbox + MARKS_AT).to(tl.pointer_type(tl.int64))
+    rows = tl.load(table + RANK) + ROWS_AT
+    marks = (tl.load(table + RANK) + MARKS_AT).to(tl.pointer_type(tl.int32))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -142,14 +148,16 @@ def many_rows_kernel(
     number = call_number(count)
     turns = (row_count - channel + programs - 1) // programs
     row = channel.to(tl.int64)
+    as_words = term.to(tl.pointer_type(tl.int32), bitcast=True)
     send_row(
-        term + row * stride_term, 0, table, at, channel, count, number, RANK, RANKS, SLOTS, SLOT_WORDS, ROWS_AT, MARKS_AT, SYS
-    )
+        as_words + row * stride_term * 2, 0, table, channel, count, number,
+        RANK, RANKS, SLOTS, SLOT_BYTES, ROWS_AT, MARKS_AT, PAIRS * 2, PADDED * 2, SYS,
+    )  # fmt: skip
     for turn in range(turns):
         if turn + 1 < turns:  # travels while this row is finished
             send_row(
-                term + (row + programs) * stride_term, turn + 1, table, at, channel, count, number,
-                RANK, RANKS, SLOTS, SLOT_WORDS, ROWS_AT, MARKS_AT, SYS,
+                as_words + (row + programs) * stride_term * 2, turn + 1, table, channel, count, number,
+                RANK, RANKS, SLOTS, SLOT_BYTES, ROWS_AT, MARKS_AT, PAIRS * 2, PADDED * 2, SYS,
             )  # fmt: skip
         own = tl.load(term + row * stride_term + at)
         residual = own
@@ -160,13 +168,13 @@ def many_rows_kernel(
                 words = own
             else:
                 slot = place(channel, count, sender, RANK, RANKS, SLOTS) + turn
-                receive(marks + slot + tl.zeros_like(at), number, fault, patience, sender, True, SYS)
-                words = tl.load(rows + slot * SLOT_WORDS + at)
+                lost = receive(marks + slot + tl.zeros_like(at), number, at, fault, patience, sender, True, SYS)
+                words = tl.load((rows + slot * SLOT_BYTES).to(tl.pointer_type(tl.int64)) + at) | lost
             if sender == 0:
                 value = unpack(words, DTYPE)
             else:
                 value += unpack(words, DTYPE)
-        finish_row(value, residual, scale, total, normed, row, at, ok, eps, WORDS, DTYPE, HAS_X, HAS_NORM)
+        finish_row(value, residual, scale, total, normed, row, at, ok, eps, PAIRS, DTYPE, HAS_X, HAS_NORM)
         row += programs
     tl.store(counts + channel, next_count(count))
 
@@ -181,36 +189,37 @@ def launch_rows(
     (T, H), layout = term_TH.shape, inbox.layout
     total_TH = torch.empty(T, H, dtype=term_TH.dtype, device=term_TH.device)
     normed_TH = total_TH if weight_H is None else torch.empty_like(total_TH)
-    term_TH, scale = _words(term_TH), total_TH if weight_H is None else weight_H
-    residual_TH = term_TH if x_TH is None else _words(x_TH)
-    W = term_TH.shape[1]
+    term_TP, scale = _pairs(term_TH), total_TH if weight_H is None else weight_H
+    x_TP = term_TP if x_TH is None else _pairs(x_TH)
+    P = term_TP.shape[1]
     shared: dict[str, Any] = {
-        "RANK": rank, "RANKS": layout.ranks, "WORDS": W, "PADDED": max(32, triton.next_power_of_2(W)),
+        "RANK": rank, "RANKS": layout.ranks, "PAIRS": P, "PADDED": max(32, triton.next_power_of_2(P)),
         "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None, "SYS": total_TH.is_cuda,
-        "num_warps": _warps(W), **chained(total_TH.device),
+        "num_warps": _warps(P), **chained(total_TH.device),
     }  # fmt: skip
     step = CHANNELS if few else CHANNELS * layout.slots
     for first in range(0, T, step):
         own = slice(first, first + step)
-        tensors = residual_TH[own], term_TH[own], scale.view(torch.int32), total_TH[own].view(torch.int32)
-        numbers = residual_TH.stride(0), term_TH.stride(0), eps, patience
-        arguments = *tensors, normed_TH[own].view(torch.int32), inbox.table_X, inbox.counts_C, *numbers
-        count = len(term_TH[own])
+        tensors = x_TP[own], term_TP[own], scale.view(torch.int64), total_TH[own].view(torch.int64)
+        numbers = x_TP.stride(0), term_TP.stride(0), eps, patience
+        arguments = *tensors, normed_TH[own].view(torch.int64), inbox.table_X, inbox.counts_C, *numbers
+        count = len(term_TP[own])
         if few:
             few_rows_kernel[(count,)](*arguments, CAPACITY=layout.capacity, **shared)
         else:
-            places = {"SLOTS": layout.slots, "SLOT_WORDS": layout.row_bytes // 4}
+            places = {"SLOTS": layout.slots, "SLOT_BYTES": layout.row_bytes}
             places |= {"ROWS_AT": layout.rows_at, "MARKS_AT": layout.marks_at}
             many_rows_kernel[(min(count, CHANNELS),)](*arguments, count, **places, **shared)
     return total_TH, normed_TH
 
 
-def _words(x_TH: Tensor) -> Tensor:
-    """Rows as words of 32 bits, copied only where they do not lie so."""
-    if x_TH.stride(1) != 1 or x_TH.stride(0) * x_TH.element_size() % 4 or x_TH.data_ptr() % 4:
+def _pairs(x_TH: Tensor) -> Tensor:
+    """Rows as pairs of words, copied only where they do not lie so, or begin at no multiple of 16 bytes."""
+    if x_TH.stride(1) != 1 or x_TH.stride(0) * x_TH.element_size() % 16 or x_TH.data_ptr() % 16:
         x_TH = x_TH.contiguous()
-    return x_TH.view(torch.int32)
+    return x_TH.view(torch.int64)
 
 
-def _warps(W: int) -> int:
-    return max(1, min(16, triton.next_power_of_2(W) // 256))
+def _warps(P: int) -> int:
+    """Enough that a thread has four pairs of a row; each warp has some."""
+    return max(1, min(16, triton.next_power_of_2(P) // 128))
