@@ -27,7 +27,7 @@ from torch import Tensor
 from specdec.ops.norm import add_rms_norm
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as symmetric
-from specdec.parallel.symmetric.group import SymmetricGroup
+from specdec.parallel.symmetric.group import SymmetricGroup, connect
 from specdec.parallel.symmetric.inbox import CHANNELS
 
 ROWS = (1, 6, 8, 32, 48, 64, 192, 1024, 8192)
@@ -99,7 +99,8 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
     with torch.inference_mode():
         nccl = Nccl()
-        ours = SymmetricGroup.connect(nccl, torch.device("cuda", rank), max(args.hidden) * DTYPE.itemsize)
+        ours = connect(nccl, torch.device("cuda", rank))
+        assert isinstance(ours, SymmetricGroup)
         table: list[dict[str, Any]] = []
         for hidden in args.hidden:
             for rows in args.rows:

@@ -88,7 +88,7 @@ class Ranks:
             if self._group is ALONE:
                 followers.wait("here")
                 self._group = followers.seat.join(resolve_device(options.device))
-                followers.at_failure = self._group.abort
+                followers.at_failure, followers.problem = self._group.abort, self._group.problem
             loaded = wanted.load(self._group, options)
         except (TypeError, ValueError):  # what was asked for is wrong: all ranks find the same
             raise

@@ -47,14 +47,15 @@ class Seat(NamedTuple):
     store: dist.Store
 
     def join(self, device: torch.device) -> Group:
-        """Connects to the other ranks, which do the same: over NCCL if they have a GPU each, else over gloo."""
+        """Connects to the other ranks, which do the same: through memory of GPUs and NCCL if they have one each, else by gloo."""
         if device.type == "cpu":
             return GlooGroup(dist.ProcessGroupGloo(self.store, self.rank, self.size, PATIENCE), self.rank, self.size)
         from specdec.parallel.nccl import NcclGroup, new_name
+        from specdec.parallel.symmetric.group import connect
 
         if self.rank == 0:
             self.store.set("nccl", new_name())
-        return NcclGroup(self.store.get("nccl"), self.rank, self.size, device)
+        return connect(NcclGroup(self.store.get("nccl"), self.rank, self.size, device), device)
 
 
 class Line:
@@ -94,11 +95,13 @@ class Followers:
     pipes: to each.  processes: theirs, if this process has started them.
     failure: why a rank has failed, the first one included; empty while all are well.
     at_failure: called once if a rank fails, on a thread of its own.
+    problem: says why exchanges have failed, if they have, without a rank's word.
     """
 
     def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any]) -> None:
         self.seat, self._pipes, self._processes = seat, pipes, processes
         self.failure, self.at_failure = "", lambda: None
+        self.problem: Callable[[], str] = str
         self._words, self._waited = Counter[str](), Counter[str]()
         self._news = threading.Condition()
         self._is_ending = False
@@ -123,6 +126,8 @@ class Followers:
 
     def check(self) -> None:
         """RankFailed, with the reason, if a rank has failed."""
+        if not self.failure and (problem := self.problem()):
+            self._fail(problem)
         if self.failure:
             raise RankFailed(self.failure)
 

@@ -8,6 +8,7 @@ Shapes: T tokens, H hidden size, N ranks.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from specdec.ops.launch import KERNEL_DTYPES
 from specdec.parallel.group import Group
-from specdec.parallel.symmetric.inbox import BLOCK, CHANNELS, Inbox, open_inboxes
+from specdec.parallel.symmetric.inbox import BLOCK, CHANNELS, Inbox, Unreachable, open_inboxes
 
 PATIENCE = 10.0  # seconds that a GPU waits for a rank
 ABORTED = -1  # what `abort` writes into the inbox's fault
@@ -31,17 +32,6 @@ class SymmetricGroup(Group):
         assert inbox.layout.ranks == base.size > 1
         self.base, self.inbox, self.rank, self.size = base, inbox, base.rank, base.size
         self.patience = PATIENCE
-
-    @classmethod
-    def connect(cls, base: Group, device: torch.device, row_bytes: int) -> SymmetricGroup:
-        """Opens the inboxes of all ranks, which call this together.  Unreachable, on all alike, where that can't be.
-
-        row_bytes: of the longest row that models exchange, hidden size times bytes of a number.
-        """
-        inbox, give_back = open_inboxes(base, device, -(-row_bytes // 16) * 16)
-        group = cls(base, inbox)
-        weakref.finalize(group, give_back).atexit = False
-        return group
 
     def gather(self, x: Tensor) -> Tensor:
         if not self._is_small(x):
@@ -65,14 +55,18 @@ class SymmetricGroup(Group):
             return self._rows(x_TH, term_TH, weight_H, eps)
         return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps)
 
-    def abort(self) -> None:
-        self.inbox.fault.fill_(ABORTED)
-        self.base.abort()
-
-    def missing(self) -> int | None:
-        """The rank that this one's GPU has waited for in vain, if there is one.  Every result since then means nothing."""
+    def problem(self) -> str:
         fault = int(self.inbox.fault)
-        return fault - 1 if fault > 0 else None
+        return (
+            f"rank {fault - 1} did not come to an exchange with rank {self.rank} within {self.patience:g} s"
+            if fault > 0
+            else ""
+        )
+
+    def abort(self) -> None:
+        if not int(self.inbox.fault):
+            self.inbox.fault.fill_(ABORTED)
+        self.base.abort()
 
     @property
     def _patience(self) -> int:
@@ -99,3 +93,19 @@ class SymmetricGroup(Group):
 
         few = len(term_TH) <= CHANNELS and term_TH.numel() * term_TH.element_size() <= MOST_AS_MESSAGES
         return launch_rows(self.inbox, self.rank, self._patience, x_TH, term_TH, weight_H, eps, few)
+
+
+def connect(base: Group, device: torch.device) -> Group:
+    """A group of the same ranks that exchanges through GPUs' memory; or `base`, with a warning, where GPUs can't reach it.
+
+    All ranks call it together, and get the same.
+    """
+    try:
+        inbox, give_back = open_inboxes(base, device)
+    except Unreachable as error:
+        if base.rank == 0:
+            warnings.warn(f"ranks exchange over NCCL, which takes longer: {error}", stacklevel=2)
+        return base
+    group = SymmetricGroup(base, inbox)
+    weakref.finalize(group, give_back).atexit = False  # a process that ends has given back everything
+    return group

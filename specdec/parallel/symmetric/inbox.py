@@ -21,15 +21,21 @@ CHANNELS = (
     256  # programs of one exchange at most: an H100 or H200 holds them all at once, so none waits for one that can't start
 )
 BLOCK = 512  # pairs of words of a small tensor that one program exchanges
+ROW_BYTES = 32768  # of the longest row that is exchanged: 16,384 numbers of 16 bits
 ROOM = 64 << 20  # bytes of an inbox for exchanges of many rows; more rows go in several exchanges
+MARKS = 128  # rows that a channel takes from each sender in one exchange, at most
 HANDLE_BYTES = 64
 
 
 class Layout(NamedTuple):
-    """What lies where in every rank's inbox.  row_bytes: of the longest row that is exchanged."""
+    """What lies where in every rank's inbox: messages, then rows, then the marks of rows.
+
+    row_bytes: of the longest row that is exchanged, a multiple of 16.  room: bytes for rows.
+    """
 
     ranks: int
-    row_bytes: int
+    row_bytes: int = ROW_BYTES
+    room: int = ROOM
 
     @property
     def capacity(self) -> int:
@@ -37,9 +43,13 @@ class Layout(NamedTuple):
         return max(2 * BLOCK, self.row_bytes // 4)
 
     @property
-    def slots(self) -> int:
-        """Rows from each sender to a channel, of an exchange of many rows."""
-        return max(1, ROOM // (self._areas * self.row_bytes))
+    def area(self) -> int:
+        """Bytes of rows from each sender to a channel."""
+        return max(self.row_bytes, self.room // self._areas // 16 * 16)
+
+    def slots(self, row_bytes: int) -> int:
+        """Rows of that length from each sender to a channel."""
+        return min(self.area // row_bytes, MARKS)
 
     @property
     def rows_at(self) -> int:
@@ -47,11 +57,11 @@ class Layout(NamedTuple):
 
     @property
     def marks_at(self) -> int:
-        return self.rows_at + self._areas * self.slots * self.row_bytes
+        return self.rows_at + self._areas * self.area
 
     @property
     def num_bytes(self) -> int:
-        return self.marks_at + self._areas * self.slots * 4
+        return self.marks_at + self._areas * MARKS * 4
 
     @property
     def _areas(self) -> int:
@@ -75,12 +85,12 @@ class Unreachable(RuntimeError):
     """A rank can't reach another rank's memory."""
 
 
-def open_inboxes(group: Group, device: torch.device, row_bytes: int) -> tuple[Inbox, Callable[[], None]]:
+def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[], None]]:
     """This rank's inbox, with all others' opened, and a function that gives everything back.  All ranks of the group call it.
 
     Unreachable, on all ranks alike, if one can't reach another.
     """
-    layout = Layout(group.size, row_bytes)
+    layout = Layout(group.size)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the GPU's context current
         opened: list[int] = []

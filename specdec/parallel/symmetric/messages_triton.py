@@ -104,6 +104,30 @@ def send_last(at, number, SYS: tl.constexpr):
 
 
 @triton.jit
+def load_two(at, SYS: tl.constexpr):
+    """The pairs at these pointers and at the next ones, in one load of 16 bytes."""
+    if SYS:
+        first, second = tl.inline_asm_elementwise(
+            "ld.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", [at], dtype=(tl.int64, tl.int64), is_pure=False, pack=1
+        )
+    else:
+        first, second = tl.load(at), tl.load(at + 1)
+    return first, second
+
+
+@triton.jit
+def store_two(at, first, second, SYS: tl.constexpr):
+    if SYS:
+        tl.inline_asm_elementwise(
+            "st.global.v2.b64 [$1], {$2, $3}; mov.b32 $0, 0;", "=r,l,l,l", [at, first, second],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at, first)
+        tl.store(at + 1, second)
+
+
+@triton.jit
 def look_last(at, SYS: tl.constexpr):
     """The numbers that `send_last` has stored.  What was stored before them may be read after them."""
     if SYS:

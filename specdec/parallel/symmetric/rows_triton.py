@@ -18,17 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.parallel.symmetric.inbox import CHANNELS, Inbox
+from specdec.parallel.symmetric.inbox import CHANNELS, MARKS, Inbox
 from specdec.parallel.symmetric.messages_triton import (
     DTYPES,
     call_number,
     lanes,
+    load_two,
     next_count,
     pack,
     place,
     receive,
     send,
     send_last,
+    store_two,
     unpack,
 )  # fmt: skip
 
@@ -99,34 +101,27 @@ def few_rows_kernel(
 
 @triton.jit
 def send_row(
-    source, turn, table, channel, count, number, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
-    SLOT_BYTES: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    source, turn, table, channel, count, number, RANK: tl.constexpr, RANKS: tl.constexpr, AREA: tl.constexpr,
+    MARKS: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     SYS: tl.constexpr,
 ):  # fmt: skip
     """Sends a row to all other ranks: its words, 16 bytes a thread, and then the mark that tells that they are there."""
-    at = tl.arange(0, PADDED)
-    words = tl.load(aligned(source + at), mask=at < WORDS)
+    at = tl.minimum(lanes(PADDED // 2, SYS), PAIRS // 2 - 1) * 2
+    first, second = load_two(source + at, SYS)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            slot = place(channel, count, RANK, peer, RANKS, SLOTS) + turn
-            target = (tl.load(table + peer) + ROWS_AT + slot * SLOT_BYTES).to(tl.pointer_type(tl.int32))
-            tl.store(aligned(target + at), words, mask=at < WORDS)
+            area = tl.load(table + peer) + ROWS_AT + place(channel, count, RANK, peer, RANKS, AREA)
+            store_two(area.to(tl.pointer_type(tl.int64)) + turn * PAIRS + at, first, second, SYS)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            slot = place(channel, count, RANK, peer, RANKS, SLOTS) + turn
-            send_last((tl.load(table + peer) + MARKS_AT).to(tl.pointer_type(tl.int32)) + slot, number, SYS)
-
-
-@triton.jit
-def aligned(at):
-    """Tells the compiler that each four neighbours of these pointers to int32 are 16 bytes that begin at a multiple of 16."""
-    return tl.max_contiguous(tl.multiple_of(at, 16), 4)
+            marks = (tl.load(table + peer) + MARKS_AT).to(tl.pointer_type(tl.int32))
+            send_last(marks + place(channel, count, RANK, peer, RANKS, MARKS) + turn, number, SYS)
 
 
 @triton.jit(do_not_specialize=["row_count"])
 def many_rows_kernel(
     x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience, row_count,
-    RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr, ROWS_AT: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, AREA: tl.constexpr, MARKS: tl.constexpr, ROWS_AT: tl.constexpr,
     MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr,
     HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -148,16 +143,15 @@ def many_rows_kernel(
     number = call_number(count)
     turns = (row_count - channel + programs - 1) // programs
     row = channel.to(tl.int64)
-    as_words = term.to(tl.pointer_type(tl.int32), bitcast=True)
     send_row(
-        as_words + row * stride_term * 2, 0, table, channel, count, number,
-        RANK, RANKS, SLOTS, SLOT_BYTES, ROWS_AT, MARKS_AT, PAIRS * 2, PADDED * 2, SYS,
+        term + row * stride_term, 0, table, channel, count, number,
+        RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, SYS,
     )  # fmt: skip
     for turn in range(turns):
         if turn + 1 < turns:  # travels while this row is finished
             send_row(
-                as_words + (row + programs) * stride_term * 2, turn + 1, table, channel, count, number,
-                RANK, RANKS, SLOTS, SLOT_BYTES, ROWS_AT, MARKS_AT, PAIRS * 2, PADDED * 2, SYS,
+                term + (row + programs) * stride_term, turn + 1, table, channel, count, number,
+                RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, SYS,
             )  # fmt: skip
         own = tl.load(term + row * stride_term + at)
         residual = own
@@ -167,9 +161,10 @@ def many_rows_kernel(
             if sender == RANK:
                 words = own
             else:
-                slot = place(channel, count, sender, RANK, RANKS, SLOTS) + turn
-                lost = receive(marks + slot + tl.zeros_like(at), number, at, fault, patience, sender, True, SYS)
-                words = tl.load((rows + slot * SLOT_BYTES).to(tl.pointer_type(tl.int64)) + at) | lost
+                mark = marks + place(channel, count, sender, RANK, RANKS, MARKS) + turn
+                lost = receive(mark + tl.zeros_like(at), number, at, fault, patience, sender, True, SYS)
+                area = rows + place(channel, count, sender, RANK, RANKS, AREA)
+                words = tl.load(area.to(tl.pointer_type(tl.int64)) + turn * PAIRS + at) | lost
             if sender == 0:
                 value = unpack(words, DTYPE)
             else:
@@ -193,11 +188,11 @@ def launch_rows(
     x_TP = term_TP if x_TH is None else _pairs(x_TH)
     P = term_TP.shape[1]
     shared: dict[str, Any] = {
-        "RANK": rank, "RANKS": layout.ranks, "PAIRS": P, "PADDED": max(32, triton.next_power_of_2(P)),
+        "RANK": rank, "RANKS": layout.ranks, "PAIRS": P, "PADDED": max(64, triton.next_power_of_2(P)),
         "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None, "SYS": total_TH.is_cuda,
         "num_warps": _warps(P), **chained(total_TH.device),
     }  # fmt: skip
-    step = CHANNELS if few else CHANNELS * layout.slots
+    step = CHANNELS * (1 if few else layout.slots(P * 8))
     for first in range(0, T, step):
         own = slice(first, first + step)
         tensors = x_TP[own], term_TP[own], scale.view(torch.int64), total_TH[own].view(torch.int64)
@@ -207,8 +202,7 @@ def launch_rows(
         if few:
             few_rows_kernel[(count,)](*arguments, CAPACITY=layout.capacity, **shared)
         else:
-            places = {"SLOTS": layout.slots, "SLOT_BYTES": layout.row_bytes}
-            places |= {"ROWS_AT": layout.rows_at, "MARKS_AT": layout.marks_at}
+            places = {"AREA": layout.area, "MARKS": MARKS, "ROWS_AT": layout.rows_at, "MARKS_AT": layout.marks_at}
             many_rows_kernel[(min(count, CHANNELS),)](*arguments, count, **places, **shared)
     return total_TH, normed_TH
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specdec.parallel.group import Group
-from specdec.parallel.symmetric.group import SymmetricGroup
+from specdec.parallel.symmetric.group import SymmetricGroup, connect
 
 PATIENCE = timedelta(seconds=60)
 EPS = 1e-5
@@ -67,7 +67,8 @@ def _run(rank: int, size: int, port: int, pipe: Any, work: Callable[..., Any], a
         torch.cuda.set_device(device)
         store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
         with torch.inference_mode():
-            group = SymmetricGroup.connect(HostGroup(store, rank, size), device, row_bytes=16384)
+            group = connect(HostGroup(store, rank, size), device)
+            assert isinstance(group, SymmetricGroup)
             pipe.send(work(group, *arguments))
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
@@ -160,8 +161,8 @@ def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], see
     return int(exchanges.wrong), calls * (len(shapes) + 1), time.monotonic() - began
 
 
-def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[int | None, float]:
-    """Rank 0 exchanges with ranks that never do: (the rank it has missed, the seconds that took)."""
+def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[str, float]:
+    """Rank 0 exchanges with ranks that never do: (why it gave up, the seconds that took)."""
     group.patience = seconds
     term = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
     group.sum(term)
@@ -174,7 +175,7 @@ def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[int | None, float]
         torch.cuda.synchronize()
     waited = time.monotonic() - began
     group.base.gather(torch.zeros(1))
-    return group.missing(), waited
+    return group.problem(), waited
 
 
 def aborted(group: SymmetricGroup) -> float:

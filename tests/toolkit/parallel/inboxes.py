@@ -25,8 +25,8 @@ class NoGroup(Group):
 
 
 def inboxes(size: int, row_bytes: int) -> list[Inbox]:
-    """One inbox for each rank, in memory that forked processes share."""
-    layout = Layout(size, row_bytes)
+    """One inbox for each rank, in memory that forked processes share.  A channel has room for one row of that length."""
+    layout = Layout(size, row_bytes, room=0)
     memory = [torch.zeros(layout.num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     found = []
     for _ in range(size):
