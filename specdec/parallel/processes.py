@@ -47,7 +47,7 @@ class Seat(NamedTuple):
     store: dist.Store
 
     def join(self, device: torch.device) -> Group:
-        """Connects to the other ranks, which do the same: through memory of GPUs and NCCL if they have one each, else by gloo."""
+        """Connects to the other ranks, which do the same: through GPUs' memory and NCCL if they have one each, else gloo."""
         if device.type == "cpu":
             return GlooGroup(dist.ProcessGroupGloo(self.store, self.rank, self.size, PATIENCE), self.rank, self.size)
         from specdec.parallel.nccl import NcclGroup, new_name

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from specdec.parallel.group import Group
 
-CHANNELS = (
-    256  # programs of one exchange at most: an H100 or H200 holds them all at once, so none waits for one that can't start
-)
+# Programs of one exchange at most.  A GPU must hold all of them at once, or one that runs may wait for one that can't start.
+CHANNELS = 128
 BLOCK = 512  # pairs of words of a small tensor that one program exchanges
 ROW_BYTES = 32768  # of the longest row that is exchanged: 16,384 numbers of 16 bits
 ROOM = 64 << 20  # bytes of an inbox for exchanges of many rows; more rows go in several exchanges
