@@ -56,7 +56,7 @@ def added(terms: list[torch.Tensor]) -> torch.Tensor:
     total = terms[0].float()
     for each in terms[1:]:
         total = total + each.float()
-    return total
+    return total.to(terms[0].dtype)
 
 
 def many_calls(group: SymmetricGroup) -> list[str]:
@@ -74,9 +74,9 @@ def many_calls(group: SymmetricGroup) -> list[str]:
             ids = [(each * 1e9).long() << 20 for each in terms]
             good = torch.equal(group.gather(ids[group.rank]), torch.stack(ids))
         elif kind == "sum":
-            good = torch.equal(group.sum(terms[group.rank]), added(terms).to(dtype))
+            good = torch.equal(group.sum(terms[group.rank]), added(terms))
         else:
-            want = (x.float() + added(terms)).to(dtype)
+            want = x + added(terms)
             if kind == "add":
                 good = torch.equal(group.add(x, terms[group.rank]), want)
             else:

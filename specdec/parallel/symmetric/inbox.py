@@ -8,8 +8,10 @@ context there, which takes memory.)
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +92,9 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
     Unreachable, on all ranks alike, if one can't reach another.
     """
     layout = Layout(group.size)
+    for rank, machine in enumerate(_gather_bytes(group, _machine(), device)):
+        if machine != _machine():
+            raise Unreachable(f"ranks {group.rank} and {rank} are on two machines")
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the GPU's context current
         opened: list[int] = []
@@ -128,6 +133,13 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
 def _gather_bytes(group: Group, data: bytes, device: torch.device) -> list[bytes]:
     mine = torch.tensor(list(data), dtype=torch.uint8, device=device)
     return [bytes(each) for each in group.gather(mine).tolist()]
+
+
+def _machine() -> bytes:
+    """What tells this machine from others, in 64 bytes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text().strip() if boot.is_file() else platform.node()
+    return name.encode()[:64].ljust(64, b"\0")
 
 
 class _Handle(ctypes.Structure):

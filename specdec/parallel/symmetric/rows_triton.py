@@ -1,4 +1,4 @@
-"""Kernels that sum the ranks' terms of each row, add them to the residual stream and norm the result: terms.py's definition.
+"""Kernels that sum the ranks' terms of each row, add them to the residual stream and norm the result.
 
 `few` rows: a program for each row sends its term as messages, and reads the others'.  `many` rows: terms travel as they are,
 half the bytes, and one message after each row tells that it is complete, which costs a fence.
@@ -40,12 +40,12 @@ def finish_row(
     value, residual, scale, total, normed, row, at, ok, eps,
     PAIRS: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Adds the summed terms of a row to its residual words, rounds once, norms, and stores both.
+    """Rounds the summed terms of a row, adds them to its residual words, rounds, norms, and stores both.
 
     It is the same code for few and for many rows, so a row's bits do not depend on how many there are.
     """
     if HAS_X:
-        value = unpack(residual, DTYPE) + value
+        value = unpack(residual, DTYPE) + unpack(pack(value, DTYPE), DTYPE)
     rounded = pack(value, DTYPE)
     tl.store(total + row * PAIRS + at, rounded)
     if HAS_NORM:
