@@ -78,6 +78,8 @@ def run_doctor(console: Console) -> None:
         ("driver", facts["driver"] or "no NVIDIA driver found"),
     ]
     _print_pairs(console, "Machine", rows)
+    if len(facts["gpus"]) > 1:
+        _print_pairs(console, "Several ranks", [(f"{len(facts['gpus'])} GPUs exchange", _exchange_line(len(facts["gpus"])))])
     found = versions()
     absent = [name for name in PACKAGES if name not in found]
     _print_pairs(console, "Versions", [*found.items(), ("not installed", ", ".join(absent) or "nothing")])
@@ -166,6 +168,16 @@ def _gpu(index: int) -> dict[str, Any]:
 def _gpu_line(gpu: dict[str, Any]) -> str:
     memory = gpu["memory_bytes"] / 2**30
     return f"{gpu['name']}, capability {gpu['capability']}, {memory:.1f} GiB, {gpu['multiprocessors']} multiprocessors"
+
+
+def _exchange_line(gpus: int) -> str:
+    """How ranks on this machine's GPUs exchange, and how long that takes."""
+    from specdec.parallel.symmetric.measure import measure
+
+    try:
+        return str(measure(gpus))
+    except RuntimeError as error:
+        return f"they can't: {error}"
 
 
 def _why_no_gpu(driver: str | None) -> str:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from toolkit.parallel.gpus import aborted, lost_rank, on_gpus, soak, sums_and_norms
 
+from specdec.parallel.symmetric.measure import measure
+
 pytestmark = pytest.mark.gpu
 
 FEW = [(T, H) for H in (4096, 8192, 2880) for T in (1, 2, 3, 6, 8, 17, 32, 48, 64)]
@@ -43,3 +45,11 @@ def test_abort_ends_the_waiting() -> None:
     """Keeps out: a decoder that can't be closed while its GPU waits."""
     first, _ = on_gpus(2, aborted)
     assert 0.2 < first < 2.0, first
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_doctor_s_measurement() -> None:
+    """Keeps out: ranks that silently stay on NCCL; a measurement that hangs at its end."""
+    found = measure(2)
+    assert not found.problem and set(found.us) == {"memory", "NCCL"} and min(found.us["memory"]) > 0, found
+    print(found)
