@@ -140,7 +140,8 @@ def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
     ones = torch.ones(2, 128)
     with torch.no_grad():
         group.add_rms_norm(ones, ones, torch.ones(128), EPS)
+        group.add(torch.ones(2, 36, dtype=torch.float16), torch.ones(2, 36, dtype=torch.float16))
         group.gather(torch.ones(3, dtype=torch.float16))
         group.sum(torch.ones(1, dtype=torch.float64))
     group.sum(torch.ones(1, 4))
-    assert base.asked == [[2, 128], [3], [1], [1, 4]]
+    assert base.asked == [[2, 128], [2, 36], [3], [1], [1, 4]]

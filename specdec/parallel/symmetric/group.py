@@ -1,7 +1,7 @@
 """A group of ranks whose GPUs reach each other's memory: exchanges run in one kernel, without NCCL.
 
-The group that this one was made from does what the kernels can't: other dtypes, rows longer than the inbox was made for, odd
-sizes, large tensors to gather.
+The group that this one was made from does what the kernels can't, or not well: other dtypes, rows longer than the inbox was made
+for, odd sizes, large tensors to gather, and sums of many rows over more than two ranks.
 
 Shapes: T tokens, H hidden size, N ranks.
 """
@@ -20,8 +20,11 @@ from specdec.parallel.symmetric.inbox import BLOCK, CHANNELS, Inbox, Unreachable
 
 PATIENCE = 10.0  # seconds that a GPU waits for a rank
 ABORTED = -1  # what `abort` writes into the inbox's fault
-# Bytes of one rank's term up to which it travels as messages, in twice the bytes but without a fence.
-MOST_AS_MESSAGES = 1 << 19
+# Bytes that a rank sends up to which they go as messages: twice as many bytes, but no fence.
+MOST_AS_MESSAGES = 1 << 20
+# Bytes that a rank may send beyond those that NCCL's ring of ranks would: each sends its whole term to every other one.  With two
+# ranks that is what a ring sends too.
+MOST_BEYOND_RING = 2 << 20
 FLAT_BYTES = CHANNELS * BLOCK * 8
 
 
@@ -57,15 +60,12 @@ class SymmetricGroup(Group):
 
     def problem(self) -> str:
         fault = int(self.inbox.fault)
-        return (
-            f"rank {fault - 1} did not come to an exchange with rank {self.rank} within {self.patience:g} s"
-            if fault > 0
-            else ""
-        )
+        missing = f"rank {fault - 1} did not come to an exchange with rank {self.rank} within {self.patience:g} s"
+        return missing if fault > 0 else ""
 
     def abort(self) -> None:
         if not int(self.inbox.fault):
-            self.inbox.fault.fill_(ABORTED)
+            self.inbox.fault.numpy()[0] = ABORTED
         self.base.abort()
 
     @property
@@ -77,13 +77,11 @@ class SymmetricGroup(Group):
         return 0 < num_bytes <= FLAT_BYTES and num_bytes % 4 == 0 and self._is_here(x)
 
     def _has_rows(self, x: Tensor) -> bool:
-        row_bytes = x.shape[-1] * x.element_size() if x.dim() == 2 and x.numel() else 0
-        return (
-            0 < row_bytes <= self.inbox.layout.row_bytes
-            and row_bytes % 4 == 0
-            and x.dtype in KERNEL_DTYPES
-            and self._is_here(x)
-        )
+        if x.dim() != 2 or not x.numel() or x.dtype not in KERNEL_DTYPES or not self._is_here(x):
+            return False
+        row_bytes = x.shape[1] * x.element_size()
+        beyond = (self.size - 1) * (1 - 2 / self.size) * len(x) * row_bytes
+        return row_bytes % 16 == 0 and row_bytes <= self.inbox.layout.row_bytes and beyond <= MOST_BEYOND_RING
 
     def _is_here(self, x: Tensor) -> bool:
         return x.device == self.inbox.counts_C.device and not torch.is_grad_enabled()
@@ -91,7 +89,8 @@ class SymmetricGroup(Group):
     def _rows(self, x_TH: Tensor | None, term_TH: Tensor, weight_H: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         from specdec.parallel.symmetric.rows_triton import launch_rows
 
-        few = len(term_TH) <= CHANNELS and term_TH.numel() * term_TH.element_size() <= MOST_AS_MESSAGES
+        sent = (self.size - 1) * term_TH.numel() * term_TH.element_size()
+        few = len(term_TH) <= CHANNELS and sent <= MOST_AS_MESSAGES
         return launch_rows(self.inbox, self.rank, self._patience, x_TH, term_TH, weight_H, eps, few)
 
 
