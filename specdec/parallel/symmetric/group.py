@@ -1,7 +1,7 @@
 """A group of ranks whose GPUs reach each other's memory: exchanges run in one kernel, without NCCL.
 
-The group that this one was made from does what the kernels can't, or not well: other dtypes, rows longer than the inbox was made
-for, odd sizes, large tensors to gather, and sums of many rows over more than two ranks.
+The group that this one was made from does what the kernels can't, or not well: other dtypes, rows longer than the inbox was
+made for, odd sizes, large tensors to gather, and sums of many rows over more than two ranks.
 
 Shapes: T tokens, H hidden size, N ranks.
 """
@@ -22,8 +22,8 @@ PATIENCE = 10.0  # seconds that a GPU waits for a rank
 ABORTED = -1  # what `abort` writes into the inbox's fault
 # Bytes that a rank sends up to which they go as messages: twice as many bytes, but no fence.
 MOST_AS_MESSAGES = 1 << 20
-# Bytes that a rank may send beyond those that NCCL's ring of ranks would: each sends its whole term to every other one.  With two
-# ranks that is what a ring sends too.
+# Bytes that a rank may send beyond those that it sends in NCCL's ring: here each sends its whole term to every other one.  With
+# two ranks that is what a ring sends too.
 MOST_BEYOND_RING = 2 << 20
 FLAT_BYTES = CHANNELS * BLOCK * 8
 
