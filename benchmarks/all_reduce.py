@@ -28,7 +28,6 @@ from specdec.ops.norm import add_rms_norm
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as symmetric
 from specdec.parallel.symmetric.group import SymmetricGroup, connect
-from specdec.parallel.symmetric.inbox import CHANNELS
 
 ROWS = (1, 6, 8, 32, 48, 64, 192, 1024, 8192)
 HIDDEN = (4096, 8192)
@@ -88,7 +87,7 @@ def steps_of(ours: SymmetricGroup, nccl: Nccl, rows: int, hidden: int) -> dict[s
         return ours.add_rms_norm(x_TH, term_TH, weight_H, EPS)
 
     steps: dict[str, Step] = {"chosen": chosen, "marks": forced(False), "nccl": nccl.all_reduce_and_norm}
-    return steps | ({"messages": forced(True)} if rows <= CHANNELS else {})
+    return steps | ({"messages": forced(True)} if rows <= ours.inbox.layout.channels else {})
 
 
 CHOSEN = symmetric.MOST_AS_MESSAGES

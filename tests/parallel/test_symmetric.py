@@ -14,7 +14,6 @@ from toolkit.parallel.interleavings import Protocol, fault
 from specdec.ops.norm import rms_norm
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as groups
-from specdec.parallel.symmetric import inbox
 from specdec.parallel.symmetric.group import SymmetricGroup
 
 EPS = 1e-5
@@ -93,20 +92,19 @@ def many_calls(group: SymmetricGroup) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_kernels_exchange_what_the_definition_says(ranks: int) -> None:
     """Keeps out: a sum in the order of arrival, a row in another's place, a column of padding, calls that meet each other."""
-    assert on_processes(ranks, 256, many_calls) == [[]] * ranks
+    assert on_processes(ranks, many_calls) == [[]] * ranks
 
 
-def rows_beyond_the_channels(group: SymmetricGroup) -> bool:
-    terms = [term(rank, 0, inbox.CHANNELS + 3, 4) for rank in range(group.size)]
-    groups.FLAT_BYTES = groups.MOST_AS_MESSAGES = 0
-    return torch.equal(group.sum(terms[group.rank]), added(terms))
+def rows_beyond_the_inbox(group: SymmetricGroup) -> bool:
+    groups.MOST_AS_MESSAGES = 0
+    x = torch.zeros(11, 8)
+    terms = [term(rank, 0, *x.shape) for rank in range(group.size)]
+    return torch.equal(group.add(x, terms[group.rank]), added(terms))
 
 
-def test_rows_beyond_the_inbox_go_in_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_inbox_go_in_several_exchanges() -> None:
     """Keeps out: a second piece that writes where the first one did, or whose rows are not stored."""
-    monkeypatch.setattr(inbox, "CHANNELS", 4)
-    monkeypatch.setattr("specdec.parallel.symmetric.rows_triton.CHANNELS", 4)
-    assert on_processes(2, 16, rows_beyond_the_channels) == [True, True]
+    assert on_processes(2, rows_beyond_the_inbox, row_bytes=32, channels=4) == [True, True]
 
 
 def waits_in_vain(group: SymmetricGroup) -> str:
@@ -119,7 +117,7 @@ def waits_in_vain(group: SymmetricGroup) -> str:
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a program that waits for ever."""
     monkeypatch.setattr("specdec.parallel.symmetric.messages_triton.LOOK", 4)
-    assert on_processes(2, 256, waits_in_vain) == ["", "rank 0 did not come to an exchange with rank 1 within -1 s"]
+    assert on_processes(2, waits_in_vain) == ["", "rank 0 did not come to an exchange with rank 1 within -1 s"]
 
 
 class Witness(Group):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.parallel.symmetric.inbox import BLOCK, CHANNELS, Inbox
+from specdec.parallel.symmetric.inbox import BLOCK, Inbox
 from specdec.parallel.symmetric.messages_triton import (
     DTYPES,
     call_number,
@@ -73,13 +73,13 @@ def store_pairs(out, words, low, word_count):
 
 
 def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, gather: bool) -> Tensor:
-    """[N, *x.shape] of all ranks, or their sum.  patience: in nanoseconds.  x: whole words, at most CHANNELS * BLOCK pairs."""
+    """[N, *x.shape] of all ranks, or their sum.  patience: in nanoseconds.  x: whole words, at most BLOCK pairs a channel."""
     x = x.contiguous()
     words = x.flatten().view(torch.int32)
     shape = (inbox.layout.ranks, *x.shape) if gather else x.shape
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     pairs = triton.cdiv(len(words), 2)
-    assert pairs <= CHANNELS * BLOCK
+    assert pairs <= inbox.layout.channels * BLOCK
     block = max(32, min(BLOCK, triton.next_power_of_2(pairs)))
     flat_kernel[(triton.cdiv(pairs, block),)](
         words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, len(words),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.ops.launch import KERNEL_DTYPES
 from specdec.parallel.group import Group
-from specdec.parallel.symmetric.inbox import BLOCK, CHANNELS, Inbox, Unreachable, open_inboxes
+from specdec.parallel.symmetric.inbox import BLOCK, Inbox, Unreachable, open_inboxes
 
 PATIENCE = 10.0  # seconds that a GPU waits for a rank
 ABORTED = -1  # what `abort` writes into the inbox's fault
@@ -25,7 +25,6 @@ MOST_AS_MESSAGES = 1 << 20
 # Bytes that a rank may send beyond those that it sends in NCCL's ring: here each sends its whole term to every other one.  With
 # two ranks that is what a ring sends too.
 MOST_BEYOND_RING = 2 << 20
-FLAT_BYTES = CHANNELS * BLOCK * 8
 
 
 class SymmetricGroup(Group):
@@ -51,10 +50,12 @@ class SymmetricGroup(Group):
         return self._rows(None, x, None, 0.0)[0] if self._has_rows(x) else self.base.sum(x)
 
     def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
-        return self._rows(x_TH, term_TH, None, 0.0)[0] if self._has_rows(term_TH) else self.base.add(x_TH, term_TH)
+        if self._has_rows(term_TH) and x_TH.dtype == term_TH.dtype:
+            return self._rows(x_TH, term_TH, None, 0.0)[0]
+        return self.base.add(x_TH, term_TH)
 
     def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self._has_rows(term_TH) and weight_H.dtype == term_TH.dtype:
+        if self._has_rows(term_TH) and x_TH.dtype == weight_H.dtype == term_TH.dtype:
             return self._rows(x_TH, term_TH, weight_H, eps)
         return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps)
 
@@ -74,7 +75,7 @@ class SymmetricGroup(Group):
 
     def _is_small(self, x: Tensor) -> bool:
         num_bytes = x.numel() * x.element_size()
-        return 0 < num_bytes <= FLAT_BYTES and num_bytes % 4 == 0 and self._is_here(x)
+        return 0 < num_bytes <= self.inbox.layout.channels * BLOCK * 8 and num_bytes % 4 == 0 and self._is_here(x)
 
     def _has_rows(self, x: Tensor) -> bool:
         if x.dim() != 2 or not x.numel() or x.dtype not in KERNEL_DTYPES or not self._is_here(x):
@@ -90,7 +91,7 @@ class SymmetricGroup(Group):
         from specdec.parallel.symmetric.rows_triton import launch_rows
 
         sent = (self.size - 1) * term_TH.numel() * term_TH.element_size()
-        few = len(term_TH) <= CHANNELS and sent <= MOST_AS_MESSAGES
+        few = len(term_TH) <= self.inbox.layout.channels and sent <= MOST_AS_MESSAGES
         return launch_rows(self.inbox, self.rank, self._patience, x_TH, term_TH, weight_H, eps, few)
 
 

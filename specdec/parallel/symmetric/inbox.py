@@ -19,7 +19,8 @@ from torch import Tensor
 
 from specdec.parallel.group import Group
 
-# Programs of one exchange at most.  A GPU must hold all of them at once, or one that runs may wait for one that can't start.
+# Programs of one exchange at most.  A GPU must hold all of them at once, or one that runs may wait for one that can't start; so
+# there are no more than multiprocessors.
 CHANNELS = 128
 BLOCK = 512  # pairs of words of a small tensor that one program exchanges
 ROW_BYTES = 32768  # of the longest row that is exchanged: 16,384 numbers of 16 bits
@@ -31,10 +32,12 @@ HANDLE_BYTES = 64
 class Layout(NamedTuple):
     """What lies where in every rank's inbox: messages, then rows, then the marks of rows.
 
-    row_bytes: of the longest row that is exchanged, a multiple of 16.  room: bytes for rows.
+    channels: programs of one exchange at most.  row_bytes: of the longest row that is exchanged, a multiple of 16.  room: bytes
+    for rows.
     """
 
     ranks: int
+    channels: int = CHANNELS
     row_bytes: int = ROW_BYTES
     room: int = ROOM
 
@@ -66,7 +69,7 @@ class Layout(NamedTuple):
 
     @property
     def _areas(self) -> int:
-        return CHANNELS * 2 * (self.ranks - 1)
+        return self.channels * 2 * (self.ranks - 1)
 
 
 class Inbox(NamedTuple):
@@ -91,7 +94,8 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
 
     Unreachable, on all ranks alike, if one can't reach another.
     """
-    layout = Layout(group.size)
+    programs = group.least(torch.cuda.get_device_properties(device).multi_processor_count, device)
+    layout = Layout(group.size, min(CHANNELS, int(programs)))
     for rank, machine in enumerate(_gather_bytes(group, _machine(), device)):
         if machine != _machine():
             raise Unreachable(f"ranks {group.rank} and {rank} are on two machines")
@@ -125,7 +129,7 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
         raise Unreachable("; ".join(text for text in problems if text))
     fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     table_X = torch.tensor([*addresses, fault.data_ptr()], dtype=torch.int64, device=device)
-    counts_C = torch.zeros(CHANNELS, dtype=torch.int32, device=device)
+    counts_C = torch.zeros(layout.channels, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)  # kernels read these before they wait for the work in front of them
     return Inbox(layout, table_X, counts_C, fault), give_back
 

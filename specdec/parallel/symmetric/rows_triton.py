@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.parallel.symmetric.inbox import CHANNELS, MARKS, Inbox
+from specdec.parallel.symmetric.inbox import MARKS, Inbox
 from specdec.parallel.symmetric.messages_triton import (
     DTYPES,
     call_number,
@@ -179,7 +179,7 @@ def launch_rows(
 ) -> tuple[Tensor, Tensor]:
     """(x + all ranks' terms, its norm).  Without x: the terms' sum.  Without weight, the second is the first.
 
-    patience: in nanoseconds.  few: terms travel as messages; at most CHANNELS rows.  Rows of x may be strided.
+    patience: in nanoseconds.  few: terms travel as messages; at most a row a channel.  Rows of x may be strided.
     """
     (T, H), layout = term_TH.shape, inbox.layout
     total_TH = torch.empty(T, H, dtype=term_TH.dtype, device=term_TH.device)
@@ -192,7 +192,7 @@ def launch_rows(
         "DTYPE": DTYPES[total_TH.dtype], "HAS_X": x_TH is not None, "HAS_NORM": weight_H is not None, "SYS": total_TH.is_cuda,
         "num_warps": _warps(P), **chained(total_TH.device),
     }  # fmt: skip
-    step = CHANNELS * (1 if few else layout.slots(P * 8))
+    step = layout.channels * (1 if few else layout.slots(P * 8))
     for first in range(0, T, step):
         own = slice(first, first + step)
         tensors = x_TP[own], term_TP[own], scale.view(torch.int64), total_TH[own].view(torch.int64)
@@ -203,7 +203,7 @@ def launch_rows(
             few_rows_kernel[(count,)](*arguments, CAPACITY=layout.capacity, **shared)
         else:
             places = {"AREA": layout.area, "MARKS": MARKS, "ROWS_AT": layout.rows_at, "MARKS_AT": layout.marks_at}
-            many_rows_kernel[(min(count, CHANNELS),)](*arguments, count, **places, **shared)
+            many_rows_kernel[(min(count, layout.channels),)](*arguments, count, **places, **shared)
     return total_TH, normed_TH
 
 

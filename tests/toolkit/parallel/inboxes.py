@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric.group import SymmetricGroup
-from specdec.parallel.symmetric.inbox import CHANNELS, Inbox, Layout
+from specdec.parallel.symmetric.inbox import Inbox, Layout
 
 PATIENCE = 60.0
 
@@ -24,15 +24,15 @@ class NoGroup(Group):
         raise AssertionError(f"the kernels did not take {x.dtype} {list(x.shape)}")
 
 
-def inboxes(size: int, row_bytes: int) -> list[Inbox]:
+def inboxes(size: int, row_bytes: int, channels: int = 8) -> list[Inbox]:
     """One inbox for each rank, in memory that forked processes share.  A channel has room for one row of that length."""
-    layout = Layout(size, row_bytes, room=0)
+    layout = Layout(size, channels, row_bytes, room=0)
     memory = [torch.zeros(layout.num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     found = []
     for _ in range(size):
         fault = torch.zeros(1, dtype=torch.int32).share_memory_()
         table_X = torch.tensor([each.data_ptr() for each in [*memory, fault]])
-        found.append(Inbox(layout, table_X, torch.zeros(CHANNELS, dtype=torch.int32), fault))
+        found.append(Inbox(layout, table_X, torch.zeros(channels, dtype=torch.int32), fault))
         keep.extend([*memory, fault])
     return found
 
@@ -40,10 +40,10 @@ def inboxes(size: int, row_bytes: int) -> list[Inbox]:
 keep: list[Tensor] = []  # the memory behind the addresses
 
 
-def on_processes(size: int, row_bytes: int, work: Callable[[SymmetricGroup], Any]) -> list[Any]:
+def on_processes(size: int, work: Callable[[SymmetricGroup], Any], row_bytes: int = 256, channels: int = 8) -> list[Any]:
     """What `work` gives on each of `size` ranks, all of them forked."""
     context = multiprocessing.get_context("fork")
-    boxes, pipes, processes = inboxes(size, row_bytes), [], []
+    boxes, pipes, processes = inboxes(size, row_bytes, channels), [], []
 
     def run(rank: int, pipe: Any) -> None:
         with torch.inference_mode():
