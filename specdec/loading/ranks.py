@@ -23,7 +23,7 @@ from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.launched import follow_first, launched, meet_others
 from specdec.parallel.processes import Followers, Line, Seat, start
-from specdec.runner.runner import DeviceRunner
+from specdec.runner.runner import Call, DeviceRunner
 from specdec.steps import Step
 
 
@@ -191,9 +191,11 @@ def run_rank(seat: Seat, line: Line) -> None:
         follower.take(message)
 
 
-def follow(runner: DeviceRunner, step: Step) -> None:
+def follow(runner: DeviceRunner, step: Step | Call) -> None:
     """Runs a step of the first rank on another one, which reads no tokens back."""
-    if (pending := runner.run(step)) is not None:
+    if isinstance(step, Call):
+        runner.together(step.function, *step.given)
+    elif (pending := runner.run(step)) is not None:
         pending.drop()
 
 

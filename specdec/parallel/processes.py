@@ -54,8 +54,9 @@ class Seat(NamedTuple):
         from specdec.parallel.symmetric.group import connect
 
         if self.rank == 0:
-            self.store.set("nccl", new_name())
-        return connect(NcclGroup(self.store.get("nccl"), self.rank, self.size, device), device)
+            self.store.set("nccl", new_name().hex())
+        name = bytes.fromhex(self.store.get("nccl").decode())
+        return connect(NcclGroup(name, self.rank, self.size, device), device)
 
 
 class Line:

@@ -18,7 +18,9 @@ from specdec.ops.launch import KERNEL_DTYPES
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric.inbox import BLOCK, Inbox, Unreachable, open_inboxes
 
-PATIENCE = 10.0  # seconds that a GPU waits for a rank
+# Seconds that a GPU waits for a rank.  It is long because a rank may compile kernels, or capture, while others wait for it; the
+# end of a rank's process is noticed by the first rank's at once, which aborts.
+PATIENCE = 300.0
 ABORTED = -1  # what `abort` writes into the inbox's fault
 # Bytes that a rank sends up to which they go as messages: twice as many bytes, but no fence.
 MOST_AS_MESSAGES = 1 << 20
