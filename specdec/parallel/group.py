@@ -27,6 +27,10 @@ class Group(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """[N, *x.shape]: x of every rank, in the order of ranks."""
 
+    def swap(self, x: Tensor) -> Tensor:
+        """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
+        return self.gather(x)[:, self.rank].contiguous()
+
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks, added up in the order of ranks, in x's dtype or a wider one, and rounded once."""
         wide = torch.promote_types(x.dtype, torch.float32)

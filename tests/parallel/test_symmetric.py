@@ -61,17 +61,20 @@ def added(terms: list[torch.Tensor]) -> torch.Tensor:
 def many_calls(group: SymmetricGroup) -> list[str]:
     """What is wrong in a sequence of calls of all kinds and sizes, through which ranks go at different speeds."""
     alike, own, wrong = random.Random(3), random.Random(group.rank), []
-    for turn in range(24):
+    for turn in range(30):
         if own.random() < 0.3:
             time.sleep(own.random() * 0.02)
         T, H, dtype = alike.choice([1, 2, 5]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
         groups.MOST_AS_MESSAGES = alike.choice([0, 1 << 20])
         terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
         x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)
-        kind = alike.choice(["norm", "add", "sum", "gather"])
+        kind = alike.choice(["norm", "add", "sum", "gather", "swap"])
         if kind == "gather":
             ids = [(each * 1e9).long() << 20 for each in terms]
             good = torch.equal(group.gather(ids[group.rank]), torch.stack(ids))
+        elif kind == "swap":
+            pieces = [torch.stack([each * rank for rank in range(1, group.size + 1)]) for each in terms]
+            good = torch.equal(group.swap(pieces[group.rank]), torch.stack([piece[group.rank] for piece in pieces]))
         elif kind == "sum":
             good = torch.equal(group.sum(terms[group.rank]), added(terms))
         else:

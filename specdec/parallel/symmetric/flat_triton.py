@@ -1,9 +1,11 @@
-"""The kernel that sums or gathers small tensors of any shape: best tokens, totals, the sums of a few rows.
+"""The kernel that sums, gathers or swaps small tensors of any shape: best tokens, totals, the sums of a few rows.
 
 A program takes BLOCK pairs of words of the tensor, wherever rows begin and end.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -29,7 +31,7 @@ from specdec.parallel.symmetric.messages_triton import (
 def flat_kernel(
     x, out, table, counts, patience, word_count,
     RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    GATHER: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0)
     first = channel * BLOCK  # in pairs
@@ -42,27 +44,34 @@ def flat_kernel(
         tl.extra.cuda.gdc_wait()
     count = tl.load(counts + channel)
     number = call_number(count)
-    second = tl.load(x + low + 1, mask=low + 1 < word_count, other=0).to(tl.int64) << 32
-    own = (tl.load(x + low, mask=low < word_count, other=0).to(tl.int64) & 0xFFFFFFFF) | second
+    piece = word_count.to(tl.int64) if KIND == "swap" else 0  # what lies between the words for two ranks
+    own = load_pairs(x + RANK * piece, low, word_count)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
+            words = load_pairs(x + peer * piece, low, word_count) if KIND == "swap" else own
             inbox = tl.load(table + peer).to(tl.pointer_type(tl.int64))
-            send(inbox + place(channel, count, RANK, peer, RANKS, CAPACITY) + index * 2, own, number, SYS)
+            send(inbox + place(channel, count, RANK, peer, RANKS, CAPACITY) + index * 2, words, number, SYS)
     for sender in tl.static_range(RANKS):
         if sender == RANK:
             words = own
         else:
             area = own_inbox + place(channel, count, sender, RANK, RANKS, CAPACITY)
             words = receive(area + index * 2, number, index, fault, patience, sender, False, SYS)
-        if GATHER:
+        if KIND != "sum":
             store_pairs(out + sender * word_count.to(tl.int64), words, low, word_count)
         elif sender == 0:
             value = unpack(words, DTYPE)
         else:
             value += unpack(words, DTYPE)
-    if not GATHER:
+    if KIND == "sum":
         store_pairs(out, pack(value, DTYPE), low, word_count)
     tl.store(counts + channel, next_count(count))
+
+
+@triton.jit
+def load_pairs(x, low, word_count):
+    second = tl.load(x + low + 1, mask=low + 1 < word_count, other=0).to(tl.int64) << 32
+    return (tl.load(x + low, mask=low < word_count, other=0).to(tl.int64) & 0xFFFFFFFF) | second
 
 
 @triton.jit
@@ -72,19 +81,21 @@ def store_pairs(out, words, low, word_count):
     tl.store(out + low + 1, (words >> 32).to(tl.int32), mask=low + 1 < word_count)
 
 
-def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, gather: bool) -> Tensor:
-    """[N, *x.shape] of all ranks, or their sum.  patience: in nanoseconds.  x: whole words, at most BLOCK pairs a channel."""
-    x = x.contiguous()
+def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal["sum", "gather", "swap"]) -> Tensor:
+    """The sum of all ranks' x; or x of all ranks, [N, *x.shape]; or what each rank has for this one, where x is [N, ...].
+
+    patience: in nanoseconds.  x: whole words, at most BLOCK pairs a channel; with "swap" for each rank.
+    """
+    x, layout = x.contiguous(), inbox.layout
     words = x.flatten().view(torch.int32)
-    shape = (inbox.layout.ranks, *x.shape) if gather else x.shape
-    out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    pairs = triton.cdiv(len(words), 2)
-    assert pairs <= inbox.layout.channels * BLOCK
+    out = torch.empty((layout.ranks, *x.shape) if kind == "gather" else x.shape, dtype=x.dtype, device=x.device)
+    count = len(words) // layout.ranks if kind == "swap" else len(words)
+    pairs = triton.cdiv(count, 2)
+    assert pairs <= layout.channels * BLOCK
     block = max(32, min(BLOCK, triton.next_power_of_2(pairs)))
     flat_kernel[(triton.cdiv(pairs, block),)](
-        words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, len(words),
-        RANK=rank, RANKS=inbox.layout.ranks, CAPACITY=inbox.layout.capacity, BLOCK=block,
-        DTYPE=tl.int32 if gather else DTYPES[x.dtype], GATHER=gather, SYS=x.is_cuda, num_warps=max(1, block // 128),
-        **chained(x.device),
+        words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, count,
+        RANK=rank, RANKS=layout.ranks, CAPACITY=layout.capacity, BLOCK=block,
+        DTYPE=DTYPES[x.dtype] if kind == "sum" else tl.int32, KIND=kind, SYS=x.is_cuda, num_warps=max(1, block // 128), **chained(x.device),
     )  # fmt: skip
     return out

@@ -42,13 +42,20 @@ class SymmetricGroup(Group):
             return self.base.gather(x)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
-        return launch_flat(self.inbox, self.rank, self._patience, x, gather=True)
+        return launch_flat(self.inbox, self.rank, self._patience, x, "gather")
+
+    def swap(self, x: Tensor) -> Tensor:
+        if not self._is_small(x[0]):
+            return self.base.swap(x)
+        from specdec.parallel.symmetric.flat_triton import launch_flat
+
+        return launch_flat(self.inbox, self.rank, self._patience, x, "swap")
 
     def sum(self, x: Tensor) -> Tensor:
         if self._is_small(x) and x.dtype in KERNEL_DTYPES:
             from specdec.parallel.symmetric.flat_triton import launch_flat
 
-            return launch_flat(self.inbox, self.rank, self._patience, x, gather=False)
+            return launch_flat(self.inbox, self.rank, self._patience, x, "sum")
         return self._rows(None, x, None, 0.0)[0] if self._has_rows(x) else self.base.sum(x)
 
     def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:

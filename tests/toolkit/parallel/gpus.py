@@ -132,7 +132,9 @@ class Exchanges:
             total, _ = self.group.add_rms_norm(x, terms[self.group.rank], self.weights[shape[1]], EPS)
             self.wrong += (total != x + torch.stack(terms).float().sum(0)).sum()
         ids = (self.step * 5 + torch.arange(6, device="cuda").view(2, 3)) * 2**33
-        self.wrong += (self.group.gather(ids + self.group.rank) != torch.stack([ids + r for r in range(self.group.size)])).sum()
+        ranks = torch.arange(self.group.size, device="cuda")[:, None, None]
+        self.wrong += (self.group.gather(ids + self.group.rank) != ids + ranks).sum()
+        self.wrong += (self.group.swap(ids + 10 * self.group.rank + ranks) != ids + 10 * ranks + self.group.rank).sum()
 
 
 def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], seed: int) -> tuple[int, int, float]:
@@ -158,7 +160,7 @@ def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], see
         if own.random() < 0.01:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return int(exchanges.wrong), calls * (len(shapes) + 1), time.monotonic() - began
+    return int(exchanges.wrong), calls * (len(shapes) + 2), time.monotonic() - began
 
 
 def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[str, float]:
