@@ -95,7 +95,7 @@ def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal
     block = max(32, min(BLOCK, triton.next_power_of_2(pairs)))
     flat_kernel[(triton.cdiv(pairs, block),)](
         words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, count,
-        RANK=rank, RANKS=layout.ranks, CAPACITY=layout.capacity, BLOCK=block,
-        DTYPE=DTYPES[x.dtype] if kind == "sum" else tl.int32, KIND=kind, SYS=x.is_cuda, num_warps=max(1, block // 128), **chained(x.device),
+        RANK=rank, RANKS=layout.ranks, CAPACITY=layout.capacity, BLOCK=block, KIND=kind, SYS=x.is_cuda,
+        DTYPE=DTYPES[x.dtype] if kind == "sum" else tl.int32, num_warps=max(1, block // 128), **chained(x.device),
     )  # fmt: skip
     return out
