@@ -27,6 +27,10 @@ class Group(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """[N, *x.shape]: x of every rank, in the order of ranks."""
 
+    def swap(self, x: Tensor) -> Tensor:
+        """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
+        return self.gather(x)[:, self.rank].contiguous()
+
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks, added up in the order of ranks, in x's dtype or a wider one, and rounded once."""
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -43,6 +47,10 @@ class Group(ABC):
     def least(self, value: float, device: torch.device) -> float:
         """The smallest of all ranks' values.  The host waits for it."""
         return self.gather(torch.tensor([value], dtype=torch.float64, device=device)).min().item()
+
+    def problem(self) -> str:
+        """Why exchanges have failed, if any has; what they gave since then means nothing.  The host does not wait for it."""
+        return ""
 
     def abort(self) -> None:
         """Ends every exchange that waits for a rank, now and later; what they give means nothing.  Any thread may ask, more

@@ -47,14 +47,16 @@ class Seat(NamedTuple):
     store: dist.Store
 
     def join(self, device: torch.device) -> Group:
-        """Connects to the other ranks, which do the same: over NCCL if they have a GPU each, else over gloo."""
+        """Connects to the other ranks, which do the same: through GPUs' memory and NCCL if they have one each, else gloo."""
         if device.type == "cpu":
             return GlooGroup(dist.ProcessGroupGloo(self.store, self.rank, self.size, PATIENCE), self.rank, self.size)
         from specdec.parallel.nccl import NcclGroup, new_name
+        from specdec.parallel.symmetric.group import connect
 
         if self.rank == 0:
             self.store.set("nccl", new_name().hex())
-        return NcclGroup(bytes.fromhex(self.store.get("nccl").decode()), self.rank, self.size, device)
+        name = bytes.fromhex(self.store.get("nccl").decode())
+        return connect(NcclGroup(name, self.rank, self.size, device), device)
 
 
 class Line:
@@ -130,6 +132,8 @@ class Followers:
 
     def check(self) -> None:
         """RankFailed, with the reason, if a rank has failed."""
+        if not self.failure and (problem := self.group.problem()):
+            self._fail(problem)
         if self.failure:
             raise RankFailed(self.failure)
 
