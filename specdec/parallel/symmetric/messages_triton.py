@@ -218,8 +218,8 @@ def receive(at, number, index, fault, patience, SENDER: tl.constexpr, LAST: tl.c
     return words | lost
 
 
-# On a GPU numbers of 16 bits are neither taken apart nor put together by conversions of Triton.  The compiler would make sums in
-# bfloat16 of them, and then ptxas, as Triton 3.6 brings it, loses halves of words that it had put together.
+# On a GPU numbers of 16 bits are neither taken apart nor put together by conversions of Triton.  The compiler would make sums
+# in bfloat16 of them, and then ptxas, as Triton 3.6 brings it, loses halves of words that it had put together.
 
 
 @triton.jit
