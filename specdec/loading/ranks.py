@@ -6,6 +6,7 @@ parallel/.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
 from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
 from specdec.loading.pair import Loaded
@@ -67,8 +68,8 @@ class Ranks:
     def __init__(self, options: EngineOptions) -> None:
         check_devices(options)
         self.size = options.tensor_parallel_size
-        self._group: Group = ALONE
         self._followers: Followers | None = None
+        self._finalizer: weakref.finalize[Any, Ranks] | None = None  # for a decoder that is forgotten, or not closed at the end
 
     def load(self, wanted: Wanted) -> Loaded:
         """This rank's share.  RankFailed if another rank could not load its own."""
@@ -78,18 +79,17 @@ class Ranks:
         if self._followers is None:
             place = launched(self.size)
             self._followers = start(self.size, run_rank) if place is None else meet_others(place)
+            self._finalizer = weakref.finalize(self, self._followers.close)
         followers, options = self._followers, options_of(wanted.options, 0)
         followers.send(Load(wanted))
         with _explained(followers):
-            if self._group is ALONE:
-                followers.wait("here")
-                self._group = followers.seat.join(resolve_device(options.device))
-                followers.at_failure, followers.problem = self._group.abort, self._group.problem
-            loaded = wanted.load(self._group, options)
+            if followers.group is ALONE:
+                followers.join(resolve_device(options.device))
+            loaded = wanted.load(followers.group, options)
         followers.wait("loaded")
         return loaded
 
-    def build_engine(self, model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine[DeviceRunner]:
+    def build_engine(self, model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
         """See build.py.  All ranks make a runner, in place of the last one, and from now on run every step of this rank's."""
         followers = self._followers
         if followers is None:
@@ -101,8 +101,9 @@ class Ranks:
         return engine
 
     def close(self) -> None:
-        if self._followers is not None:
-            self._followers.close()
+        """Ends the other ranks.  A second call does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 @contextmanager
@@ -147,7 +148,7 @@ class Follower:
     def __init__(self, seat: Seat, line: Line) -> None:
         self._seat, self._line = seat, line
         self._group: Group | None = None
-        self._held: tuple[Target, DraftHead | None, torch.device] | None = None
+        self._held: tuple[Target, DraftModel | None, torch.device] | None = None
         self._runner: DeviceRunner | None = None
 
     def take(self, message: Any) -> None:

@@ -53,7 +53,8 @@ class Group(ABC):
         return ""
 
     def abort(self) -> None:
-        """Ends every exchange that waits for a rank, now and later; what they give means nothing.  Any thread may ask.
+        """Ends every exchange that waits for a rank, now and later; what they give means nothing.  Any thread may ask, more
+        than once.
 
         Here there is nothing to end: the exchanges end by themselves when a rank is gone.
         """

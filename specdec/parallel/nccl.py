@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from functools import cache
 from typing import Any
 
@@ -37,7 +38,7 @@ class NcclGroup(Group):
 
     def __init__(self, name: bytes, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._nccl, self._comm = library(), ctypes.c_void_p()
+        self._nccl, self._comm, self._ending = library(), ctypes.c_void_p(), threading.Lock()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the GPU's context
             _check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), size, UniqueId.from_buffer_copy(name), rank))
@@ -59,9 +60,10 @@ class NcclGroup(Group):
         return total
 
     def abort(self) -> None:
-        if comm := self._comm.value:
-            self._comm = ctypes.c_void_p()
-            self._nccl.ncclCommAbort(ctypes.c_void_p(comm))
+        with self._ending:
+            comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm.value:
+            self._nccl.ncclCommAbort(comm)
 
     @property
     def _stream(self) -> ctypes.c_void_p:

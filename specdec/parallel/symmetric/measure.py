@@ -41,11 +41,10 @@ def measure(size: int) -> Measured:
     """Measures with `size` GPUs.  RankFailed if a rank failed."""
     ranks = start(size, _take_part)
     try:
-        ranks.wait("here")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            group = _join(ranks.seat)
-        ranks.at_failure, ranks.problem = group.abort, group.problem
+            ranks.join(torch.device("cuda", 0))
+        group = ranks.group
         us = _times(group)
         ranks.wait("measured")
     finally:
@@ -56,12 +55,8 @@ def measure(size: int) -> Measured:
 def _take_part(seat: Seat, line: Line) -> None:
     torch.cuda.set_device(seat.rank)
     line.tell("here")
-    _times(_join(seat))
+    _times(seat.join(torch.device("cuda", seat.rank)))
     line.tell("measured")
-
-
-def _join(seat: Seat) -> Group:
-    return seat.join(torch.device("cuda", seat.rank))
 
 
 @torch.inference_mode()
