@@ -14,6 +14,7 @@ from toolkit.parallel.interleavings import Protocol, fault
 from specdec.ops.norm import rms_norm
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as groups
+from specdec.parallel.symmetric import inbox
 from specdec.parallel.symmetric.group import SymmetricGroup
 
 EPS = 1e-5
@@ -146,3 +147,15 @@ def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
         group.sum(torch.ones(1, dtype=torch.float64))
     group.sum(torch.ones(1, 4))
     assert base.asked == [[2, 128], [2, 36], [3], [1], [1, 4]]
+
+
+def test_ranks_that_can_not_reach_each_other_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a group that goes on over NCCL, several times as slow, and nobody is told."""
+
+    def fails(*arguments: object) -> None:
+        raise inbox.Unreachable("ranks 0 and 1 are on two machines")
+
+    monkeypatch.setattr(groups, "open_inboxes", fails)
+    base = Witness()
+    with pytest.warns(UserWarning, match="over NCCL.*two machines"):
+        assert groups.connect(base, torch.device("cpu")) is base
