@@ -29,7 +29,7 @@ class Group(ABC):
 
     def swap(self, x: Tensor) -> Tensor:
         """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
-        return self.gather(x)[:, self.rank]
+        return self.gather(x)[:, self.rank].contiguous()
 
     def neighbours(self, size: int) -> Group:
         """The group of `size` adjacent ranks to which this rank belongs; size divides N.  All ranks ask for it alike."""
