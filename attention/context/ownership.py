@@ -31,7 +31,7 @@ class Ownership(NamedTuple):
         return PageTable(pages.table, self.page_size)
 
     def counts(self, lens_B: Tensor) -> Tensor:
-        """[B] int32: how many of the first lens_B (int32) tokens of each sequence this rank keeps.  They fill its slots in order."""
+        """[B] int32: how many of the first lens_B (int32) tokens of each sequence this rank keeps, one slot after the other."""
         turn = self.run * self.ranks
         return lens_B // turn * self.run + (lens_B % turn - self.rank * self.run).clamp(0, self.run)
 

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Attention of one layer where ranks divide each sequence (decode_context_parallel_size), against ranks that keep whole ones.
+
+    python benchmarks/context_parallel.py --ranks 2 --out benchmarks/results/context_parallel_2xh200.json
+
+`whole`: a rank's own heads over all tokens.  `divided`: the same heads' result from half the tokens (of two ranks): queries
+gathered, attention of all ranks' heads over the rank's own tokens, states packed, swapped and merged, and the round's nodes
+added.  `exchange`: that without the attention.  Both write what is printed as `differ` at most apart.  Times are medians of
+CUDA-graph replays, in microseconds a layer; a graph holds several layers.  bf16, scattered pages of 64 slots, random data.
+
+Shapes: DeepSeek V3's latents (512 + 64) with the heads of a rank where 2 or 8 ranks hold the model, and the one key/value head
+of a rank, with its 8 query heads of 128, where 8 ranks hold a model of 4 key/value heads and 64 query heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.attend import make_backend
+from specdec.attention.backend import Backend
+from specdec.attention.caches.heads_cache import HeadsLayout
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.caches.mla_cache import LatentLayout
+from specdec.attention.context.divided import DividedContext
+from specdec.attention.context.exchange import heads_of_all, swap_states
+from specdec.attention.context.ownership import Ownership
+from specdec.attention.inputs import LayerCall, PreparedPlan
+from specdec.attention.kinds import FULL, Scoring
+from specdec.attention.state import AttentionState
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.parallel.group import Group
+from specdec.verify.tables import divided_tables, tree_tables
+
+PAGE = 64
+LAYERS = 4  # calls in a graph
+REPLAYS = 11
+
+
+class Shape(NamedTuple):
+    """heads: query heads of a rank.  key, value: their widths; a key that is wider than its value is a latent."""
+
+    name: str
+    heads: int
+    key: int
+    value: int
+
+    def cache(self, slots: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+        latent = LatentLayout(self.value, self.key - self.value, dtype)
+        layout = latent if self.key > self.value else HeadsLayout(1, self.key, dtype)
+        return KVCache(layout, [FULL], slots, device=device)
+
+
+SHAPES = (
+    Shape("latents, 64 heads a rank", 64, 576, 512),
+    Shape("latents, 16 heads a rank", 16, 576, 512),
+    Shape("1 kv head, 8 heads a rank", 8, 128, 128),
+)
+
+
+class Case(NamedTuple):
+    """A batch of `rows` sequences of `context` tokens, of which a pass verifies `nodes` nodes each."""
+
+    shape: Shape
+    rows: int
+    context: int
+    nodes: int
+
+
+class Ways(NamedTuple):
+    """One layer's attention both ways, and the exchanges alone.  bytes: of the caches, for these sequences."""
+
+    whole: Callable[[], Tensor]
+    divided: Callable[[], Tensor]
+    exchange: Callable[[], Any]
+    bytes: tuple[int, int]
+
+
+def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype: torch.dtype) -> Ways:
+    """Both caches hold the same numbers, which are the same on all ranks; queries are each rank's own."""
+    shape, rows, context, nodes = case
+    whole_page, dice = PAGE * group.size, torch.Generator(device).manual_seed(7)
+    pages = -(-(context + nodes) // whole_page)
+    state = BatchState.empty(rows, pages, 0, 0, page_size=whole_page, device=device, dtype=dtype)
+    state.pages.table.copy_(torch.randperm(rows * pages, device=device, generator=dice).add_(1).view(rows, pages))
+    state.lens_B.fill_(context)
+    count, T = rows * pages + 1, rows * nodes
+    ownership = Ownership(group.rank, group.size, PAGE, PAGE)
+    divided_context = DividedContext(group, ownership, count * PAGE, T)
+    tree = DraftTree.chain(torch.zeros(rows, nodes, dtype=torch.int64, device=device))
+    of_whole, of_divided = tree_tables(state, tree), divided_tables(state, tree, divided_context)
+    whole, divided = (shape.cache(slots, dtype, device) for slots in (count * whole_page, count * PAGE + T))
+    for name, plane in whole.planes.items():
+        plane.normal_(generator=dice)
+        own_slots = ownership.own_slots(torch.arange(count * whole_page, device=device))
+        divided.planes[name][0].index_copy_(0, own_slots, plane[0])
+        divided.planes[name][0][of_divided.slots_BN.flatten()] = plane[0][of_whole.slots_BN.flatten()]
+    q_THL = torch.randn(T, shape.heads, shape.key, device=device, dtype=dtype)
+    scoring = Scoring(scale=shape.key**-0.5)
+
+    def of(cache: KVCache, tables: Any) -> Callable[[], Tensor]:
+        prepared = PreparedPlan(tables.plan)
+        return lambda: LayerCall(
+            backend, cache.view(0), FULL, tables.slots_BN.flatten(), prepared, None, scoring, {}
+        ).attend(q_THL)  # fmt: skip
+
+    heads = shape.heads * group.size
+    out_THE = torch.randn(T, heads, shape.value, device=device, dtype=dtype)
+    state_of_all = AttentionState(out_THE, torch.zeros(T, heads, device=device))
+
+    def exchange() -> tuple[Tensor, AttentionState]:
+        return heads_of_all(q_THL, group), swap_states(state_of_all, group)
+
+    sizes = tuple(sum(p[0, 0].nbytes for p in cache.planes.values()) * slots for cache, slots in (
+        (whole, count * whole_page), (divided, count * PAGE),
+    ))  # fmt: skip
+    return Ways(of(whole, of_whole), of(divided, of_divided), exchange, (sizes[0], sizes[1]))
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of one call, from the median replay of a graph that holds LAYERS of them."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(LAYERS):
+            call()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / LAYERS)
+    return statistics.median(times[2:])
+
+
+def measured(group: Group, case: Case, backend: Backend, device: torch.device) -> dict[str, Any]:
+    """One row of the table.  All ranks must call it alike."""
+    made = ways(group, case, backend, device, torch.bfloat16)
+    differ = (made.whole() - made.divided()).abs().max()
+    row = case.shape._asdict() | case._asdict() | {"shape": case.shape.name, "differ": float(differ)}
+    row |= {"whole_bytes": made.bytes[0], "divided_bytes": made.bytes[1]}
+    return row | {name: microseconds(getattr(made, name)) for name in ("whole", "divided", "exchange")}
+
+
+def break_even(rows: list[dict[str, Any]]) -> float | None:
+    """The tokens of the batch from which dividing is faster, between two measured contexts; None if it never was."""
+    gains = [(row["rows"] * row["context"], row["whole"] - row["divided"]) for row in sorted(rows, key=lambda r: r["context"])]
+    for (below, loss), (above, gain) in zip([(0, -rows[0]["exchange"]), *gains], gains):
+        if gain > 0:
+            return below + (above - below) * -loss / (gain - loss) if loss < 0 else float(below)
+    return None
