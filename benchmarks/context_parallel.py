@@ -14,17 +14,13 @@ of a rank, with its 8 query heads of 128, where 8 ranks hold a model of 4 key/va
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.attention.attend import make_backend
 from specdec.attention.backend import Backend
 from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache

@@ -122,7 +122,7 @@ class Eagle3Head(DraftHead):
         residual = residual if rows_R is None else select_rows(residual, rows_R)
         attended = self.self_attn(x, self.rotary.at(positions_T), attn, 0, rows_R)
         residual, normed = self.post_attention_layernorm.add(residual, attended)
-        return residual + self.group.sum(self.mlp(normed))
+        return self.group.add(residual, self.mlp(normed))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -155,7 +155,7 @@ class Eagle1Head(DraftHead):
             x, delta = layer(x, normed, rotation, attn, index)
             x, normed = layers[index + 1].input_layernorm.add(x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
-        return x + self.group.sum(delta)
+        return self.group.add(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -21,7 +21,7 @@ from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
-from specdec.loading.ranks import Ranks, start_ranks
+from specdec.loading.ranks import Ranks, WantedPair, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
@@ -45,6 +45,7 @@ class SpecDecoder:
     """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own.
 
     model, head, settings: both models on their device, and what the options were resolved to.  tokenizer: the target's.
+    ranks: those that hold the models, if there are several.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -59,9 +60,12 @@ class SpecDecoder:
         ranks: Ranks | None = None,
     ) -> None:
         self.settings, self.tokenizer, self._ranks = settings, tokenizer, ranks
+        if ranks is not None:
+            ranks.build(settings)
         self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
         if ranks is not None:
             ranks.lead(self._parts.engine.runner)
+        self._owns_ranks = False
         self.owner = EngineOwner(self._parts.engine)
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
@@ -91,11 +95,14 @@ class SpecDecoder:
         chosen = EngineOptions.of(options, settings)
         if spec is not None and draft is None:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
-        with start_ranks(target, draft, SpecConfig() if spec is None else spec, chosen) as ranks:
-            model, head, resolved, folder = ranks.load()
+        with start_ranks(chosen) as ranks:
+            wanted = WantedPair(target, draft, SpecConfig() if spec is None else spec, chosen)
+            model, head, resolved, folder = ranks.load(wanted)
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
-            return cls(model, head, resolved, tokenizer, ranks)
+            decoder = cls(model, head, resolved, tokenizer, ranks)
+            decoder._owns_ranks = True
+            return decoder
 
     # ---- what it is made of ----
 
@@ -132,7 +139,7 @@ class SpecDecoder:
             if self._parts is not None:
                 self._finalizer.detach()
                 self._parts = None
-                if self._ranks is not None:
+                if self._ranks is not None and self._owns_ranks:
                     self._ranks.close()
                 self.owner.release()
                 free_memory(self.settings.device)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.bench.budget import ATTENTION, COPY, GEMM, KINDS, NORM, OTHER, TRACED_PHASES, TREE, KernelSplit
+from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, KINDS, NORM, OTHER, TRACED_PHASES, TREE, KernelSplit
 
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
     (COPY, r"memcpy|memset"),
+    (EXCHANGE, r"nccl|_terms_"),
     (NORM, r"norm|rope|rotate|silu"),
     (
         ATTENTION,

@@ -21,7 +21,7 @@ from specdec.generation import Generation
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
-from specdec.verify.synthetic import SyntheticAcceptance
+from specdec.steps import ForceAcceptance, TimePhases
 
 
 class StepTime(NamedTuple):
@@ -127,8 +127,7 @@ class Session:
 
     def force_acceptance(self, probs: Sequence[float]) -> None:
         """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
-        forced = SyntheticAcceptance.of(probs, self.model.config.vocab_size, self.settings.device)
-        self.decoder.engine.runner.workers.verifier.synthetic = forced
+        self.decoder.engine.runner.run(ForceAcceptance(tuple(probs)))
 
     # ---- whole prompts, as users run them ----
 
@@ -182,10 +181,10 @@ class Session:
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseTimes]:
         """Inside, every phase is waited for and timed, from zero.  That slows rounds."""
-        clock = self.decoder.engine.runner.clock
-        clock.clear()
-        clock.enabled = True
+        runner = self.decoder.engine.runner
+        runner.clock.clear()
+        runner.run(TimePhases(True))
         try:
-            yield PhaseTimes(clock)
+            yield PhaseTimes(runner.clock)
         finally:
-            clock.enabled = False
+            runner.run(TimePhases(False))

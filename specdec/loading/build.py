@@ -26,7 +26,7 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
-from specdec.loading.memory import PoolPlan, pool_plan
+from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
 from specdec.loading.resolve import CHUNK_COST, EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
@@ -56,7 +56,7 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 
     head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
     """
-    plan = pool_plan([model.config] + ([head.config.model] if head else []), settings)
+    plan = plan_pool(model, head, settings)
     runner = build_runner(model, head, settings, plan)
     spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
@@ -71,6 +71,12 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     return Engine(scheduler, runner, DEPTH[device])
 
 
+def plan_pool(model: Target, head: DraftHead | None, settings: EngineSettings) -> PoolPlan:
+    """The KV pool of these models: as large as the rank with the least memory has room for.  All ranks must ask."""
+    configs = [model.config] + ([head.config.model] if head else [])
+    return pool_plan(configs, settings, model.group.least(pool_bytes(settings.device), settings.device))
+
+
 def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     workers = _workers(model, head, settings, plan)
@@ -78,7 +84,9 @@ def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings
     options = settings.options  # rows read together where each reads whole sequences on one rank
     reads_together = options.prefix_caching and most_read(model.config) is None and options.decode_context_parallel_size == 1
     shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured_cost(model, head), shared)
+    # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
+    most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared)
 
 
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.ops.norm import add_rms_norm
+from specdec.ops.terms import add_terms, add_terms_rms_norm
 
 
 class Group(ABC):
@@ -38,12 +39,26 @@ class Group(ABC):
 
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks, added up in x's dtype or a wider one and rounded once."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return self.gather(x).to(wide).sum(0).to(x.dtype)
+        return add_terms(None, self.gather(x))
+
+    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
+        """x + all ranks' terms.  x: the same on all ranks, as the result is."""
+        return add_terms(x_TH, self.gather(term_TH))
 
     def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + all ranks' terms, its norm).  x: the same on all ranks, as both results are."""
-        return add_rms_norm(x_TH, self.sum(term_TH), weight_H, eps)
+        return add_terms_rms_norm(x_TH, self.gather(term_TH), weight_H, eps)
+
+    def least(self, value: float, device: torch.device) -> float:
+        """The smallest of all ranks' values.  The host waits for it."""
+        return self.gather(torch.tensor([value], dtype=torch.float64, device=device)).min().item()
+
+    def abort(self) -> None:
+        """Ends every exchange that waits for a rank, now and later; what they give means nothing.  Any thread may ask.
+
+        Here there is nothing to end: the exchanges end by themselves when a rank is gone.
+        """
+        return
 
 
 class Alone(Group):
@@ -57,15 +72,21 @@ class Alone(Group):
     def sum(self, x: Tensor) -> Tensor:
         return x
 
+    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
+        return x_TH + term_TH
+
     def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x_TH, term_TH, weight_H, eps)
 
+    def least(self, value: float, device: torch.device) -> float:
+        return value
 
-class ProcessGroup(Group):
-    """Ranks in processes of their own.
 
-    backend: connects them; gloo, or NCCL on GPUs.  It is no process group of torch.distributed's own list, so that a program
-    may have several decoders, and groups of its own.
+class GlooGroup(Group):
+    """Ranks in processes on CPUs.
+
+    backend: a process group that is not on torch.distributed's own list, so that a program may have several decoders, and
+    groups of its own.
     """
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:

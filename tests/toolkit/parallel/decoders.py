@@ -9,14 +9,13 @@ import torch
 
 from specdec import SpecConfig, SpecDecoder
 from specdec.decoder import Tokenizer
-from specdec.loading.build import build_runner
+from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
-from specdec.loading.memory import pool_plan
+from specdec.loading.ranks import follow
 from specdec.options import EngineOptions
-from specdec.runner.runner import follow
 from specdec.steps import Step
 from toolkit.driver import Driver
-from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import Queues, ThreadGroup, on_ranks
 
 Result = TypeVar("Result")
 
@@ -33,21 +32,23 @@ def with_ranks(
         model, head, resolved, folder = load_pair(target, draft, spec, options, group)
         assert head is not None
         if group.rank:
-            runner = build_runner(model, head, resolved, pool_plan([model.config, head.config.model], resolved))
+            runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
             for cache in runner.workers.caches:
-                for planes in cache.planes_of.values():
-                    planes.get("scales", next(iter(planes.values()))).fill_(torch.nan)
-            follow(runner, iter(steps[group.rank].get, None))
+                for plane in cache.planes.values():
+                    plane.fill_(torch.nan)
+            for step in iter(steps[group.rank].get, None):
+                follow(runner, step)
             return
         with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
-            driver, others = Driver(decoder), steps[1:]
-            driver.poison_free_slots(torch.nan)
-            driver.tell_steps(lambda step: [queue.put(step) for queue in others] and None)
+            driver, others = Driver(decoder), Queues(steps[1:])
+            for cache in driver.caches:
+                for plane in cache.planes.values():
+                    plane.fill_(torch.nan)
+            driver.lead(others)
             try:
                 results.append(use(decoder))
             finally:
-                for queue in others:
-                    queue.put(None)
+                others.send(None)
 
     on_ranks(size, work)
     return results[0]

@@ -1,8 +1,9 @@
 """Ranks in threads of one process: what several processes would compute, without starting any."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from queue import SimpleQueue
 from threading import Barrier, BrokenBarrierError, Lock
 from typing import Any, TypeVar
 
@@ -43,6 +44,23 @@ class ThreadGroup(Group):
             self._barrier.wait(PATIENCE)
         finally:
             self._turn.acquire()
+
+
+class Queues:
+    """The other ranks, each as the queue that it takes its steps from."""
+
+    def __init__(self, queues: Sequence[SimpleQueue[Any]]) -> None:
+        self._queues = queues
+
+    def send(self, message: Any) -> None:
+        for queue in self._queues:
+            queue.put(message)
+
+    def check(self) -> None:
+        pass
+
+    def explain(self, error: BaseException) -> BaseException:
+        return error
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], Result], in_turns: bool = False) -> list[Result]:
