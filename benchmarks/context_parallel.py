@@ -14,11 +14,16 @@ of a rank, with its 8 query heads of 128, where 8 ranks hold a model of 4 key/va
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from specdec.attention.backend import Backend
@@ -29,11 +34,13 @@ from specdec.attention.context.divided import DividedContext
 from specdec.attention.context.exchange import heads_of_all, swap_states
 from specdec.attention.context.ownership import Ownership
 from specdec.attention.inputs import LayerCall, PreparedPlan
+from specdec.attention.kernels.triton_backend import TritonBackend
 from specdec.attention.kinds import FULL, Scoring
 from specdec.attention.state import AttentionState
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.parallel.group import Group
+from specdec.parallel.processes import Line, Seat, start
 from specdec.verify.tables import divided_tables, tree_tables
 
 PAGE = 64
@@ -151,9 +158,76 @@ def measured(group: Group, case: Case, backend: Backend, device: torch.device) -
 
 
 def break_even(rows: list[dict[str, Any]]) -> float | None:
-    """The tokens of the batch from which dividing is faster, between two measured contexts; None if it never was."""
-    gains = [(row["rows"] * row["context"], row["whole"] - row["divided"]) for row in sorted(rows, key=lambda r: r["context"])]
-    for (below, loss), (above, gain) in zip([(0, -rows[0]["exchange"]), *gains], gains):
-        if gain > 0:
-            return below + (above - below) * -loss / (gain - loss) if loss < 0 else float(below)
+    """The tokens of a batch from which dividing is faster, between two measured contexts; None if it never was.
+
+    rows: of one shape and one number of nodes.
+    """
+    rows = sorted(rows, key=lambda row: row["context"])
+    points = [(0.0, -rows[0]["exchange"])] + [(row["rows"] * row["context"], row["whole"] - row["divided"]) for row in rows]
+    for (below, loss), (above, gain) in zip(points, points[1:]):
+        if loss < 0 < gain:
+            return float(below + (above - below) * -loss / (gain - loss))
     return None
+
+
+def table(group: Group, device: torch.device, contexts: tuple[int, ...], nodes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Every case.  The same on all ranks, but for the times."""
+    cases = [Case(shape, 8, context, count) for shape in SHAPES for count in nodes for context in contexts]
+    rows = []
+    with torch.inference_mode():
+        for case in cases:
+            row = measured(group, case, TritonBackend(), device)
+            rows.append(row)
+            if group.rank == 0:
+                show(row)
+            torch.cuda.empty_cache()
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    times = ", ".join(f"{name} {row[name]:7.1f}" for name in ("whole", "divided", "exchange"))
+    share = row["divided_bytes"] / row["whole_bytes"]
+    case = f"{row['shape']:26} {row['rows']} x {row['context']:>7,} x {row['nodes']:>2} nodes"
+    print(f"{case}: {times} us, {share:.3f} of the bytes, differ {row['differ']:.1e}", flush=True)
+
+
+def follow(seat: Seat, line: Line) -> None:
+    """What the process of another rank does."""
+    (contexts, nodes), device = next(iter(line.messages())), torch.device("cuda", seat.rank)
+    torch.cuda.set_device(device)
+    table(seat.join(device), device, contexts, nodes)
+    line.tell("measured")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--contexts", default="8192,32768,131072")
+    parser.add_argument("--nodes", default="1,6,32")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    contexts, nodes = (tuple(map(int, text.split(","))) for text in (args.contexts, args.nodes))
+    followers, device = start(args.ranks, follow), torch.device("cuda", 0)
+    try:
+        followers.send((contexts, nodes))
+        rows = table(followers.seat.join(device), device, contexts, nodes)
+        followers.wait("measured")
+    finally:
+        followers.close()
+    evens = []
+    for shape in SHAPES:
+        for count in nodes:
+            even = break_even([row for row in rows if (row["shape"], row["nodes"]) == (shape.name, count)])
+            evens.append({"shape": shape.name, "nodes": count, "tokens": even})
+            print(f"{shape.name}, {count} nodes: faster from {'no context' if even is None else f'{even:,.0f} tokens'} on")
+    if args.out:
+        result = {
+            "device": torch.cuda.get_device_name(), "ranks": args.ranks, "torch": torch.__version__,
+            "triton": triton.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows, "break_even": evens,
+        }  # fmt: skip
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

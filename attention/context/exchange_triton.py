@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
-BLOCK = 4096  # numbers that a program holds
+BLOCK = 1024  # numbers that a program holds
 
 
 @triton.jit(do_not_specialize=["queries", "heads"])

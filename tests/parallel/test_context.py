@@ -19,12 +19,12 @@ from specdec.options import EngineOptions
 from specdec.parallel.shard import Shard
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
-SAMPLINGS = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=24, temperature=0.9, seed=3)]
+SAMPLINGS = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=10, temperature=0.9, seed=3)]
 BOTH = {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}
 
 
 class Texts(NamedTuple):
-    """What a decoder wrote for some prompts: ids, and the draft tokens accepted each round.  found: prompt tokens kept before."""
+    """What a decoder wrote for some prompts: ids, and how many draft tokens each round accepted.  found: kept prompt tokens."""
 
     ids: list[list[int]]
     accepted: list[list[int]]
@@ -97,9 +97,8 @@ def test_a_rank_holds_a_part_of_each_sequence(zoos: dict[type[Zoo], Zoo]) -> Non
     """Keeps out: a pool that holds no more tokens than without; memory for the scratch that nobody counted."""
     config = choose_target(zoos[DeepseekZoo].target("v3")).config
     share, memory = share_of(config, Shard(0, 4)), 1e6
-    alone, divided = (
-        resolved(config, tensor_parallel_size=4, decode_context_parallel_size=n, max_batch_size=999) for n in (1, 4)
-    )
+    sizes = {"tensor_parallel_size": 4, "max_batch_size": 999}
+    alone, divided = (resolved(config, **sizes, decode_context_parallel_size=size) for size in (1, 4))
     plan, of_four = pool_plan([share], alone, memory), pool_plan([share], divided, memory + scratch_bytes(share, divided))
     assert divided.page_tokens == 4 * alone.page_tokens and of_four.num_pages == plan.num_pages
     assert of_four.page_bytes == plan.page_bytes

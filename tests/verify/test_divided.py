@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from toolkit.attention.caches import Scattered
-from toolkit.kernels import use_kernels_everywhere
+from toolkit.kernels import HAS_GPU, use_kernels_everywhere
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from toolkit.trees import random_shape
 from torch import Tensor
@@ -125,6 +125,7 @@ def test_ranks_attend_as_one(
     check(layout, "torch", ranks, page_size, run, is_chain, [0, 1, run - 1, run, run * ranks, 5 * run * ranks + run + 1])
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the interpreter's turn; a GPU has tests/gpu/test_gpu_context.py")
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("layout", [LATENTS, HEADS], ids=["latents", "heads"])
