@@ -163,9 +163,9 @@ class EngineOptions:
         high=64,
         metavar="N",
     )
-    context_interleave: int | Literal["page"] = option(
-        "page",
-        "tokens in a row that one process keeps with decode_context_parallel_size; a divisor of page_size; page: page_size",
+    context_interleave: int | None = option(
+        None,
+        "tokens in a row that one process keeps with decode_context_parallel_size, a divisor of page_size; default: page_size",
         low=1,
         high=4096,
         metavar="N",

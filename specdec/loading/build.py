@@ -129,7 +129,7 @@ def divided_context(settings: EngineSettings, pages: int, group: Group) -> Divid
     if options.decode_context_parallel_size == 1:
         return None
     holders = group.neighbours(options.decode_context_parallel_size)
-    run = options.page_size if options.context_interleave == "page" else options.context_interleave
+    run = options.context_interleave or options.page_size
     ownership = Ownership(holders.rank, holders.size, options.page_size, run)
     return DividedContext(holders, ownership, pages * options.page_size, settings.scratch_room)
 
