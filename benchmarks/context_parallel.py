@@ -5,7 +5,8 @@
 
 `whole`: a rank's own heads over all tokens.  `divided`: the same heads' result from half the tokens (of two ranks): queries
 gathered, attention of all ranks' heads over the rank's own tokens, states packed, swapped and merged, and the round's nodes
-added.  `exchange`: that without the attention.  Both write what is printed as `differ` at most apart.  Times are medians of
+added.  `gather` and `swap`: the two exchanges of that alone, with the copies that they need.  `differ`: the largest difference
+between the results.  Times are medians of
 CUDA-graph replays, in microseconds a layer; a graph holds several layers.  bf16, scattered pages of 64 slots, random data.
 
 Shapes: DeepSeek V3's latents (512 + 64) with the heads of a rank where 2 or 8 ranks hold the model, and the one key/value head
@@ -45,6 +46,7 @@ from specdec.verify.tables import divided_tables, tree_tables
 
 PAGE = 64
 LAYERS = 4  # calls in a graph
+TIMED = ("whole", "divided", "gather", "swap")
 REPLAYS = 11
 
 
@@ -79,11 +81,12 @@ class Case(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """One layer's attention both ways, and the exchanges alone.  bytes: of the caches, for these sequences."""
+    """One layer's attention both ways, and its exchanges alone.  bytes: of the caches, for these sequences."""
 
     whole: Callable[[], Tensor]
     divided: Callable[[], Tensor]
-    exchange: Callable[[], Any]
+    gather: Callable[[], Any]
+    swap: Callable[[], Any]
     bytes: tuple[int, int]
 
 
@@ -119,13 +122,11 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
     out_THE = torch.randn(T, heads, shape.value, device=device, dtype=dtype)
     state_of_all = AttentionState(out_THE, torch.zeros(T, heads, device=device))
 
-    def exchange() -> tuple[Tensor, AttentionState]:
-        return heads_of_all(q_THL, group), swap_states(state_of_all, group)
-
     sizes = tuple(sum(p[0, 0].nbytes for p in cache.planes.values()) * slots for cache, slots in (
         (whole, count * whole_page), (divided, count * PAGE),
     ))  # fmt: skip
-    return Ways(of(whole, of_whole), of(divided, of_divided), exchange, (sizes[0], sizes[1]))
+    both = of(whole, of_whole), of(divided, of_divided)
+    return Ways(*both, lambda: heads_of_all(q_THL, group), lambda: swap_states(state_of_all, group), (sizes[0], sizes[1]))
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -154,7 +155,7 @@ def measured(group: Group, case: Case, backend: Backend, device: torch.device) -
     differ = (made.whole() - made.divided()).abs().max()
     row = case.shape._asdict() | case._asdict() | {"shape": case.shape.name, "differ": float(differ)}
     row |= {"whole_bytes": made.bytes[0], "divided_bytes": made.bytes[1]}
-    return row | {name: microseconds(getattr(made, name)) for name in ("whole", "divided", "exchange")}
+    return row | {name: microseconds(getattr(made, name)) for name in TIMED}
 
 
 def break_even(rows: list[dict[str, Any]]) -> float | None:
@@ -163,7 +164,9 @@ def break_even(rows: list[dict[str, Any]]) -> float | None:
     rows: of one shape and one number of nodes.
     """
     rows = sorted(rows, key=lambda row: row["context"])
-    points = [(0.0, -rows[0]["exchange"])] + [(row["rows"] * row["context"], row["whole"] - row["divided"]) for row in rows]
+    points = [(0.0, -rows[0]["gather"] - rows[0]["swap"])] + [
+        (row["rows"] * row["context"], row["whole"] - row["divided"]) for row in rows
+    ]
     for (below, loss), (above, gain) in zip(points, points[1:]):
         if loss < 0 < gain:
             return float(below + (above - below) * -loss / (gain - loss))
@@ -185,7 +188,7 @@ def table(group: Group, device: torch.device, contexts: tuple[int, ...], nodes: 
 
 
 def show(row: dict[str, Any]) -> None:
-    times = ", ".join(f"{name} {row[name]:7.1f}" for name in ("whole", "divided", "exchange"))
+    times = ", ".join(f"{name} {row[name]:7.1f}" for name in TIMED)
     share = row["divided_bytes"] / row["whole_bytes"]
     case = f"{row['shape']:26} {row['rows']} x {row['context']:>7,} x {row['nodes']:>2} nodes"
     print(f"{case}: {times} us, {share:.3f} of the bytes, differ {row['differ']:.1e}", flush=True)
