@@ -85,13 +85,14 @@ class LatentInputs(LayerInputs):
     def absorbed(self, call: LayerCall, view: LatentView) -> Tensor:
         """Stores the latents, and returns the asked-for queries [R, H, L], which can be multiplied with latents."""
         q_THQ, up_HXC, N, L = self.q_THQ, self.up_HXC, self.nope_dim, self.latent_TL.shape[1]
+        by_head = call.plan.divided is not None  # as they travel between ranks
         if call.rows_R is None:
-            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L)
+            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L, by_head)
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep, out_THR=q_THL[..., view.rank :])
             return q_THL
         store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
         q_RHQ = call.asked(q_THQ)
-        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L)
+        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L, by_head)
         q_RHL[..., view.rank :] = q_RHQ[..., N:]
         return q_RHL
 
@@ -133,12 +134,14 @@ def store_latent(
         out_THR.copy_(q_THR)
 
 
-def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int) -> Tensor:
+def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = False) -> Tensor:
     """[T, H, width]: queries that can be multiplied with latents.  Only their first C numbers are set; the caller sets the
     rest.
+
+    by_head: whether all queries of a head lie together in memory, instead of all heads of a query.
     """
     T, H, N = q_THN.shape
-    q_THL = q_THN.new_empty(T, H, width)
+    q_THL = q_THN.new_empty(H, T, width).transpose(0, 1) if by_head else q_THN.new_empty(T, H, width)
     _multiply(q_THN.transpose(0, 1), up_HXC[:, :N], q_THL[..., : up_HXC.shape[2]].transpose(0, 1))
     return q_THL
 
