@@ -119,7 +119,7 @@ def random_pair(
     shape = HeadConfig(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
-    for parameter in {*model.parameters(), *head.parameters()}:
+    for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     head.d2t_V = torch.arange(DRAFT_VOCAB, device=device) * 3
     for each in (model, head):

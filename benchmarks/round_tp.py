@@ -22,11 +22,14 @@ import triton
 from round_8b import TARGET, Case, measure, random_pair, show, this_gpu, verdict
 
 from specdec.config import SpecConfig
-from specdec.loading.ranks import Loaded, Ranks
+from specdec.loading.pair import Loaded
+from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import resolve_device, resolve_settings
 from specdec.models.config import ModelConfig
+from specdec.models.sharding import share_of
 from specdec.options import EngineOptions
 from specdec.parallel.group import Group
+from specdec.parallel.shard import Shard
 
 MAX_POSITIONS = 4096
 
@@ -60,6 +63,9 @@ class RandomPair(NamedTuple):
 
     shape: str
     options: EngineOptions
+
+    def check(self, size: int) -> None:
+        share_of(SHAPES[self.shape].target, Shard(0, size))
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         torch.manual_seed(0)  # so that what all ranks hold alike is alike
@@ -108,7 +114,8 @@ def main() -> None:
     if args.out:
         result = {
             "device": torch.cuda.get_device_name(), "ranks": args.ranks, "torch": torch.__version__,
-            "triton": triton.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+            "triton": triton.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+            "weights": "random", "dtype": "bfloat16",
             "read_bandwidth": this_gpu().read_bandwidth, "rows": rows,
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)

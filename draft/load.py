@@ -67,11 +67,8 @@ def load_head(folder: Path, target: Target, max_positions: int, device: torch.de
 
     ValueError names any config key or tensor that is unknown, missing or contradicts the target.
     """
-    path = folder / "config.json"
-    raw = read_json(path)
     checkpoint = Checkpoint(folder)
-    refuse_target_tensors(checkpoint.names(), folder)
-    config = parse_head_config(raw, checkpoint, target.config, str(path))
+    config = read_head_config(folder, target.config, checkpoint)
     _expect_sizes(config, checkpoint)
     own = replace(config, model=share_of(config.model, target.config.shard))
     head = build(lambda: HEADS[config.kind](own, max_positions), device, dtype)
@@ -86,6 +83,18 @@ def load_head(folder: Path, target: Target, max_positions: int, device: torch.de
     checkpoint.finish()
     join(head, target.group)
     return head
+
+
+def read_head_config(folder: Path, target: ModelConfig, checkpoint: Checkpoint | None = None) -> HeadConfig:
+    """The config of the head in the folder, for that target.  checkpoint: the folder's, if it is open.
+
+    ValueError: see `load_head`.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    checkpoint = checkpoint or Checkpoint(folder)
+    refuse_target_tensors(checkpoint.names(), folder)
+    return parse_head_config(raw, checkpoint, target, str(path))
 
 
 def parse_head_config(raw: dict[str, Any], checkpoint: Checkpoint, target: ModelConfig, where: str) -> HeadConfig:

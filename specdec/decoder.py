@@ -21,7 +21,8 @@ from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
-from specdec.loading.ranks import Ranks, WantedPair, start_ranks
+from specdec.loading.pair import WantedPair
+from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
@@ -60,11 +61,8 @@ class SpecDecoder:
         ranks: Ranks | None = None,
     ) -> None:
         self.settings, self.tokenizer, self._ranks = settings, tokenizer, ranks
-        if ranks is not None:
-            ranks.build(settings)
-        self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
-        if ranks is not None:
-            ranks.lead(self._parts.engine.runner)
+        build = build_engine if ranks is None else ranks.build_engine
+        self._parts: Parts | None = Parts(model, head, build(model, head, settings))
         self._owns_ranks = False
         self.owner = EngineOwner(self._parts.engine)
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
@@ -89,6 +87,9 @@ class SpecDecoder:
         spec: the draft tree's shape; None: SpecConfig().
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
+
+        Where a launcher such as torchrun has started `tensor_parallel_size` processes, the first gets the decoder.  The others
+        serve it until it is closed, and then end: SystemExit is raised in them.
 
         ValueError and TypeError say what is wrong, what was expected, and the nearest setting that works.
         """

@@ -15,7 +15,7 @@ from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, KINDS, NORM, O
 
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
     (COPY, r"memcpy|memset"),
-    (EXCHANGE, r"nccl|_terms_"),
+    (EXCHANGE, r"nccl"),
     (NORM, r"norm|rope|rotate|silu"),
     (
         ATTENTION,

@@ -26,11 +26,13 @@ from torch import Tensor
 
 from specdec.attention.caches.fp8_latent import FP8_LATENTS
 from specdec.attention.caches.int8_keys import INT8_KEYS, rounded_queries
+from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
 from specdec.batch.sampling import RowSampling, filter_logits, gumbel_noise
 from specdec.bench.measurement import Divergence
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
+from specdec.runner.workers import Workers
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 # How far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py; of latents: benchmarks/latent_quality.py.
@@ -63,7 +65,7 @@ def explain_divergence(
         return None
     if index >= min(len(ids_a), len(ids_b)):  # one goes on where the other ends: no two tokens to compare
         return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
-    logits_V = _last_logits(session, [*prompt_ids, *ids_a[:index]])
+    logits_V = session.together(last_logits, [*prompt_ids, *ids_a[:index]], session.settings.options.int8_queries)
     dtype, noise = session.settings.dtype, LOGIT_NOISE.get(session.settings.options.kv_cache_dtype, 0.0)
     bound = NEAR_TIE_ULPS * (_ulp(logits_V.max().item(), dtype) + noise * logits_V.std().item())
     scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
@@ -78,21 +80,21 @@ def explain_divergence(
 
 
 @torch.inference_mode()
-def _last_logits(session: Session, ids: list[int]) -> Tensor:
+def last_logits(workers: Workers, ids: list[int], int8_queries: bool) -> Tensor:
     """[V] float32 logits after the ids, computed in the model's own dtype, with keys and values as the cache keeps them.
 
     Queries are rounded as our own kernels round them; what flash-attn rounds over fp8 is not.
     """
-    model, device = session.model, session.settings.device
+    model, cache, device = workers.verifier.model, workers.verifier.cache, workers.state.lens_B.device
     ids_T = torch.tensor(ids, device=device)
     attn = DenseAttention(
         model.config.layer_kinds,
-        as_stored=session.as_stored,
+        as_stored=as_stored(cache),
         sources=model.config.kv_source,
-        queries_as_read=rounded_queries if session.settings.options.int8_queries else None,
+        queries_as_read=rounded_queries if int8_queries else None,
     )
     out = model(ids_T, torch.arange(len(ids), device=device), attn)
-    return model.logits(out.hidden_TH[-1:])[0].float()
+    return model.vocabulary.whole(model.logits(out.hidden_TH[-1:]))[0].float()
 
 
 def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -31,7 +32,8 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.loading.doctor import machine_facts, steal_and_total, versions
-from specdec.loading.load import load_pair
+from specdec.loading.pair import WantedPair
+from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
@@ -184,7 +186,15 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     on_progress("loading", 0, 1)
     tokenizer = Tokenizer(resolve_folder(options.target, "target"))
     prompts = _encode(options, tokenizer)
-    model, head, settings = _load(options, max(map(len, prompts)))
+    with start_ranks(options.engine) as ranks, closing(ranks):
+        return _run_cells(options, tokenizer, prompts, ranks, on_progress)
+
+
+def _run_cells(
+    options: BenchOptions, tokenizer: Tokenizer, prompts: list[list[int]], ranks: Ranks, on_progress: Progress
+) -> Measurement:
+    """All cells, on one pair."""
+    model, head, settings = _load(options, max(map(len, prompts)), ranks)
     forced = options.synthetic_acceptance
     result = Measurement(
         machine_facts(settings.device),
@@ -196,7 +206,8 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     steal, total_cpu = steal_and_total()
     for number, (size, spec) in enumerate(options.work):
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
-        session = Session(SpecDecoder(model, head, replace(settings.with_options(max_batch_size=size), spec=spec), tokenizer))
+        chosen = replace(settings.with_options(max_batch_size=size), spec=spec)
+        session = Session(SpecDecoder(model, head, chosen, tokenizer, ranks))
         if forced is not None:
             session.force_acceptance(forced)
         try:
@@ -267,12 +278,12 @@ def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     return encoded
 
 
-def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead | None, EngineSettings]:
+def _load(options: BenchOptions, longest_prompt: int, ranks: Ranks) -> tuple[Target, DraftHead | None, EngineSettings]:
     """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead, default=SpecConfig())  # without a draft it is not looked at
     length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
     engine = replace(options.engine, max_batch_size=max(options.batch_sizes), max_seq_len=length)
-    model, head, settings, _ = load_pair(options.target, options.draft, widest, engine)
+    model, head, settings, _ = ranks.load(WantedPair(options.target, options.draft, widest, engine))
     for spec in options.specs:
         assert head is not None
         if spec.topk > head.config.draft_vocab_size:

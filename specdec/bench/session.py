@@ -6,13 +6,11 @@ This is the only file of bench/ that touches the engine inside a decoder.  It kn
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from specdec.attention.caches.quant_cache import as_stored
-from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
@@ -22,6 +20,8 @@ from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
 from specdec.steps import ForceAcceptance, TimePhases
+
+R = TypeVar("R")
 
 
 class StepTime(NamedTuple):
@@ -109,10 +109,9 @@ class Session:
         """Bytes of the KV pool over both models."""
         return sum(cache.bytes for cache in self.decoder.engine.runner.workers.caches)
 
-    @property
-    def as_stored(self) -> StoreFn | None:
-        """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
-        return as_stored(self.decoder.engine.runner.workers.verifier.cache)
+    def together(self, function: Callable[..., R], *given: Any) -> R:
+        """function(workers, *given) on every rank that holds the models; this rank's result."""
+        return self.decoder.engine.runner.together(function, *given)
 
     @property
     def chunk_budget(self) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
-"""Loads a pair onto the ranks that a decoder was asked for, and has all of them run the first one's steps.
+"""Has all ranks of a decoder load their shares of a pair, and run the steps of the first one.
 
-With one rank nothing is started.  This module knows options, models and runners; how ranks find each other is
-parallel/processes.py's.
+With one rank nothing is started.  This module knows options, models and runners; how ranks find each other is the business of
+parallel/.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from specdec.config import SpecConfig
 from specdec.draft.eagle import DraftHead
-from specdec.loading.build import build_runner, free_memory, plan_pool
-from specdec.loading.load import load_pair
+from specdec.engine.loop import Engine
+from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
+from specdec.loading.pair import Loaded
 from specdec.loading.resolve import EngineSettings, resolve_device
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
+from specdec.parallel.launched import follow_first, launched, meet_others
 from specdec.parallel.processes import Followers, Line, Seat, start
-from specdec.runner.runner import DeviceRunner
+from specdec.runner.runner import Call, DeviceRunner
 from specdec.steps import Step
-
-Loaded = tuple[Target, DraftHead | None, EngineSettings, Path]
 
 
 class Wanted(Protocol):
@@ -35,21 +33,13 @@ class Wanted(Protocol):
     @property
     def options(self) -> EngineOptions: ...
 
+    def check(self, size: int) -> None:
+        """ValueError if so many ranks can't share it, with the nearest number that can."""
+        ...
+
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         """This rank's share.  options: `self.options`, with this rank's device."""
         ...
-
-
-class WantedPair(NamedTuple):
-    """A pair in its folders: see `load_pair`."""
-
-    target: str | Path
-    draft: str | Path | None
-    spec: SpecConfig
-    options: EngineOptions
-
-    def load(self, group: Group, options: EngineOptions) -> Loaded:
-        return load_pair(self.target, self.draft, self.spec, options, group)
 
 
 class Load(NamedTuple):
@@ -59,53 +49,56 @@ class Load(NamedTuple):
 
 
 class Build(NamedTuple):
-    """The message that has other ranks make a runner, in place of the last one, for the steps that follow."""
+    """The message that has other ranks make a runner, in place of the last one, for the steps that follow.
+
+    drafts: with the draft head.
+    """
 
     settings: EngineSettings
+    drafts: bool
 
 
 class Ranks:
     """The ranks that hold one pair together, of which this process is the first.
 
-    options: say how many there are, and on which devices.
+    options: say how many there are, and on which devices.  ValueError if there are fewer devices.
     """
 
     def __init__(self, options: EngineOptions) -> None:
+        check_devices(options)
+        self.size = options.tensor_parallel_size
         self._group: Group = ALONE
         self._followers: Followers | None = None
-        if options.tensor_parallel_size > 1:
-            check_devices(options)
-            self._followers = start(options.tensor_parallel_size, run_rank)
 
     def load(self, wanted: Wanted) -> Loaded:
         """This rank's share.  RankFailed if another rank could not load its own."""
-        followers = self._followers
-        if followers is None:
+        if self.size == 1:
             return wanted.load(ALONE, wanted.options)
+        wanted.check(self.size)
+        if self._followers is None:
+            place = launched(self.size)
+            self._followers = start(self.size, run_rank) if place is None else meet_others(place)
+        followers, options = self._followers, options_of(wanted.options, 0)
         followers.send(Load(wanted))
-        options = options_of(wanted.options, 0)
-        try:
+        with _explained(followers):
             if self._group is ALONE:
                 followers.wait("here")
                 self._group = followers.seat.join(resolve_device(options.device))
                 followers.at_failure = self._group.abort
             loaded = wanted.load(self._group, options)
-        except (TypeError, ValueError):  # what was asked for is wrong: all ranks find the same
-            raise
-        except BaseException as error:
-            raise followers.explain(error) from error
         followers.wait("loaded")
         return loaded
 
-    def build(self, settings: EngineSettings) -> None:
-        """Has the other ranks make a runner, as this rank does next."""
-        if self._followers is not None:
-            self._followers.send(Build(settings))
-
-    def lead(self, runner: DeviceRunner) -> None:
-        """Has the other ranks run every step of this runner."""
-        if self._followers is not None:
-            runner.lead(self._followers)
+    def build_engine(self, model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine[DeviceRunner]:
+        """See build.py.  All ranks make a runner, in place of the last one, and from now on run every step of this rank's."""
+        followers = self._followers
+        if followers is None:
+            return build_engine(model, head, settings)
+        followers.send(Build(settings, head is not None))
+        with _explained(followers):
+            engine = build_engine(model, head, settings)
+        engine.runner.lead(followers)
+        return engine
 
     def close(self) -> None:
         if self._followers is not None:
@@ -113,14 +106,39 @@ class Ranks:
 
 
 @contextmanager
+def _explained(followers: Followers) -> Iterator[None]:
+    """Errors of the block are those of the rank that failed first, but for what was asked wrongly: all ranks find the same."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise
+    except BaseException as error:
+        raise followers.explain(error) from error
+
+
+@contextmanager
 def start_ranks(options: EngineOptions) -> Iterator[Ranks]:
-    """The ranks of a decoder that the block makes.  If the block fails, they end."""
+    """The ranks of a decoder that the block makes.  If the block fails, they end.
+
+    Where a launcher such as torchrun has started the ranks, the block runs on the first.  The other processes serve it until
+    its decoder is closed, and then end: SystemExit is raised in them.
+    """
+    serve_first_rank(options)
     ranks = Ranks(options)
     try:
         yield ranks
     except BaseException:
         ranks.close()
         raise
+
+
+def serve_first_rank(options: EngineOptions) -> None:
+    """On a launched rank that is not the first: serves the first one until it ends, and raises SystemExit.  Else nothing."""
+    place = launched(options.tensor_parallel_size)
+    if place is not None and place.rank > 0:
+        check_devices(options)
+        follow_first(place, run_rank)
+        raise SystemExit(0)
 
 
 class Follower:
@@ -137,7 +155,7 @@ class Follower:
         if isinstance(message, Load):
             self._load(message.wanted)
         elif isinstance(message, Build):
-            self._build(message.settings)
+            self._build(message.settings, message.drafts)
         else:
             assert self._runner is not None, "steps come after Build"
             follow(self._runner, message)
@@ -156,13 +174,13 @@ class Follower:
         self._held = model, head, device
         self._line.tell("loaded")
 
-    def _build(self, settings: EngineSettings) -> None:
+    def _build(self, settings: EngineSettings, drafts: bool) -> None:
         assert self._held is not None, "Build comes after Load"
         model, head, device = self._held
+        head = head if drafts else None
         self._runner = None
         free_memory(device)  # of the last runner's pool and graphs
-        options = replace(settings.options, device=str(device))
-        settings = replace(settings, device=device, options=options)
+        settings = replace(settings, device=device, options=replace(settings.options, device=str(device)))
         self._runner = build_runner(model, head, settings, plan_pool(model, head, settings))
 
 
@@ -173,29 +191,42 @@ def run_rank(seat: Seat, line: Line) -> None:
         follower.take(message)
 
 
-def follow(runner: DeviceRunner, step: Step) -> None:
+def follow(runner: DeviceRunner, step: Step | Call) -> None:
     """Runs a step of the first rank on another one, which reads no tokens back."""
-    if (pending := runner.run(step)) is not None:
+    if isinstance(step, Call):
+        runner.together(step.function, *step.given)
+    elif (pending := runner.run(step)) is not None:
         pending.drop()
 
 
 def options_of(options: EngineOptions, rank: int) -> EngineOptions:
-    """The options of one rank: its GPU is that many after the first one's, which is cuda:0 unless it is named."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    device = torch.device(device)
-    if options.tensor_parallel_size == 1 or device.type != "cuda":
+    """The options of one rank: its GPU is as many after the first one's as its number on its machine says.
+
+    The first GPU is cuda:0 unless the options name one.
+    """
+    size, first = options.tensor_parallel_size, _first_device(options)
+    if size == 1 or first.type != "cuda":
         return options
-    return replace(options, device=f"cuda:{(device.index or 0) + rank}")
+    place = launched(size)
+    number = rank if place is None else place.local_rank
+    return replace(options, device=f"cuda:{(first.index or 0) + number}")
 
 
 def check_devices(options: EngineOptions) -> None:
-    """ValueError unless there is a GPU for each rank, or all run on CPUs."""
-    first = torch.device(str(options_of(options, 0).device).replace("auto", "cpu"))
-    if first.type != "cuda":
+    """ValueError unless there is a GPU for each rank of this machine, or all run on CPUs."""
+    size, first = options.tensor_parallel_size, _first_device(options)
+    if size == 1 or first.type != "cuda":
         return
-    size, there = options.tensor_parallel_size, torch.cuda.device_count() - (first.index or 0)
-    if size > there:
+    place = launched(size)
+    needed, there = size if place is None else place.local_size, torch.cuda.device_count() - (first.index or 0)
+    if needed > there:
         raise ValueError(
-            f"tensor_parallel_size {size} needs a GPU for each rank from {first} on, but torch sees {max(there, 0)}; nearest "
-            f"setting that works: tensor_parallel_size={max(there, 1)}"
+            f"tensor_parallel_size {size} needs {needed} GPUs from cuda:{first.index or 0} on, but torch sees {max(there, 0)}; "
+            f"nearest setting that works: tensor_parallel_size={max(there, 1)}"
         )
+
+
+def _first_device(options: EngineOptions) -> torch.device:
+    if options.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(options.device)

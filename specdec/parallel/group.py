@@ -1,7 +1,7 @@
 """How the ranks that hold one model exchange what each has computed: sums of terms, and what every rank found.
 
 Every exchange is a call that all ranks make, in the same order and with tensors of the same shape and dtype.  Its result is the
-same on all of them, bit for bit: terms are added in the order of ranks.  This module knows no model.
+same on all of them, bit for bit.  This module knows no model.
 
 Shapes: T tokens, H hidden size, N ranks.
 """
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specdec.ops.norm import add_rms_norm
-from specdec.ops.terms import add_terms, add_terms_rms_norm
 
 
 class Group(ABC):
@@ -38,16 +37,17 @@ class Group(ABC):
         return self if size == self.size else Neighbours(self, size)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x of all ranks, added up in x's dtype or a wider one and rounded once."""
-        return add_terms(None, self.gather(x))
+        """x of all ranks, added up in the order of ranks, in x's dtype or a wider one, and rounded once."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return self.gather(x).to(wide).sum(0).to(x.dtype)
 
     def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
         """x + all ranks' terms.  x: the same on all ranks, as the result is."""
-        return add_terms(x_TH, self.gather(term_TH))
+        return x_TH + self.sum(term_TH)
 
     def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + all ranks' terms, its norm).  x: the same on all ranks, as both results are."""
-        return add_terms_rms_norm(x_TH, self.gather(term_TH), weight_H, eps)
+        return add_rms_norm(x_TH, self.sum(term_TH), weight_H, eps)
 
     def least(self, value: float, device: torch.device) -> float:
         """The smallest of all ranks' values.  The host waits for it."""
@@ -71,12 +71,6 @@ class Alone(Group):
 
     def sum(self, x: Tensor) -> Tensor:
         return x
-
-    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
-        return x_TH + term_TH
-
-    def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x_TH, term_TH, weight_H, eps)
 
     def least(self, value: float, device: torch.device) -> float:
         return value

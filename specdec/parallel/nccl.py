@@ -4,7 +4,7 @@ NCCL is called directly, on the stream that is current: torch's process group wo
 events of its own, watch it from threads that may end the process, and take the host several times as long.  Exchanges can be
 captured in CUDA graphs.  This module knows no model and no process.
 
-Shapes: T tokens, H hidden size, N ranks.
+Shapes: N ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.ops.norm import add_rms_norm
 from specdec.parallel.group import Group
 
 # What NCCL is told, unless the environment says otherwise.  The messages of a round are far too small for NVLink's multicast
 # to gain anything, and it hangs on machines whose switch is not set up for it.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
-# A threshold in bytes of one rank's term.  Above it, with more than two ranks, NCCL's own sum moves fewer bytes than gathering
-# all terms; two ranks move the same either way.
-MOST_GATHERED = 1 << 20
 _TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}  # NCCL's numbers of dtypes
 _BYTES, _SUM = 1, 0
 
@@ -86,20 +82,12 @@ class NcclGroup(Group):
         return part
 
     def sum(self, x: Tensor) -> Tensor:
-        if not self._is_large(x):
-            return super().sum(x)
+        """x of all ranks.  With more than two, NCCL adds in an order of its own, which depends on the size of x."""
         x, total = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        where = x.data_ptr(), total.data_ptr(), x.numel()
-        _check(self._nccl.ncclAllReduce(*where, _TYPES[x.dtype], _SUM, self._comm, self._stream))
+        if x.numel():
+            where = x.data_ptr(), total.data_ptr(), x.numel()
+            _check(self._nccl.ncclAllReduce(*where, _TYPES[x.dtype], _SUM, self._comm, self._stream))
         return total
-
-    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
-        return x_TH + self.sum(term_TH) if self._is_large(term_TH) else super().add(x_TH, term_TH)
-
-    def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self._is_large(term_TH):
-            return add_rms_norm(x_TH, self.sum(term_TH), weight_H, eps)
-        return super().add_rms_norm(x_TH, term_TH, weight_H, eps)
 
     def abort(self) -> None:
         for part in self._neighbours.values():
@@ -111,9 +99,6 @@ class NcclGroup(Group):
     @property
     def _stream(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-
-    def _is_large(self, x: Tensor) -> bool:
-        return self.size > 2 and x.numel() * x.element_size() > MOST_GATHERED
 
 
 @cache

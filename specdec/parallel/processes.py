@@ -31,7 +31,7 @@ from specdec.parallel.group import GlooGroup, Group
 HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they connect
 END_SECONDS = 5.0  # that a rank is given to leave by itself
-WORD_SECONDS = 1.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
+WORD_SECONDS = 3.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
 END = None  # the message after the last one
 
 
@@ -53,8 +53,8 @@ class Seat(NamedTuple):
         from specdec.parallel.nccl import NcclGroup, new_name
 
         if self.rank == 0:
-            self.store.set("nccl", new_name())
-        return NcclGroup(self.store.get("nccl"), self.rank, self.size, device)
+            self.store.set("nccl", new_name().hex())
+        return NcclGroup(bytes.fromhex(self.store.get("nccl").decode()), self.rank, self.size, device)
 
 
 class Line:
@@ -184,8 +184,9 @@ class Followers:
         if not self._processes:
             return ""
         process = self._processes[rank - 1]
-        process.join(WORD_SECONDS)
-        return f", with exit code {process.exitcode}"
+        process.join(1.0)
+        hint = "; a script that starts ranks must do so below `if __name__ == '__main__':`" if not self._words else ""
+        return f", with exit code {process.exitcode}{hint}"
 
     def _end_all(self, seconds: float = END_SECONDS) -> None:
         """Ends ranks that have not ended: their processes, or else the pipes, on whose end they leave."""

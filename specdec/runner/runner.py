@@ -7,7 +7,7 @@ steps compute the same.  It knows tensors and both models' workers; it knows no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -37,6 +37,15 @@ from specdec.steps import (
     TimePhases,
 )
 from specdec.verify.synthetic import SyntheticAcceptance
+
+R = TypeVar("R")
+
+
+class Call(NamedTuple):
+    """What other ranks call with their workers, as the first one does: see `DeviceRunner.together`."""
+
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
 
 
 class Followers(Protocol):
@@ -102,6 +111,16 @@ class DeviceRunner:
         """Has the other ranks run every step from now on, and fails with the reason if one of them does."""
         self._followers = followers
         self.readback.check = followers.check
+
+    def together(self, function: Callable[..., R], *given: Any) -> R:
+        """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
+        if self._followers is None:
+            return function(self.workers, *given)
+        self._followers.send(Call(function, given))
+        try:
+            return function(self.workers, *given)
+        except BaseException as error:
+            raise self._followers.explain(error) from error
 
     def _run(self, step: Step) -> Pending | None:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):

@@ -16,7 +16,8 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.loading.ranks import Ranks, WantedPair
+from specdec.loading.pair import WantedPair
+from specdec.loading.ranks import Ranks
 from specdec.models.registry import choose_target
 from specdec.models.sharding import misfit
 from specdec.options import EngineOptions
@@ -99,11 +100,10 @@ def test_a_cancelled_request_leaves_the_others_alone(zoos: dict[type[Zoo], Zoo],
 def test_a_rank_that_dies_ends_the_requests(zoos: dict[type[Zoo], Zoo]) -> None:
     """Keeps out: a device that waits for ever for a rank that is gone, and a host that waits for this device."""
     target, draft = zoos[Zoo].target("qwen3"), zoos[Zoo].head("qwen3", "eagle3")
-    options = options_of(2)
-    decoder = SpecDecoder.from_pretrained(target, draft, TREE, options=options)
-    with decoder:
+    others = set(multiprocessing.active_children())
+    with SpecDecoder.from_pretrained(target, draft, TREE, options=options_of(2)) as decoder:
         decoder.generate(PROMPTS, GREEDY)
-        child = multiprocessing.active_children()[-1]
+        (child,) = set(multiprocessing.active_children()) - others
         assert child.pid is not None
         stream = decoder.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
         next(stream)

@@ -13,6 +13,8 @@ from specdec.bench.session import Session
 from specdec.config import SpecConfig
 from specdec.generation import Generation, Stats
 from specdec.options import EngineOptions
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
 
 
 class StubModel(torch.nn.Module):
@@ -21,6 +23,7 @@ class StubModel(torch.nn.Module):
     def __init__(self, logits: list[float]) -> None:
         super().__init__()
         self.row = torch.nn.Parameter(torch.tensor(logits))
+        self.vocabulary = Vocabulary.of(len(logits), ALONE)
         self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,))
 
     def forward(self, ids_T, positions_T, attn):
@@ -48,7 +51,7 @@ class StubSession(Session):
     right: ids of every prompt's output.  text: of every output; None is a decoder without a tokenizer.  reason: why it ended.
     """
 
-    model = settings = head = as_stored = None
+    model = settings = head = None
     num_graphs, kv_pool_bytes = 0, 1536
 
     def __init__(
@@ -70,6 +73,10 @@ class StubSession(Session):
         self.reason = reason
         self.phases, self.is_timing = StubPhases(), False
         self.calls: list[tuple[bool, bool]] = []
+
+    def together(self, function, *given):
+        cache, state = SimpleNamespace(kinds=()), SimpleNamespace(lens_B=torch.zeros(1))
+        return function(SimpleNamespace(verifier=SimpleNamespace(model=self.model, cache=cache), state=state), *given)
 
     @property
     def writes_text(self) -> bool:
