@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.attention.pages import PageTable
 from specdec.limits import DUMMY_PAGE
+from specdec.ops.index import use_index_kernels
 
 
 class Ownership(NamedTuple):
@@ -32,6 +33,10 @@ class Ownership(NamedTuple):
 
     def counts(self, lens_B: Tensor) -> Tensor:
         """[B] int32: how many of the first lens_B (int32) tokens of each sequence this rank keeps, one slot after the other."""
+        if use_index_kernels(lens_B):
+            from specdec.attention.context.ownership_triton import launch_counts
+
+            return launch_counts(self, lens_B)
         turn = self.run * self.ranks
         return lens_B // turn * self.run + (lens_B % turn - self.rank * self.run).clamp(0, self.run)
 
@@ -41,6 +46,10 @@ class Ownership(NamedTuple):
 
     def own_slots(self, slots: Tensor) -> Tensor:
         """Where this rank keeps the tokens of these slots (int64); slots of the dummy page for tokens of other ranks."""
+        if use_index_kernels(slots):
+            from specdec.attention.context.ownership_triton import launch_own_slots
+
+            return launch_own_slots(self, slots, DUMMY_PAGE)
         turn = self.run * self.ranks
         place = slots % (self.page_size * self.ranks)  # on its page
         page = (slots // (self.page_size * self.ranks)).where(place % turn // self.run == self.rank, DUMMY_PAGE)

@@ -135,4 +135,4 @@ def test_kernels_attend_as_one(
     """Keeps out: states, suffixes and commits that only the kernels see: no splits before a suffix, targets of their own."""
     launched = use_kernels_everywhere(monkeypatch)
     check(layout, "triton", 2, 4, 2, is_chain, [0, 3, 21])
-    assert {"launch_pack", "launch_merge", "launch_move"} <= set(launched)
+    assert {"launch_counts", "launch_own_slots", "launch_pack", "launch_merge", "launch_move"} <= set(launched)

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+from toolkit.kernels import DEVICE
 
 from specdec.attention.context.ownership import Ownership
+from specdec.attention.context.ownership_triton import launch_counts, launch_own_slots
 from specdec.attention.pages import PageTable
 
 PAGES = torch.tensor([[5, 2, 7, 1, 6, 3], [4, 9, 8, 12, 10, 11]], dtype=torch.int32)
@@ -36,6 +38,15 @@ def test_ranks_partition_a_sequence(ranks: int, page_size: int, run: int) -> Non
         assert counts.dtype == torch.int32 and counts.tolist() == [int(mine[:n].sum()) for n in range(length + 1)]
         assert all(each.most(n) >= int(counts[n]) for n in range(length + 1))
     assert all(owners[0].most(n) == max(int(each.counts(lens[n])) for each in owners) for n in range(0, length, ranks * run))
+
+
+@pytest.mark.parametrize(("rank", "ranks", "page_size", "run"), [(0, 2, 4, 2), (2, 3, 6, 6), (7, 8, 16, 1)])
+def test_kernels_equal_their_definition(rank: int, ranks: int, page_size: int, run: int) -> None:
+    """Keeps out: the end of a sequence, or of a block, that a kernel leaves out."""
+    each = Ownership(rank, ranks, page_size, run)
+    lens, slots = torch.arange(301, dtype=torch.int32), torch.arange(900).view(2, 450)
+    assert torch.equal(launch_counts(each, lens.to(DEVICE)).cpu(), each.counts(lens))
+    assert torch.equal(launch_own_slots(each, slots.to(DEVICE), 0).cpu(), each.own_slots(slots))
 
 
 def test_slots_of_the_dummy_page_stay_there() -> None:
