@@ -12,7 +12,8 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.loading.ranks import Ranks, WantedPair
+from specdec.loading.pair import WantedPair
+from specdec.loading.ranks import Ranks
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
 
