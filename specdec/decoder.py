@@ -140,10 +140,10 @@ class SpecDecoder:
             if self._parts is not None:
                 self._finalizer.detach()
                 self._parts = None
-                if self._ranks is not None and self._owns_ranks:
-                    self._ranks.close()
                 self.owner.release()
                 free_memory(self.settings.device)
+                if self._ranks is not None and self._owns_ranks:
+                    self._ranks.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")

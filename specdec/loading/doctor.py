@@ -80,6 +80,7 @@ def run_doctor(console: Console) -> None:
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
         ("driver", facts["driver"] or "no NVIDIA driver found"),
         ("ranks", _ranks_line(len(facts["gpus"]))),
+        *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
     ]
     _print_pairs(console, "Machine", rows)
     found = versions()
@@ -172,6 +173,16 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']}, capability {gpu['capability']}, {memory:.1f} GiB, {gpu['multiprocessors']} multiprocessors"
 
 
+def _exchange_line(gpus: int) -> str:
+    """How ranks on this machine's GPUs exchange, and how long that takes."""
+    from specdec.parallel.symmetric.measure import measure
+
+    try:
+        return str(measure(gpus))
+    except RuntimeError as error:
+        return f"they can't: {error}"
+
+
 def _why_no_gpu(driver: str | None) -> str:
     if not driver:
         return "none"
@@ -190,7 +201,7 @@ def _ranks_line(gpus: int) -> str:
         through = f"NCCL {nccl.version()}"
     except RuntimeError as error:
         return f"tensor_parallel_size 1: {error}"
-    return f"tensor_parallel_size up to {gpus}, over {through}; links: {_links() or 'nvidia-smi does not say'}"
+    return f"tensor_parallel_size up to {gpus}, {through}; links: {_links() or 'nvidia-smi does not say'}"
 
 
 def _links() -> str:

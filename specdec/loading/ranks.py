@@ -6,6 +6,7 @@ parallel/.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,8 +68,8 @@ class Ranks:
     def __init__(self, options: EngineOptions) -> None:
         check_devices(options)
         self.size = options.tensor_parallel_size
-        self._group: Group = ALONE
         self._followers: Followers | None = None
+        self._finalizer: weakref.finalize[Any, Ranks] | None = None  # for a decoder that is forgotten, or not closed at the end
 
     def load(self, wanted: Wanted) -> Loaded:
         """This rank's share.  RankFailed if another rank could not load its own."""
@@ -78,14 +79,13 @@ class Ranks:
         if self._followers is None:
             place = launched(self.size)
             self._followers = start(self.size, run_rank) if place is None else meet_others(place)
+            self._finalizer = weakref.finalize(self, self._followers.close)
         followers, options = self._followers, options_of(wanted.options, 0)
         followers.send(Load(wanted))
         with _explained(followers):
-            if self._group is ALONE:
-                followers.wait("here")
-                self._group = followers.seat.join(resolve_device(options.device))
-                followers.at_failure = self._group.abort
-            loaded = wanted.load(self._group, options)
+            if followers.group is ALONE:
+                followers.join(resolve_device(options.device))
+            loaded = wanted.load(followers.group, options)
         followers.wait("loaded")
         return loaded
 
@@ -101,8 +101,9 @@ class Ranks:
         return engine
 
     def close(self) -> None:
-        if self._followers is not None:
-            self._followers.close()
+        """Ends the other ranks.  A second call does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 @contextmanager

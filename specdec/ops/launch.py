@@ -37,6 +37,8 @@ Which kernel triggers when, and which reads before a wait depend on it:
   and the suffix's keys and table, before its wait.
 - Never: the first-keys kernel, and the one that counts what a rank keeps.  Attention reads first keys and lengths before its
   wait, and may be the next kernel.
+- Early, though they wait for other ranks: exchanges between GPUs.  All their programs run when they have triggered, so that no
+  kernel after them can take a place that they need.  They read what other ranks send only after their wait.
 - Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/README.md, "Why the tiles
   and rules are what they are").
 """

@@ -53,8 +53,13 @@ class Group(ABC):
         """The smallest of all ranks' values.  The host waits for it."""
         return self.gather(torch.tensor([value], dtype=torch.float64, device=device)).min().item()
 
+    def problem(self) -> str:
+        """Why exchanges have failed, if any has; what they gave since then means nothing.  The host does not wait for it."""
+        return ""
+
     def abort(self) -> None:
-        """Ends every exchange that waits for a rank, now and later; what they give means nothing.  Any thread may ask.
+        """Ends every exchange that waits for a rank, now and later; what they give means nothing.  Any thread may ask, more
+        than once.
 
         Here there is nothing to end: the exchanges end by themselves when a rank is gone.
         """

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -37,7 +39,7 @@ class NcclGroup(Group):
 
     def __init__(self, name: bytes, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._nccl, self._comm = library(), ctypes.c_void_p()
+        self._nccl, self._comm, self._ending = library(), ctypes.c_void_p(), threading.Lock()
         self._neighbours: dict[int, NcclGroup] = {}
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the GPU's context
@@ -73,9 +75,9 @@ class NcclGroup(Group):
     def _split(self, size: int) -> NcclGroup:
         """A communicator of this rank's `size` adjacent ranks.  Blocks until all ranks have asked for theirs."""
         assert self.size % size == 0, (self.size, size)
-        part = object.__new__(NcclGroup)
-        part.rank, part.size, part.device = self.rank % size, size, self.device
-        part._nccl, part._comm, part._neighbours = self._nccl, ctypes.c_void_p(), {}
+        part = copy(self)
+        part.rank, part.size = self.rank % size, size
+        part._comm, part._ending, part._neighbours = ctypes.c_void_p(), threading.Lock(), {}
         with torch.cuda.device(self.device):
             where = self._comm, self.rank // size, self.rank, ctypes.byref(part._comm), None
             _check(self._nccl.ncclCommSplit(*where))
@@ -92,9 +94,10 @@ class NcclGroup(Group):
     def abort(self) -> None:
         for part in self._neighbours.values():
             part.abort()
-        if comm := self._comm.value:
-            self._comm = ctypes.c_void_p()
-            self._nccl.ncclCommAbort(ctypes.c_void_p(comm))
+        with self._ending:
+            comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm.value:
+            self._nccl.ncclCommAbort(comm)
 
     @property
     def _stream(self) -> ctypes.c_void_p:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from specdec.parallel.group import GlooGroup, Group
+from specdec.parallel.group import ALONE, GlooGroup, Group
 
 HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they connect
@@ -47,14 +47,16 @@ class Seat(NamedTuple):
     store: dist.Store
 
     def join(self, device: torch.device) -> Group:
-        """Connects to the other ranks, which do the same: over NCCL if they have a GPU each, else over gloo."""
+        """Connects to the other ranks, which do the same: through GPUs' memory and NCCL if they have one each, else gloo."""
         if device.type == "cpu":
             return GlooGroup(dist.ProcessGroupGloo(self.store, self.rank, self.size, PATIENCE), self.rank, self.size)
         from specdec.parallel.nccl import NcclGroup, new_name
+        from specdec.parallel.symmetric.group import connect
 
         if self.rank == 0:
             self.store.set("nccl", new_name().hex())
-        return NcclGroup(bytes.fromhex(self.store.get("nccl").decode()), self.rank, self.size, device)
+        name = bytes.fromhex(self.store.get("nccl").decode())
+        return connect(NcclGroup(name, self.rank, self.size, device), device)
 
 
 class Line:
@@ -93,17 +95,24 @@ class Followers:
 
     pipes: to each.  processes: theirs, if this process has started them.
     failure: why a rank has failed, the first one included; empty while all are well.
-    at_failure: called once if a rank fails, on a thread of its own.
+    group: the first rank's, once it has joined; its exchanges end if a rank fails, and at `close`.  device: where they run.
     """
 
     def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any]) -> None:
         self.seat, self._pipes, self._processes = seat, pipes, processes
-        self.failure, self.at_failure = "", lambda: None
+        self.failure = ""
+        self.group: Group = ALONE
+        self.device = torch.device("cpu")
         self._words, self._waited = Counter[str](), Counter[str]()
         self._news = threading.Condition()
         self._is_ending = False
         self._listener = threading.Thread(target=self._listen, name="specdec ranks", daemon=True)
         self._listener.start()
+
+    def join(self, device: torch.device) -> None:
+        """Connects this rank to the others, once all of them are ready for it."""
+        self.wait("here")
+        self.group, self.device = self.seat.join(device), device
 
     def send(self, message: Any) -> None:
         """Passes a message to every rank.  RankFailed, with the reason, if one has failed."""
@@ -123,6 +132,8 @@ class Followers:
 
     def check(self) -> None:
         """RankFailed, with the reason, if a rank has failed."""
+        if not self.failure and (problem := self.group.problem()):
+            self._fail(problem)
         if self.failure:
             raise RankFailed(self.failure)
 
@@ -139,13 +150,19 @@ class Followers:
         return error
 
     def close(self) -> None:
-        """Ends the messages, and the processes that do not leave by themselves.  A second call does nothing."""
+        """Ends the messages, and the processes that do not leave by themselves.  A second call does nothing.
+
+        What runs on this rank's device is waited for, as it may need the others.
+        """
         self._is_ending = True
+        if self.device.type == "cuda" and not self.failure:
+            torch.cuda.synchronize(self.device)
         for pipe in self._pipes:
             with contextlib.suppress(OSError, ValueError):
                 pipe.send(END)
         self._listener.join(END_SECONDS)
         self._end_all()
+        self._abort().join(END_SECONDS)
 
     # ---- what ends ranks ----
 
@@ -177,8 +194,14 @@ class Followers:
                 return
             self.failure = reason
             self._news.notify_all()
-        threading.Thread(target=self.at_failure, name="specdec abort", daemon=True).start()
+        self._abort()
         self._end_all(seconds=0.0)
+
+    def _abort(self) -> threading.Thread:
+        """Ends this rank's exchanges, on a thread: NCCL waits there for the graphs in which they were captured to go."""
+        thread = threading.Thread(target=self.group.abort, name="specdec abort", daemon=True)
+        thread.start()
+        return thread
 
     def _exit_code(self, rank: int) -> str:
         if not self._processes:
