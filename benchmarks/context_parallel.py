@@ -65,9 +65,9 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    Shape("latents, 64 heads a rank", 64, 576, 512),
-    Shape("latents, 16 heads a rank", 16, 576, 512),
     Shape("1 kv head, 8 heads a rank", 8, 128, 128),
+    Shape("latents, 16 heads a rank", 16, 576, 512),
+    Shape("latents, 64 heads a rank", 64, 576, 512),
 )
 
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--contexts", default="8192,32768,131072")
-    parser.add_argument("--nodes", default="1,6,32")
+    parser.add_argument("--nodes", default="1,6")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     contexts, nodes = (tuple(map(int, text.split(","))) for text in (args.contexts, args.nodes))

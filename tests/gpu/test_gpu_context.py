@@ -20,8 +20,12 @@ from specdec.prompts import Tokenizer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
-PROMPTS = [prompt * 2 for prompt in ragged_prompts(40, 4, seed=5)]
-SAMPLINGS = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=9, temperature=0.9, seed=3)] * 2
+PROMPTS = [prompt * 2 for prompt in ragged_prompts(40, 3, seed=5)]
+SAMPLINGS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=9, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=12),
+]
 
 
 def options_of(size: int) -> EngineOptions:
@@ -60,7 +64,7 @@ def test_ranks_write_what_one_writes(
     with decoder_of(*pair, spec, 1) as decoder:
         want = [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)]
     with decoder_of(*pair, spec, 2, ranks) as decoder:
-        for _ in range(3):  # later ones replay what the first has captured, and begin after kept pages
+        for _ in range(2):  # the second time replays what the first has captured, and begins after kept pages
             outs = decoder.generate(PROMPTS, SAMPLINGS)
             assert [out.token_ids for out in outs] == want
         assert Driver(decoder).num_graphs("round") > 0 and any(out.stats.cached_tokens for out in outs)
