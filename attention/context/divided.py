@@ -1,6 +1,6 @@
 """Passes over a cache whose committed tokens several ranks divide: which tables such a pass has.
 
-The tokens of the pass itself lie on every rank, in a scratch behind the cache's pages, where token t of the pass has slot t.
+The tokens of the pass itself lie on every rank, in a scratch after the cache's pages: token t of the pass in slot t of it.
 Each rank's own heads read them there; nothing that says which token reads which other one (a tree, a prompt's order) ever meets
 the tokens of other ranks.  The committed tokens before them are read without any mask.  After the pass, tokens that are to stay
 are moved from the scratch to the slots of those ranks that keep them.

@@ -58,6 +58,7 @@ def merged(states_DTHX: Tensor, value_dim: int) -> AttentionState:
     top_TH = lse_DTH.amax(0)
     weight_DTH = (lse_DTH - torch.where(top_TH == -torch.inf, 0.0, top_TH)).exp()
     total_TH = weight_DTH.sum(0)
-    weight_DTH = weight_DTH / torch.where(total_TH > 0, total_TH, 1.0)
-    out_THE = (out_DTHE.to(exact) * weight_DTH[..., None]).where(weight_DTH[..., None] > 0, 0.0).sum(0)
+    weight_DTH = weight_DTH / torch.where(total_TH == 0, 1.0, total_TH)
+    is_read_DTH1 = lse_DTH[..., None] != -torch.inf  # NaN of a key that was read stays NaN
+    out_THE = (out_DTHE.to(exact) * weight_DTH[..., None]).where(is_read_DTH1, 0.0).sum(0)
     return AttentionState(out_THE.to(states_DTHX.dtype), top_TH + total_TH.log())

@@ -3,8 +3,9 @@
 One program handles some rows, each an output of one query and head with its lse beside it.  The lse's bytes lie after the
 output's in a row, where kernels reach them through a float32 view of the same memory.
 
-Order of chained launches (specdec/ops/launch.py): both kernels read nothing before gdc_wait.  The exchange between them is no
-chained kernel.
+Order of chained launches (specdec/ops/launch.py): both kernels trigger early, and read nothing before gdc_wait; exchanges
+between GPUs do the same.  The suffix kernel after the merge reads queries, and the suffix's keys and table, before its wait.
+These are complete: attention in front of the packing triggers late, so all kernels before it have ended when the packing starts.
 
 Shapes: T queries, H heads of one rank, D ranks, E value dim, X numbers of a row, R rows.
 """
@@ -86,10 +87,10 @@ def merge_ranks_kernel(
         weight_R = tl.exp(lse_R - shift_R)
         x_RE = tl.load(states + (rank * rows + row_R[:, None]) * ROW + e[None, :], mask=ok_RE, other=0.0).to(tl.float32)
         total_R += weight_R
-        sum_RE += tl.where((weight_R > 0)[:, None], x_RE * weight_R[:, None], 0.0)
-    some_R = total_R > 0
-    safe_R = tl.where(some_R, total_R, 1.0)
-    tl.store(lse + row_R, tl.where(some_R, shift_R + tl.log(safe_R), -float("inf")), mask=ok_R)
+        sum_RE += tl.where((lse_R == -float("inf"))[:, None], 0.0, x_RE * weight_R[:, None])  # NaN of a key read stays NaN
+    none_R = total_R == 0
+    safe_R = tl.where(none_R, 1.0, total_R)
+    tl.store(lse + row_R, tl.where(none_R, -float("inf"), shift_R + tl.log(safe_R)), mask=ok_R)
     tl.store(out + row_R[:, None] * VALUE_DIM + e[None, :], (sum_RE / safe_R[:, None]).to(out.dtype.element_ty), mask=ok_RE)
 
 

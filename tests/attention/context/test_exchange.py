@@ -51,6 +51,16 @@ def test_swapped_states_are_attention_over_all_keys(dtype: torch.dtype) -> None:
         torch.testing.assert_close(state.lse_TH.double().cpu(), lse_TH[:, own], atol=1e-5, rtol=1e-6)
 
 
+def test_nan_of_a_read_key_is_not_hidden() -> None:
+    """Keeps out: a target that is not finite on one rank, whose text goes on as if nothing had been there."""
+    states, _, _ = partial_states(torch.float32)
+    pieces = torch.stack([packed(AttentionState(each.out_THD.cpu(), each.lse_TH.cpu()), D)[1] for each in states])
+    pieces[1, 3] = torch.nan
+    for state in (merged(pieces, E), launch_merge(pieces.to(DEVICE), E)):
+        assert bool(state.out_THD[3].isnan().all()) and bool(state.lse_TH[3].isnan().all())
+        assert not bool(state.out_THD[[0, 1, 2, 4]].isnan().any())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_kernels_equal_their_definition(dtype: torch.dtype) -> None:
     """Keeps out: a row in another rank's piece; an lse beside its place; NaN of a state whose lse is -inf."""
