@@ -5,7 +5,7 @@ output's in a row, where kernels reach them through a float32 view of the same m
 
 Order of chained launches (specdec/ops/launch.py): both kernels trigger early, and read nothing before gdc_wait; exchanges
 between GPUs do the same.  The suffix kernel after the merge reads queries, and the suffix's keys and table, before its wait.
-These are complete: attention in front of the packing triggers late, so all kernels before it have ended when the packing starts.
+These are complete: attention in front of the packing triggers late, so all kernels before it have ended when packing starts.
 
 Shapes: T queries, H heads of one rank, D ranks, E value dim, X numbers of a row, R rows.
 """
