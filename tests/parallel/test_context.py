@@ -1,6 +1,7 @@
 """Decode context parallelism: whole decoders whose ranks divide every sequence, and settings that are refused."""
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -139,6 +140,16 @@ def test_settings_that_do_not_fit(
     config = choose_target(zoos[zoo].target(name)).config
     with pytest.raises(ValueError, match=problem):
         resolved(config, **settings)
+
+
+def test_settings_are_refused_before_a_rank_starts(zoos: dict[type[Zoo], Zoo]) -> None:
+    """Keeps out: processes that start, only to fail."""
+    pair = zoos[Zoo].target("qwen3"), zoos[Zoo].head("qwen3", "eagle3")
+    with (
+        patch("specdec.loading.ranks.start", side_effect=AssertionError("started")),
+        pytest.raises(ValueError, match="decode_context_parallel_size must divide"),
+    ):
+        SpecDecoder.from_pretrained(*pair, TREE, device="cpu", **BOTH)
 
 
 def test_backends_that_read_whole_sequences_are_refused(zoos: dict[type[Zoo], Zoo]) -> None:
