@@ -95,7 +95,7 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
     shape, rows, context, nodes = case
     whole_page, dice = PAGE * group.size, torch.Generator(device).manual_seed(7)
     pages = -(-(context + nodes) // whole_page)
-    state = BatchState.empty(rows, pages, 0, 0, page_size=whole_page, device=device, dtype=dtype)
+    state = BatchState.empty(rows, pages, page_size=whole_page, device=device)
     state.pages.table.copy_(torch.randperm(rows * pages, device=device, generator=dice).add_(1).view(rows, pages))
     state.lens_B.fill_(context)
     count, T = rows * pages + 1, rows * nodes

@@ -11,11 +11,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
 from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
@@ -31,6 +31,9 @@ from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_sourc
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
+if TYPE_CHECKING:
+    from specdec.lossless.verification import Verification
+
 SHOW_SECONDS = 0.1  # between two looks at the numbers that a progress bar shows
 
 
@@ -38,7 +41,7 @@ class Parts(NamedTuple):
     """What takes memory, and is let go by `close`."""
 
     model: Target
-    head: DraftHead | None
+    head: DraftModel | None
     engine: Engine[DeviceRunner]
 
 
@@ -55,7 +58,7 @@ class SpecDecoder:
     def __init__(
         self,
         model: Target,
-        head: DraftHead | None,
+        head: DraftModel | None,
         settings: EngineSettings,
         tokenizer: Tokenizer,
         ranks: Ranks | None = None,
@@ -112,7 +115,7 @@ class SpecDecoder:
         return self._open().model
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> DraftModel | None:
         return self._open().head
 
     @property
@@ -191,6 +194,23 @@ class SpecDecoder:
             for request in requests:
                 self.owner.cancel(request)
         return [request.result() for request in requests]
+
+    def verify(
+        self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
+    ) -> Verification:
+        """Generates with and without speculation, and compares every token with a reference of higher precision.
+
+        prompts, sampling, progress: see `generate`.  Whoever samples gives a seed.
+
+        Other requests wait while the reference runs: it needs the weights of the target in a wider dtype, a layer at a time.
+        ValueError if this decoder has nothing to compare, beside those of `generate`.
+        """
+        from specdec.lossless.verify import verify
+
+        require_bool("progress", progress, False)
+        listed = as_prompt_list(prompts)
+        with show_progress("verify", "prompts") if progress else nullcontext(lambda *_: None) as show:
+            return verify(self, listed, _per_prompt(sampling, len(listed)), show)
 
     def stream(
         self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True

@@ -14,8 +14,8 @@ import torch
 from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, KINDS, NORM, OTHER, TRACED_PHASES, TREE, KernelSplit
 
 PATTERNS = (  # the first pattern that occurs in a kernel's short name says its kind
+    (EXCHANGE, r"nccl|^(flat|few_rows|many_rows)_kernel"),
     (COPY, r"memcpy|memset"),
-    (EXCHANGE, r"nccl"),
     (NORM, r"norm|rope|rotate|silu"),
     (
         ATTENTION,

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
+from specdec.attention.caches.quant_cache import as_stored
+from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.loading.resolve import EngineSettings
@@ -87,7 +89,7 @@ class Session:
         return self.decoder.model
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> DraftModel | None:
         return self.decoder.head
 
     @property
@@ -108,6 +110,11 @@ class Session:
     def kv_pool_bytes(self) -> int:
         """Bytes of the KV pool over both models."""
         return sum(cache.bytes for cache in self.decoder.engine.runner.workers.caches)
+
+    @property
+    def as_stored(self) -> StoreFn | None:
+        """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
+        return as_stored(self.decoder.engine.runner.workers.verifier.cache)
 
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) on every rank that holds the models; this rank's result."""

@@ -43,6 +43,20 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+# ---- prompts ----
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, num_prompts: str) -> None:
+    """What commands that run a file of prompts share.  num_prompts: how many they run if nobody says."""
+    add = parser.add_argument
+    lines = "text, one prompt a line, or .jsonl with one of these keys a line: token_ids, prompt, text, question, task, turns, "
+    lines += "messages; default: held-out prompts of the shipped pair"
+    add("--prompts", type=not_empty, metavar="FILE", help=lines)
+    add("--num-prompts", type=int, metavar="N", help=f"the file's first N; default: {num_prompts}")
+    add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
+    add("--chat", action="store_true", help="apply the target's chat template to the prompts")
+
+
 # ---- sampling ----
 
 

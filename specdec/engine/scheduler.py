@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from specdec.engine.chunks import ChunkBudget, Left
+from specdec.engine.needs import needs_of, row_options
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.request import Request
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
-from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, SamplingMode, Source, Step
+from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, Needs, PromptPart, RunChunk, RunRound, Source, Step
 
 # Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
 # rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
@@ -196,9 +197,9 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             self.totals.entered(request)
-            place, sampling = self.admission.places[request], request.sampling
-            options = (sampling.temperature, sampling.top_k, sampling.top_p, request.seed)
-            entries.append(Entry(len(self.seats), place.tables, *options, speculates, self._source(request)))
+            place = self.admission.places[request]
+            options, source = row_options(request.sampling, request.seed), self._source(request)
+            entries.append(Entry(len(self.seats), place.tables, options, speculates, source))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -221,20 +222,20 @@ class Scheduler:
                     request = seat.request
                     self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
 
-    def take(self, launch: Launch, emitted: list[list[int]], drafted: int, depths: int, seconds: float | None) -> None:
+    def take(self, launch: Launch, emitted: Emitted, drafted: int, depths: int, seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
 
-        emitted: the tokens of each part or row.  drafted, depths: how many draft tokens and levels a round's tree had.
+        drafted, depths: how many draft tokens and levels a round's tree had.
         seconds: what a timed round took; None if the launch was not timed.
         """
         step = launch.step
         self.totals.rounds += isinstance(step, RunRound)
         self.totals.chunks += isinstance(step, RunChunk)
         if isinstance(step, RunRound) and seconds is not None:
-            ran = [(tokens, seat.request) for tokens, seat in zip(emitted, launch.seats, strict=False) if seat is not None]
+            ran = [(tokens, seat.request) for tokens, seat in zip(emitted.tokens, launch.seats, strict=False) if seat]
             accepted = [len(tokens) - 1 for tokens, request in ran if self._speculates(request)]
             self.speculation.observe(step, depths, seconds, accepted)
-        for seat, tokens in zip(launch.seats, emitted, strict=False):
+        for seat, tokens in zip(launch.seats, emitted.tokens, strict=False):
             if seat is None or not tokens:
                 continue
             seat.unread -= 1
@@ -264,8 +265,8 @@ class Scheduler:
         cost = sum(self.budget.cost(part.start, len(part.token_ids)) for part in parts)
         cost += sum(self.budget.cost(0, len(part.source.token_ids)) for part in parts if part.source)
         may_capture = not running or cost <= self.budget.beside_rounds / CAPTURE_SHARE
-        mode, drafted = sampling_mode(ending), any(self._speculates(seat.request) for seat in seats if seat is not None)
-        return Launch([], RunChunk(tuple(parts), mode, drafted, cost, may_capture), seats)
+        drafted = any(self._speculates(seat.request) for seat in seats if seat is not None)
+        return Launch([], RunChunk(tuple(parts), self._needs(ending), drafted, cost, may_capture), seats)
 
     def _next_round(self) -> Launch:
         seats = [seat if seat.runs else None for seat in self.seats]
@@ -282,13 +283,17 @@ class Scheduler:
             if share := self.sharing.choose(pages):
                 before.append(share)
         shared = bool(self.sharing and self.sharing.shares)
-        catch_up, step = self.speculation.next_round(rows, sampling_mode(running), shared, speculating / len(running))
+        catch_up, step = self.speculation.next_round(rows, self._needs(running), shared, speculating / len(running))
         if catch_up is not None:
             before.append(catch_up)
         for seat in seats:
             if seat is not None:
                 seat.unread += 1
         return Launch(before, step, seats)
+
+    def _needs(self, requests: list[Request]) -> Needs:
+        """What a batch of these requests needs to choose its tokens."""
+        return needs_of(request.sampling for request in requests)
 
     def _source(self, request: Request) -> Source | None:
         """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
@@ -360,11 +365,3 @@ class Scheduler:
     def _rows_changed(self) -> None:
         if self.sharing is not None:
             self.sharing.forget()
-
-
-def sampling_mode(requests: list[Request]) -> SamplingMode:
-    """How a batch of these requests chooses its tokens: the cheapest mode that serves all of them."""
-    sampled = [r.sampling for r in requests if r.sampling.temperature > 0]
-    if not sampled:
-        return "greedy"
-    return "filtered" if any(s.top_k > 0 or s.top_p < 1 for s in sampled) else "sampled"

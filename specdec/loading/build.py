@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from specdec.attention.attend import make_backend
+from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.context.divided import DividedContext
 from specdec.attention.context.ownership import Ownership
 from specdec.attention.kinds import FULL
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.batch.state import BatchState
-from specdec.draft.eagle import DraftHead
-from specdec.draft.worker import DraftWorker
+from specdec.draft.drafter import DraftModel, Place
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.sharing import RowSharing
@@ -34,7 +34,7 @@ from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
 from specdec.runner.runner import DeviceRunner, shared_room
-from specdec.runner.workers import Drafter, Workers
+from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
 
@@ -51,7 +51,7 @@ LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
 
 
-def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine[DeviceRunner]:
+def build_engine(model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
     """Makes the KV pool, caches, workers, runner and scheduler around loaded models.
 
     head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
@@ -71,13 +71,15 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     return Engine(scheduler, runner, DEPTH[device])
 
 
-def plan_pool(model: Target, head: DraftHead | None, settings: EngineSettings) -> PoolPlan:
-    """The KV pool of these models: as large as the rank with the least memory has room for.  All ranks must ask."""
-    configs = [model.config] + ([head.config.model] if head else [])
-    return pool_plan(configs, settings, model.group.least(pool_bytes(settings.device), settings.device))
+def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
+    """The KV pool for both models: as large as the rank with the least memory has room for.  All ranks must ask."""
+    memory = model.group.least(pool_bytes(settings.device), settings.device)
+    if head is None:
+        return pool_plan([model.config], settings, memory)
+    return pool_plan([model.config, *head.needs.models], settings, memory, head.needs.slot_bytes)
 
 
-def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
+def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
@@ -89,38 +91,40 @@ def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings
     return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared)
 
 
-def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
+def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend)
-    aux_layers = head.config.aux_layers if head else ()
     context, longest = divided_context(settings, plan.num_pages[0], model.group), settings.longest_source(model.config)
-    caches = [_cache(model, model.config, plan, settings, context)]
+    cache = _cache(model, model.config, plan, settings, context)
     sources = _source_cache(model.config, settings) if longest else None
-    verifier = TargetVerifier(model, caches[0], backend, aux_layers, sources, context)
-    drafter: Drafter | None = None
-    spec = settings.spec if head else None
-    if head is not None:
-        assert spec is not None
-        most = head.config.draft_vocab_size
-        if spec.topk > most:
-            raise ValueError(
-                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
-            )
-        caches.append(_cache(head, head.config.model, plan, settings))
-        drafter = DraftWorker(head, caches[1], backend, spec.topk)
+    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, sources, context)
+    rows = settings.options.max_batch_size + 1  # the last row is always padding
+    drafter = head.worker(_place(head, backend, settings, plan, rows)) if head else None
     state = BatchState.empty(
-        settings.options.max_batch_size + 1,  # the last row is always padding
+        rows,
         settings.pages_per_sequence,
-        spec.topk if spec else 0,
-        head.config.model.hidden_size if head else 0,
         page_size=settings.page_tokens,
         groups=len(plan.groups),
         source_size=longest,
-        max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
-        features=head.config.feature_size if head else 0,
+        device=settings.device,
+    )
+    return Workers(verifier, drafter, state)
+
+
+def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> Place:
+    spec = settings.spec
+    assert spec is not None
+    head.check(spec)
+    return Place(
+        spec=spec,
+        backend=backend,
+        caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
+        slots=plan.num_pages[0] * settings.page_tokens,
+        span=plan.groups[0].span,
+        rows=rows,
+        max_pause=MAX_PAUSE if spec.is_auto else 0,
         device=settings.device,
         dtype=settings.dtype,
     )
-    return Workers(verifier, drafter, state, tuple(caches))
 
 
 def divided_context(settings: EngineSettings, pages: int, group: Group) -> DividedContext | None:
@@ -164,12 +168,12 @@ def free_memory(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def most_captured_cost(model: Target, head: DraftHead | None) -> int:
+def most_captured_cost(model: Target, head: DraftModel | None) -> int:
     """The largest cost of a chunk that is captured: up to it, a GPU computes the chunk faster than a slow host launches it.
 
     The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with its weights.
     """
-    layers = model.config.num_layers + (head.config.model.num_layers if head else 0)
+    layers = sum(config.num_layers for config in (model.config, *(head.needs.models if head else ())))
     weights = sum(p.numel() for p in {*model.parameters(), *(head.parameters() if head else ())} if p.dim() > 1)
     most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, CHUNK_COST["cuda"][2])

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle import DraftHead
-from specdec.draft.load import load_head
+from specdec.draft.drafter import DraftModel
+from specdec.draft.eagle.load import load_head
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, use_threads
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -24,7 +24,7 @@ from specdec.startup import STARTUP
 
 def load_pair(
     target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions, group: Group = ALONE
-) -> tuple[Target, DraftHead | None, EngineSettings, Path]:
+) -> tuple[Target, DraftModel | None, EngineSettings, Path]:
     """Both models on their device, the settings that they run with, and the target's folder (for its tokenizer).
 
     target, draft: folders or hub ids; draft None: no head is loaded, and spec is not used.
@@ -45,7 +45,7 @@ def load_pair(
     STARTUP.lap("target")
     head = None if draft_folder is None else load_head(draft_folder, model, max_positions, device, dtype)
     if head is not None:
-        choice = choose_attention(settings, chosen.config, head.config.model)
+        choice = choose_attention(settings, chosen.config, *head.needs.models)
         settings = replace(settings, attention_backend=choice)
     STARTUP.lap("draft")
     return model, head, settings, folder

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle import DraftHead
-from specdec.draft.load import read_head_config
+from specdec.draft.drafter import DraftModel
+from specdec.draft.eagle.load import read_head_config
 from specdec.loading.context import check_context
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
@@ -27,7 +27,7 @@ from specdec.parallel.shard import Shard
 
 MOST_RANKS = 64
 WEIGHTS_SHARE = 0.9  # of a GPU's memory: the weights must leave room for keys, values and activations
-Loaded = tuple[Target, DraftHead | None, EngineSettings, Path]
+Loaded = tuple[Target, DraftModel | None, EngineSettings, Path]
 
 
 class WantedPair(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
 from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
 from specdec.loading.pair import Loaded
@@ -89,7 +89,7 @@ class Ranks:
         followers.wait("loaded")
         return loaded
 
-    def build_engine(self, model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine[DeviceRunner]:
+    def build_engine(self, model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
         """See build.py.  All ranks make a runner, in place of the last one, and from now on run every step of this rank's."""
         followers = self._followers
         if followers is None:
@@ -148,7 +148,7 @@ class Follower:
     def __init__(self, seat: Seat, line: Line) -> None:
         self._seat, self._line = seat, line
         self._group: Group | None = None
-        self._held: tuple[Target, DraftHead | None, torch.device] | None = None
+        self._held: tuple[Target, DraftModel | None, torch.device] | None = None
         self._runner: DeviceRunner | None = None
 
     def take(self, message: Any) -> None:

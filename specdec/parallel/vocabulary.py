@@ -82,7 +82,7 @@ class Vocabulary(NamedTuple):
 
         if self.group.size == 1:
             return launch_scan
-        from specdec.ops.topk_ranks_triton import launch_scan_ranks
+        from specdec.parallel.scan_triton import launch_scan_ranks
 
         return partial(launch_scan_ranks, gather=self.group.gather)
 
@@ -109,6 +109,10 @@ class Vocabulary(NamedTuple):
         values_Rk = values_RX.gather(1, order_Rk).float()
         total_R1 = found_NRX[..., -1].logsumexp(0)[:, None].float()
         return values_Rk, ids_RX.gather(1, order_Rk).long(), total_R1 - values_Rk[:, :1]
+
+    def part(self, logits_RV: Tensor) -> Tensor:
+        """[R, W]: this rank's run of whole logits."""
+        return logits_RV[:, self.first : self.first + self.own]
 
     def whole(self, logits_RW: Tensor) -> Tensor:
         """[R, V]: the logits of all ranks."""

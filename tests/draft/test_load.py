@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from toolkit.models import HEADS, Zoo, kept_ids, save_eagle1, save_eagle3
 from torch import Tensor
 
-from specdec.draft.eagle import DraftHead
-from specdec.draft.load import default_aux_layers, load_head
+from specdec.draft.eagle.head import DraftHead
+from specdec.draft.eagle.load import default_aux_layers, load_head
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.ops.topk import with_offsets
 

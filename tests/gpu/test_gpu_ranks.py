@@ -42,6 +42,7 @@ ZOOS: dict[type[Zoo], tuple[str, ...]] = {
     SparseZoo: ("v32-dense-biases", "glm"),
 }
 FAMILIES = [(zoo, name) for zoo, names in ZOOS.items() for name in names]
+FIRST = [(Zoo, "qwen3"), (DeepseekZoo, "v3")]  # chains and sampling too; other families differ in their layers alone
 
 
 def options_of(size: int) -> EngineOptions:
@@ -74,13 +75,15 @@ def test_ranks_write_what_one_writes(zoo: type[Zoo], name: str, zoos: dict[type[
     if why := misfit(choose_target(target).config, ranks[0]):
         pytest.skip(f"{ranks[0]} ranks do not share {why}")
     draft = zoos[zoo].head(name, "eagle1" if name == "llama3-tied-dim8" else "eagle3")
-    for spec in (TREE, CHAIN):
-        with decoder_of(target, draft, spec, 1) as decoder:
-            want = [[out.token_ids for out in decoder.generate(PROMPTS, mode)] for mode in (SAMPLINGS, GREEDY)]
-        with decoder_of(target, draft, spec, *ranks) as decoder:
-            for _ in range(2):  # the second time replays what the first has captured
-                assert [[out.token_ids for out in decoder.generate(PROMPTS, mode)] for mode in (SAMPLINGS, GREEDY)] == want
-            assert Driver(decoder).num_graphs("round") > 0
+    is_first = (zoo, name) in FIRST
+    for spec in (TREE, CHAIN) if is_first else (TREE,):
+        for sampling in (GREEDY, SAMPLINGS) if is_first else (GREEDY,):
+            with decoder_of(target, draft, spec, 1) as decoder:
+                want = [out.token_ids for out in decoder.generate(PROMPTS, sampling)]
+            with decoder_of(target, draft, spec, *ranks) as decoder:
+                for _ in range(2):  # the second time replays what the first has captured
+                    assert [out.token_ids for out in decoder.generate(PROMPTS, sampling)] == want
+                assert Driver(decoder).num_graphs("round") > 0
 
 
 def test_a_cancelled_request_leaves_the_others_alone(zoos: dict[type[Zoo], Zoo], ranks: tuple[int, Ranks]) -> None:

@@ -20,11 +20,11 @@ from specdec import SamplingParams, SpecConfig, SpecDecoder, cli
 from specdec.attention.caches.int8_keys import rounded_queries
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import DenseAttention
-from specdec.bench import near_tie
 from specdec.bench.session import Session
 from specdec.cli.flags import engine_of
 from specdec.engine.pages.groups import ALL
 from specdec.loading.memory import kv_page_bytes
+from specdec.lossless.passes import DensePasses
 
 CASES = [
     ("llama", "eagle3", (4, 1, 5), 1, 8, "int8"),
@@ -202,7 +202,9 @@ def test_the_near_tie_check_reads_what_the_cache_would_give_back(zoo: Zoo) -> No
     """Keeps out: texts over 8-bit KV judged by logits over the exact values, or of the exact queries, which differ."""
     decoder = zoo.decoder("llama", kv_cache_dtype="int8_keys", int8_queries=True)
     ids = ragged_prompts(40, 5)[4]
-    got_V = near_tie._last_logits(Session(decoder), ids)
+    passes = DensePasses(Session(decoder))
+    with torch.inference_mode():
+        got_V = passes.logits(passes.hidden(ids))[-1]
     kinds, cache = decoder.model.config.layer_kinds, Driver(decoder).cache("target")
     with torch.inference_mode():
         rounded_V, exact_q_V, exact_kv_V = (

@@ -21,7 +21,7 @@ from toolkit.models import save_eagle1, save_target
 from toolkit.oracles.sharing import save_sharing
 
 from specdec import shipped
-from specdec.draft.load import load_head, parse_head_config
+from specdec.draft.eagle.load import load_head, parse_head_config
 from specdec.loading.resolve import resolve_dtype
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import read_json

@@ -18,20 +18,24 @@ from specdec.parallel.vocabulary import Vocabulary
 
 
 class StubModel(torch.nn.Module):
-    """A target whose next-token logits are the same everywhere."""
+    """A target whose next-token logits are the same everywhere, but off by `error` while its weights are of that dtype."""
 
-    def __init__(self, logits: list[float]) -> None:
+    def __init__(self, logits: list[float], dtype: torch.dtype, error: list[float]) -> None:
         super().__init__()
-        self.row = torch.nn.Parameter(torch.tensor(logits))
+        self.row, self.error, self.dtype = torch.tensor(logits), torch.tensor(error), dtype
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.config = SimpleNamespace(
+            num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,), has_experts=False
+        )
         self.vocabulary = Vocabulary.of(len(logits), ALONE)
-        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,))
 
     def forward(self, ids_T, positions_T, attn):
         assert positions_T.tolist() == list(range(len(ids_T)))
         return SimpleNamespace(hidden_TH=torch.ones(len(ids_T), 1))
 
     def logits(self, hidden):
-        return self.row.expand(hidden.shape[0], -1)
+        row = self.row + self.error if self.weight.dtype == self.dtype else self.row
+        return row.expand(hidden.shape[0], -1)
 
 
 class StubPhases:
@@ -49,9 +53,10 @@ class StubSession(Session):
     """Speculates two rounds where plain decoding takes five, or writes `wrong` while it does.
 
     right: ids of every prompt's output.  text: of every output; None is a decoder without a tokenizer.  reason: why it ended.
+    logits, error: see StubModel.
     """
 
-    model = settings = head = None
+    model = settings = head = as_stored = None
     num_graphs, kv_pool_bytes = 0, 1536
 
     def __init__(
@@ -63,8 +68,9 @@ class StubSession(Session):
         right: list[int] = (5, 6, 7, 8, 5, 6),
         text: str | None = None,
         reason: str = "length",
+        error: list[float] = (0.0,),
     ) -> None:
-        self.model = StubModel(list(logits))
+        self.model = StubModel(list(logits), dtype, list(error))
         self.settings = SimpleNamespace(
             options=EngineOptions(max_batch_size=2, page_size=4), spec=SpecConfig(2, 2, 4), device=torch.device("cpu"),
             dtype=dtype, cuda_graphs=False,
@@ -73,10 +79,6 @@ class StubSession(Session):
         self.reason = reason
         self.phases, self.is_timing = StubPhases(), False
         self.calls: list[tuple[bool, bool]] = []
-
-    def together(self, function, *given):
-        cache, state = SimpleNamespace(kinds=()), SimpleNamespace(lens_B=torch.zeros(1))
-        return function(SimpleNamespace(verifier=SimpleNamespace(model=self.model, cache=cache), state=state), *given)
 
     @property
     def writes_text(self) -> bool:

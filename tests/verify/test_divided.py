@@ -82,9 +82,7 @@ def check(
     def on_rank(group: ThreadGroup) -> Tensor:
         owned = Ownership(group.rank, ranks, page_size, run)
         context = DividedContext(group, owned, pages * page_size, B * N + 3)
-        state = BatchState.empty(
-            B, world.where.table_BW.shape[1], 0, 0, page_size=page_size * ranks, device="cpu", dtype=torch.float32
-        )
+        state = BatchState.empty(B, world.where.table_BW.shape[1], page_size=page_size * ranks, device="cpu")
         state.pages.table.copy_(world.where.table_BW)
         state.lens_B.copy_(world.where.lens_B)
         cache = KVCache(layout(torch.float32), [FULL], pages * page_size + context.room)

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
+from specdec.config import SpecConfig
+from specdec.draft.drafter import DraftModel, DraftNeeds, Place
+from specdec.draft.eagle.worker import DraftWorker
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
@@ -54,7 +57,7 @@ class HeadConfig:
         return max(1, len(self.aux_layers)) * self.target_hidden_size
 
 
-class DraftHead(nn.Module):
+class DraftHead(DraftModel):
     """What the draft worker needs of a head.
 
     The embedding and the language-model head may be the target's own modules.
@@ -73,6 +76,23 @@ class DraftHead(nn.Module):
         self.register_buffer("d2t_V", None)
         self.d2t_V: Tensor | None
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(self.config.aux_layers, (self.config.model,))
+
+    def check(self, spec: SpecConfig) -> None:
+        most = self.config.draft_vocab_size
+        if spec.topk > most:
+            raise ValueError(
+                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
+            )
+
+    def worker(self, place: Place) -> DraftWorker:
+        return DraftWorker(self, place)
+
+    def passes(self, spec: SpecConfig) -> int:
+        return spec.max_steps
 
     @abstractmethod
     def fuse(self, features_TF: Tensor) -> Tensor:
@@ -109,6 +129,10 @@ class Eagle3Head(DraftHead):
         self.post_attention_layernorm = RMSNorm(H, eps)
         self.mlp = MLP(model)
         self.norm = RMSNorm(H, eps)
+
+    @property
+    def once_bytes(self) -> int:
+        return self.fc.num_bytes  # features are fused in the extend only
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return self.fc(features_TF)

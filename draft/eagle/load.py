@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specdec.attention.kinds import LayerKind
-from specdec.draft.eagle import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
+from specdec.draft.eagle.head import HEADS, DraftHead, Eagle1Head, Eagle3Head, HeadConfig
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
 from specdec.models.checkpoints.loader import (

@@ -60,7 +60,7 @@ def first_level(candidates: Candidates, tokens_BK: Tensor, logp_BK: Tensor) -> B
     """Level 1: the root's children, which are all candidates and the beam at the same time."""
     B, K = tokens_BK.shape
     if use_kernels(logp_BK):
-        from specdec.draft.expand_triton import launch_first_level
+        from specdec.draft.tree.expand_triton import launch_first_level
 
         launch_first_level(candidates, tokens_BK, logp_BK)
     else:
@@ -98,7 +98,7 @@ def expand(
     """
     B, K = beam.tokens_BK.shape
     if K <= MAX_KERNEL_TOPK and vocabulary.use_kernels(logits_RW, K):
-        from specdec.draft.expand_triton import launch_expand
+        from specdec.draft.tree.expand_triton import launch_expand
 
         return launch_expand(candidates, level, beam, logits_RW, offsets_V, vocabulary.scan())
     logp_RK, tokens_RK = vocabulary.top(logits_RW, K, offsets_V)

@@ -19,7 +19,7 @@ from specdec.ops.launch import chained
 from specdec.ops.topk_triton import LOWEST_32, ordered_32
 
 if TYPE_CHECKING:
-    from specdec.draft.expand import Candidates
+    from specdec.draft.tree.expand import Candidates
 
 
 @triton.jit(do_not_specialize=["stride_b", "count", "num_nodes"])

@@ -12,13 +12,12 @@ Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T packed tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
-from specdec.attention.backend import Backend
-from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, last_positions
 from specdec.attention.shared import split_shared
@@ -26,28 +25,43 @@ from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.branches import fork
-from specdec.draft.build_tree import best_nodes
-from specdec.draft.eagle import DraftHead
-from specdec.draft.expand import Candidates, expand, first_level
+from specdec.draft.drafter import Drafter, Place
+from specdec.draft.eagle.rows import EagleRows
+from specdec.draft.tree.branches import fork
+from specdec.draft.tree.build_tree import best_nodes
+from specdec.draft.tree.expand import Candidates, expand, first_level
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
+from specdec.steps import Needs
+
+if TYPE_CHECKING:
+    from specdec.draft.eagle.head import DraftHead
 
 # Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
 # nothing, and no second plan is made to leave them out.
 FEW_ROWS = 64
 
 
-class DraftWorker:
+class DraftWorker(Drafter):
     """Runs a head over the running batch.
 
     In each group of layers the head's cache has the same slots as the target's, so one page table a group serves both models.
     """
 
-    def __init__(self, head: DraftHead, cache: KVCache, backend: Backend, topk: int) -> None:
-        self.head, self.cache, self.backend, self.topk = head, cache, backend, topk
+    def __init__(self, head: DraftHead, place: Place) -> None:
+        self.head, self.backend, self.topk = head, place.backend, place.spec.topk
+        (self.cache,) = self.caches = place.caches
+        self.rows: EagleRows = EagleRows.empty(
+            place.rows,
+            self.topk,
+            head.config.model.hidden_size,
+            max_pause=place.max_pause,
+            features=head.config.feature_size,
+            device=place.device,
+            dtype=place.dtype,
+        )
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         """The next tree of every row.
 
         A tree of S levels takes S - 1 runs of the head: the root's children, level 1, are known already, because the last
@@ -58,8 +72,8 @@ class DraftWorker:
     def _draft_chain(self, state: BatchState, steps: int) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
         groups = self._groups(state)
-        rows = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups]
-        tokens_B, hidden_BH = state.level1_tokens_BK[:, 0], state.level1_hidden_BH
+        rows, first = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups], self._rows(state)
+        tokens_B, hidden_BH = first.level1_tokens_BK[:, 0], first.level1_hidden_BH
         drawn = [state.bonus_B, tokens_B]
         for step in range(steps):
             positions_B = rows[0].positions[step]
@@ -78,11 +92,11 @@ class DraftWorker:
         continue.
         """
         S, K, B = spec.max_steps, self.topk, state.rows
-        device, groups = state.lens_B.device, self._groups(state)
+        device, groups, first = state.lens_B.device, self._groups(state), self._rows(state)
         prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K), group.shared) for group in groups]
         candidates = Candidates.empty(B, K, S, device)
-        beam = first_level(candidates, state.level1_tokens_BK, state.level1_logp_BK)
-        hidden, ancestors = state.level1_hidden_BH, [torch.empty(B, 0, dtype=torch.int32, device=device)] * len(groups)
+        beam = first_level(candidates, first.level1_tokens_BK, first.level1_logp_BK)
+        hidden, ancestors = first.level1_hidden_BH, [torch.empty(B, 0, dtype=torch.int32, device=device)] * len(groups)
         for level in range(2, S + 1):
             rows = [
                 fork(group.pages, group.lens_B, beam.parents_BK, hidden, paths)
@@ -98,16 +112,21 @@ class DraftWorker:
             ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
-    def extend(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor) -> None:
-        """Runs the head over the accepted tokens with true target features; writes the next tree's first level into `state`.
+    def extend(
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
+    ) -> None:
+        """Runs the head over the accepted tokens with true target features; keeps the next tree's first level.
 
-        base_lens_B: int32, the committed length before this round.
-        tokens_BE: int64, the emitted tokens.  Columns after last_B are padding; what the head computes for them is never used.
-        last_B: int64, the column of the bonus token.
-        features_BEF: for each emitted token, the target's features of the token before it.
-        state.lens_B: int32, already the length that includes the tokens up to column last_B.
+        What the head computes for columns after last_B is never used.
         """
-        B, E = tokens_BE.shape
+        assert features_BEF is not None
+        (B, E), rows = tokens_BE.shape, self._rows(state)
         few = B * E <= FEW_ROWS
         tables = [self._extend_tables(group, base_lens_B, E, last_rows=not few) for group in self._groups(state)]
         features_TH = self.head.fuse(features_BEF.flatten(0, 1))
@@ -116,23 +135,45 @@ class DraftWorker:
         inputs, attn = (tokens_BE.flatten(), features_TH, positions_T), self._attention(tables)
         if few:
             hidden_TH = self.head(*inputs, attn)
-            take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=state.level1_hidden_BH[:, None])
+            take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
         else:
-            state.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
-        self._set_first_level(state)
+            rows.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
+        self._set_first_level(rows)
 
-    def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
-        """Runs the head over parts of prompts, with the target's features [T, F], like `extend`.
-
-        first_B: int64, the first output token of each prompt that ends here.  Each part's first level is left in its row of
-        `state`, where it counts if the prompt ends.
-        """
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+        """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
         attn = self._attention(prompts.tables_of(self.cache.group_numbers))
         next_ids_T = prompts.next_ids(first_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
         logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V)
-        for target, source in zip(state.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
+        for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
+
+    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
+        assert features_BF is not None
+        self._rows(state).keep(state, tokens_B, features_BF)
+
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
+        rows = self._rows(state)
+        has_some_B1 = rows.pending_B[:, None] > 0
+        before = [tensor.clone() for tensor in rows.first_level]
+        base_lens_B = state.lens_B - rows.pending_B.int()
+        last_B = (rows.pending_B - 1).clamp(min=0)
+        self.extend(state, needs, base_lens_B, rows.pending_tokens_BP, last_B, rows.pending_features_BPF)
+        for tensor, old in zip(rows.first_level, before, strict=True):
+            tensor.copy_(torch.where(has_some_B1, tensor, old))
+        rows.pending_B.zero_()
+
+    def changed(self, state: BatchState) -> list[Tensor]:
+        rows = self._rows(state)
+        return [rows.pending_B, *rows.first_level]
+
+    def clear_rows(self, rows_R: Tensor) -> None:
+        self.rows.pending_B.index_fill_(0, rows_R, 0)
+
+    def _rows(self, state: BatchState) -> EagleRows:
+        """The rows of the state, which are the batch's first ones."""
+        return self.rows.narrow(state.rows)
 
     def _groups(self, state: BatchState) -> list[BatchState]:
         """The batch as each group of the head's layers sees it."""
@@ -155,8 +196,8 @@ class DraftWorker:
             last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
         return PassTables(plan, rows.slots.flatten(), last_plan)
 
-    def _set_first_level(self, state: BatchState) -> None:
-        """Computes the next tree's first level, K tokens a row, from the hidden states in `state`."""
-        logits_BV = self.head.logits(state.level1_hidden_BH)
-        out = (state.level1_logp_BK, state.level1_tokens_BK)
+    def _set_first_level(self, rows: EagleRows) -> None:
+        """Computes the next tree's first level, K tokens a row, from the hidden states in `rows`."""
+        logits_BV = self.head.logits(rows.level1_hidden_BH)
+        out = (rows.level1_logp_BK, rows.level1_tokens_BK)
         self.head.vocabulary.top(logits_BV, self.topk, self.head.d2t_V, out)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
-from specdec.draft.expand import Candidates
+from specdec.draft.tree.expand import Candidates
 from specdec.ops.launch import use_kernels
 from specdec.ops.topk import stable_topk
 
@@ -26,7 +26,7 @@ def best_nodes(candidates: Candidates, root_B: Tensor, num_draft_tokens: int, nu
     """
     max_depth = min(num_steps, num_draft_tokens - 1)
     if candidates.scores_BC.shape[1] <= MAX_KERNEL_CANDIDATES and use_kernels(candidates.scores_BC):
-        from specdec.draft.build_tree_triton import launch_best_nodes
+        from specdec.draft.tree.build_tree_triton import launch_best_nodes
 
         tokens_BN, parents_BN = launch_best_nodes(candidates, root_B, num_draft_tokens)
         return DraftTree.from_parents(tokens_BN, parents_BN, max_depth)

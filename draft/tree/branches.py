@@ -46,7 +46,7 @@ def fork(pages: PageTable, lens_B: Tensor, parents_BK: Tensor, hidden: Tensor, a
     ancestors: [B * P, W] int32, the slots of these rows' paths; W is 0 at the first step.
     """
     if use_kernels(hidden):
-        from specdec.draft.branches_triton import launch_fork
+        from specdec.draft.tree.branches_triton import launch_fork
 
         return Branches(*launch_fork(pages, lens_B, parents_BK, hidden, ancestors))
     (B, K), W, H = parents_BK.shape, ancestors.shape[1], hidden.shape[1]

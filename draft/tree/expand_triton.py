@@ -18,7 +18,7 @@ from specdec.ops.launch import chained
 from specdec.ops.topk_triton import LOWEST_64, Scan, key_index, key_value, launch_scan, make_key, merge_rows, merge_sizes
 
 if TYPE_CHECKING:
-    from specdec.draft.expand import Beam, Candidates
+    from specdec.draft.tree.expand import Beam, Candidates
 
 
 @triton.jit(do_not_specialize=["rows", "stride_b"])
