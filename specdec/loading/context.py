@@ -12,6 +12,8 @@ NAME = "decode_context_parallel_size"
 def check_context(options: EngineOptions, target: ModelConfig, target_backend: str) -> None:
     """ValueError, with the nearest setting that works, if ranks can't divide this target's keys and values as asked."""
     size, ranks, run = options.decode_context_parallel_size, options.tensor_parallel_size, options.context_interleave
+    if run is not None and size == 1:
+        raise ValueError(f"context_interleave is for {NAME} above 1, got {run}; nearest setting that works: None")
     if run is not None and options.page_size % run:
         fits = next(fit for fit in range(run, 0, -1) if options.page_size % fit == 0)
         raise ValueError(

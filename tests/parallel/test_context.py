@@ -131,6 +131,7 @@ def test_a_drafter_keeps_whole_sequences(zoos: dict[type[Zoo], Zoo]) -> None:
     (DeepseekZoo, "v3", {"decode_context_parallel_size": 3, "tensor_parallel_size": 4}, "4 processes hold .*: 2"),
     (Zoo, "mistral", BOTH, r"layers that read a span of keys only \(window 11\), got 2; nearest setting that works: 1"),
     (SparseZoo, "v32", BOTH, "an indexer chooses the keys .*nearest setting that works: 1"),
+    (DeepseekZoo, "v3", {"context_interleave": 8}, "is for decode_context_parallel_size above 1, got 8; .*: None"),
     (DeepseekZoo, "v3", {**BOTH, "context_interleave": 6}, "must divide page_size=16, got 6; nearest setting that works: 4"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit(
