@@ -28,6 +28,7 @@ from specdec.loading.memory import PoolPlan, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
+from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.runner.runner import DeviceRunner, shared_room
@@ -73,15 +74,18 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
 
 def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
+    use_numerics(model, settings.numerics)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
-    reads_together = settings.options.prefix_caching and most_read(model.config) is None  # else each query reads its own choice
+    # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.
+    may_share = most_read(model.config) is None and not settings.numerics.is_invariant
+    reads_together = settings.options.prefix_caching and may_share
     shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
     return DeviceRunner(workers, settings.cuda_graphs, most_captured_cost(model, head), shared)
 
 
 def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
-    backend = make_backend(settings.attention_backend)
+    backend = make_backend(settings.attention_backend, settings.numerics)
     aux_layers = head.config.aux_layers if head else ()
     caches, longest = [_cache(model, model.config, plan, settings)], settings.longest_source(model.config)
     sources = _source_cache(model.config, settings) if longest else None
@@ -96,7 +100,9 @@ def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, pl
                 f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
             )
         caches.append(_cache(head, head.config.model, plan, settings))
-        drafter = DraftWorker(head, caches[1], backend, spec.topk)
+        # The drafter's numbers don't reach the text, so it runs what is fastest.
+        draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
+        drafter = DraftWorker(head, caches[1], draft_backend, spec.topk)
     state = BatchState.empty(
         settings.options.max_batch_size + 1,  # the last row is always padding
         settings.pages_per_sequence,

@@ -162,6 +162,13 @@ class Linear(nn.Module):
         return sum(stored.numel() * stored.element_size() for stored in self.parameters())
 
 
+def use_numerics(model: nn.Module, numerics: Numerics) -> None:
+    """Makes all matrices of a model choose their products by that policy."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.numerics = numerics
+
+
 class LinearStack(nn.Module):
     """N matrices of one shape and with the same parts, such as one projection of all experts of a layer.  No bias.
 

@@ -27,6 +27,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numeri
     """x W^T + bias: [T, O], summed in float32 and rounded once."""
     if use_operator(x_TI):
         return LINEAR(x_TI, weight_OI, bias_O)
+    if numerics.is_invariant:
+        return _invariant(x_TI, weight_OI, bias_O, False, numerics)
     tiles = _tiles(x_TI, weight_OI, False, numerics)
     return F.linear(x_TI, weight_OI, bias_O) if tiles is None else _launch(x_TI, weight_OI, bias_O, False, tiles)
 
@@ -39,6 +41,8 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
     """
     if use_operator(x_TI):
         return GATED_LINEAR(x_TI, weight_2FI, bias_2F)
+    if numerics.is_invariant:
+        return _invariant(x_TI, weight_2FI, bias_2F, True, numerics)
     tiles = _tiles(x_TI, weight_2FI, True, numerics)
     if tiles is None:
         return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
@@ -67,12 +71,27 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
     return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
 
 
+def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, numerics: Numerics) -> Tensor:
+    """The product whose rows do not depend on each other.  It never falls back to a library."""
+    assert use_kernels(x) and has_pdl(x.device) and x.dtype == weight.dtype and weight.is_contiguous()
+    x_TI = x.reshape(-1, x.shape[-1])
+    tiles = numerics.product_tiles(x_TI.shape[0], *weight.shape, x.dtype, gated)
+    assert tiles is not None and (x_TI.shape[0] <= FEW or _tma_reads(weight)), "refused where the decoder is built"
+    if x_TI.stride(1) != 1 or not _tma_reads(x_TI):
+        x_TI = x_TI.contiguous()
+    return _launch(x_TI, weight, bias, gated, tiles).unflatten(0, x.shape[:-1])
+
+
 def _tma_reads(*matrices: Tensor) -> bool:
     """Whether the GPU's copy engine (TMA) can read these matrices: every row must start at a multiple of 16 bytes."""
     return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    if tiles.columns:
+        from specdec.ops.products.linear_tiled_triton import launch_tiled_linear
+
+        return launch_tiled_linear(x, weight, bias, gated, tiles)
     if tiles.block_t > FEW:
         from specdec.ops.products.linear_wide_triton import launch_wide_linear
 
