@@ -48,7 +48,7 @@ def test_columns_are_cut_alike_for_all_rows(O: int, I: int, gated: bool) -> None
         by_program = -(-steps // tiles.splits) * tiles.block_i
         cuts.add((tiles.splits, 0 if tiles.splits == 1 else tiles.columns or by_program))
         most = 2 * tiles.block_o if tiles.columns or tiles.block_t > FEW else tiles.block_o
-        assert tiles.warps % 4 == 0 and most >= 64 and tiles.block_t >= 8
+        assert tiles.warps % 4 == 0 and most >= 64 and tiles.block_t >= 16
         assert tiles.shared_bytes(2) <= 227 * 1024
         assert tiles.splits == 1 or T > FEW or -(-O // tiles.block_o) <= ARRIVALS
     assert len(cuts) == 1

@@ -100,14 +100,14 @@ def invariant_tiles(T: int, O: int, I: int, gated: bool) -> ProductTiles:
     """Tiles by which a row's result does not depend on T, bit for bit, in bfloat16 and float16 on Hopper.
 
     An element is a sum over columns.  Its order is fixed by two things: the splits, which here depend on the weight's shape
-    alone; and the tensor cores' instruction, which adds up 16 columns at a time.  At least 64 weight rows and 4 warps a program
-    make it the same one (wgmma) for any number of rows.  Other sizes of tiles don't matter.
+    alone; and the tensor cores' instruction, which adds up 16 columns at a time.  At least 64 weight rows, 16 rows of x and 4
+    warps a program make it the same one (wgmma) for any number of rows.  Other sizes of tiles don't matter.
     """
     splits = -(-I // 2048) if O < 4096 else 1 if O >= 16384 or I <= 8192 else 4
     if T > FEW:
         many = _tiles_many(T, O, torch.bfloat16, gated) if splits == 1 else None
         return many or _tiles_of_rows(T, O, I, splits)
-    block_t = max(8, 1 << (T - 1).bit_length())
+    block_t = max(16, 1 << (T - 1).bit_length())
     if splits > 1:
         return ProductTiles(block_t, 64, STEP, splits, 4, 6 if T <= 16 else 5)
     if T <= 16:
