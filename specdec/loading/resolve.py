@@ -150,8 +150,7 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
             "kv_cache_dtype='auto'",
         )
     if options.tensor_parallel_size > 1:
-        got = options.tensor_parallel_size
-        refuse(f"runs in one process, got tensor_parallel_size={got}", "tensor_parallel_size=1")
+        refuse(f"runs in one process, got tensor_parallel_size={options.tensor_parallel_size}", "tensor_parallel_size=1")
     sizes = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim
     if any(size % 8 for size in sizes):
         refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {' and '.join(map(str, sizes))}")

@@ -65,7 +65,8 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
         return None
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
-    tiles = numerics.product_tiles(x.shape[0], *weight.shape, x.dtype, gated)
+    O, I = weight.shape
+    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
@@ -75,8 +76,9 @@ def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, nume
     """The product whose rows do not depend on each other.  It never falls back to a library."""
     assert use_kernels(x) and has_pdl(x.device) and x.dtype == weight.dtype and weight.is_contiguous()
     x_TI = x.reshape(-1, x.shape[-1])
-    tiles = numerics.product_tiles(x_TI.shape[0], *weight.shape, x.dtype, gated)
-    assert tiles is not None and (x_TI.shape[0] <= FEW or _tma_reads(weight)), "refused where the decoder is built"
+    (T, I), O = x_TI.shape, weight.shape[0]
+    tiles = numerics.product_tiles(T, O, I, x.dtype, gated)
+    assert tiles is not None and (T <= FEW or _tma_reads(weight)), "refused where the decoder is built"
     if x_TI.stride(1) != 1 or not _tma_reads(x_TI):
         x_TI = x_TI.contiguous()
     return _launch(x_TI, weight, bias, gated, tiles).unflatten(0, x.shape[:-1])
