@@ -29,6 +29,7 @@ from specdec.ops.numerics import INVARIANT
 BLOCK_M, WARPS, STAGES = 64, 4, 3  # of every product: with other numbers tensor cores would add up in another order
 LEAST, OCTAVES = 128, 5  # keys of the first leaves, and how often their length doubles
 FULL_GPU = 0.8  # threshold: the share of the GPU that has work if each program computes all leaves of its queries
+MOST_SCRATCH = 1 << 28  # threshold in bytes: with more memory for states, each program computes all leaves of its queries
 JOINED = 8  # states that the joining kernel loads together
 
 
@@ -80,7 +81,8 @@ class InvariantBackend(TritonBackend):
         octaves = octaves_of(paged.span)
         tiles, most = triton.cdiv(paged.max_seqlen_q * (H // K), BLOCK_M), most_leaves(paged)
         programs = self.programs or programs_at_once(q_THD.device)
-        one = most == 1 or paged.rows * K * tiles >= FULL_GPU * programs
+        is_full, is_large = paged.rows * K * tiles >= FULL_GPU * programs, 4 * T * H * most * D > MOST_SCRATCH
+        one = most == 1 or is_full or is_large
         states, in_scratch = 2 if one else most, plan.suffix is not None or not one
         values, sums = plan.scratch(T, H, states, D, q_THD.device) if in_scratch else state
         shapes = {"HEAD_DIM": D, "PADDED_DIM": padded(D)}
