@@ -3,6 +3,7 @@
 
     python benchmarks/deterministic.py --out benchmarks/results/deterministic.json
     python benchmarks/deterministic.py --models dense --tokens 64 --fast
+    python benchmarks/deterministic.py --cost
 
 Every text is compared with that of plain decoding, token by token.  The shipped pair drafts with its own head.  The other
 models have the layer shapes of real ones, fewer layers, and random bf16 weights, whose logits lie close together; their drafts
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from round_8b import TARGET, random_pair
+from round_8b import TARGET, Case, measure, random_pair
 from torch import Tensor
 
 from specdec.attention.kinds import FULL, LayerKind
@@ -32,6 +33,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
+from specdec.loading import memory
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.config import ModelConfig
 from specdec.models.target import Target
@@ -50,6 +52,10 @@ MODELS: dict[str, ModelConfig | None] = {
     ),
 }  # fmt: skip
 AUX_LAYERS = (0, 1, 2)
+COSTS = (
+    Case("plain", 1, 1024), Case("5,1,6", 1, 1024), Case("5,8,32", 1, 1024), Case("7,10,60", 1, 1024), Case("plain", 8, 1024),
+    Case("5,1,6", 8, 1024), Case("5,1,6", 32, 1024),
+)  # fmt: skip
 
 
 class Way(NamedTuple):
@@ -173,57 +179,79 @@ def write(
 
 
 def compare(name: str, tokens: int, count: int, deterministic: bool) -> list[dict[str, Any]]:
+    """Texts of all ways against those of plain decoding.  A third of them are greedy, a third sampled, a third with top-p."""
     parts = models_of(name, 4096)
     prompts = prompts_of(name, count, parts[2])
+    plain = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    sampling = [
+        replace(plain, temperature=0.8 if i % 3 else 0.0, top_p=0.9 if i % 3 == 2 else 1.0, seed=i) for i in range(count)
+    ]
+    texts, _ = write(name, Way("plain"), parts, prompts, sampling, None, deterministic)
+    longest = max(len(p) + len(t) for p, t in zip(prompts, texts, strict=True))
+    texts_QX = torch.zeros(count, longest, dtype=torch.int64)
+    for row, prompt, text in zip(texts_QX, prompts, texts, strict=True):
+        row[: len(prompt) + len(text)] = torch.tensor([*prompt, *text])
+    texts_QX = texts_QX.cuda()
     rows = []
-    for temperature in (0.0, 0.8):
-        sampling = [SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=i) for i in range(count)]
-        if temperature:
-            sampling = [replace(each, top_p=0.9 if i % 2 else 1.0) for i, each in enumerate(sampling)]
-        texts, _ = write(name, Way("plain"), parts, prompts, sampling, None, deterministic)
-        longest = max(len(p) + len(t) for p, t in zip(prompts, texts, strict=True))
-        texts_QX = torch.zeros(count, longest, dtype=torch.int64)
-        for row, prompt, text in zip(texts_QX, prompts, texts, strict=True):
-            row[: len(prompt) + len(text)] = torch.tensor([*prompt, *text])
-        texts_QX = texts_QX.cuda()
-        for way in WAYS:
-            begun, asked = time.perf_counter(), way.requests or count
-            got, accepted = write(name, way, parts, prompts[:asked], sampling[:asked], texts_QX, deterministic)
-            differing = [g != t for g, t in zip(got, texts)]
-            row = {
-                "model": name, "temperature": temperature, "way": way.name, "tokens": sum(map(len, got)), "texts": len(got),
-                "texts_that_differ": sum(differing),
-                "tokens_that_differ": sum(a != b for g, t in zip(got, texts) for a, b in zip(g, t)),
-                "accept_length": round(accepted, 3), "seconds": round(time.perf_counter() - begun, 1),
-            }  # fmt: skip
-            rows.append(row)
-            print(
-                f"{name:>8} T={temperature} {way.name:<52} {row['tokens']:>6} tokens, {sum(differing):>2} of {len(got):>2} "
-                f"texts differ, accept length {accepted:.2f}, {row['seconds']} s",
-                flush=True,
-            )
+    for way in WAYS:
+        begun, asked = time.perf_counter(), way.requests or count
+        got, accepted = write(name, way, parts, prompts[:asked], sampling[:asked], texts_QX, deterministic)
+        differing = sum(g != t for g, t in zip(got, texts))
+        row = {
+            "model": name, "way": way.name, "tokens": sum(map(len, got)), "texts": len(got), "texts_that_differ": differing,
+            "tokens_that_differ": sum(a != b for g, t in zip(got, texts) for a, b in zip(g, t)),
+            "accept_length": round(accepted, 3), "seconds": round(time.perf_counter() - begun, 1),
+        }  # fmt: skip
+        rows.append(row)
+        print(
+            f"{name:>8} {way.name:<52} {row['tokens']:>6} tokens, {differing:>2} of {len(got):>2} texts differ, "
+            f"accept length {accepted:.2f}, {row['seconds']} s",
+            flush=True,
+        )
+    return rows
+
+
+def cost(rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds a round of the 8B shape, fast and deterministic, one after the other."""
+    model, head = random_pair(4096, torch.device("cuda", 0))
+    rows = []
+    for case in COSTS:
+        ms = {}
+        for deterministic in (False, True):
+            row = measure(model, head, case, rounds, "round", traced=False, deterministic=deterministic)
+            ms[deterministic] = row["ms"]
+            torch.cuda.empty_cache()
+        rows.append({**case._asdict(), "fast_ms": ms[False], "deterministic_ms": ms[True], "cost": ms[True] / ms[False] - 1})
+        print(
+            f"{case.name:<16} fast {ms[False]:6.3f} ms, deterministic {ms[True]:6.3f} ms, {rows[-1]['cost']:+.1%}", flush=True
+        )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="some of them, separated by commas")
-    parser.add_argument("--tokens", type=int, default=256, help="of each text")
+    parser.add_argument("--tokens", type=int, default=384, help="of each text")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--fast", action="store_true", help="with deterministic=False: differences are expected")
+    parser.add_argument("--cost", action="store_true", help="measure rounds of the 8B shape, and compare no texts")
+    parser.add_argument("--rounds", type=int, default=60, help="of each measurement of --cost")
+    parser.add_argument("--pool-share", type=float, default=0.85, help="of the free memory for kept prefixes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    rows = []
-    for name in args.models.split(","):
+    memory.POOL_SHARE = args.pool_share
+    costs, rows = cost(args.rounds) if args.cost else [], []
+    for name in () if args.cost else args.models.split(","):
         rows += compare(name, args.tokens, args.requests, not args.fast)
         torch.cuda.empty_cache()
     total, wrong = sum(row["tokens"] for row in rows), sum(row["texts_that_differ"] for row in rows)
-    print(f"{total} tokens compared with plain decoding's, {wrong} texts differ")
+    if rows:
+        print(f"{total} tokens compared with plain decoding's, {wrong} texts differ")
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "deterministic": not args.fast,
-        "tokens": total, "texts_that_differ": wrong, "rows": rows,
+        "tokens": total, "texts_that_differ": wrong, "rows": rows, "costs": costs,
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from specdec.ops.launch import chained
 from specdec.ops.numerics import INVARIANT
 
 BLOCK_M, WARPS, STAGES = 64, 4, 3  # of every product: with other numbers tensor cores would add up in another order
-LEAST, OCTAVES = 128, 5  # keys of the first leaves, and how often their length doubles
+LEAST, OCTAVES = 128, 4  # keys of the first leaves, and how often their length doubles
 FULL_GPU = 0.8  # threshold: the share of the GPU that has work if each program computes all leaves of its queries
 MOST_SCRATCH = 1 << 28  # threshold in bytes: with more memory for states, each program computes all leaves of its queries
 JOINED = 8  # states that the joining kernel loads together

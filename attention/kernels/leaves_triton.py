@@ -175,8 +175,8 @@ def leaves_kernel(
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end) // BLOCK_N * BLOCK_N
         start_M = tl.where(ok_M, tl.maximum(start_M, 0), 0)
     leaf = leaf_of(begin, LEAST, OCTAVES)
-    if not ONE:
-        leaf += tl.program_id(1)
+    if not ONE:  # the last leaves are the longest, so they start first
+        leaf += tl.num_programs(1) - 1 - tl.program_id(1)
     low, border = first_key(leaf, LEAST, OCTAVES), first_key(leaf + 1, LEAST, OCTAVES)
     low = tl.maximum(low, begin)
     high = end if ONE else tl.minimum(border, end)

@@ -103,7 +103,7 @@ def invariant_tiles(T: int, O: int, I: int, gated: bool) -> ProductTiles:
     alone; and the tensor cores' instruction, which adds up 16 columns at a time.  At least 64 weight rows, 16 rows of x and 4
     warps a program make it the same one (wgmma) for any number of rows.  Other sizes of tiles don't matter.
     """
-    splits = -(-I // 2048) if O < 4096 else 1 if O >= 16384 or I <= 8192 else 4
+    splits = -(-I // 2048) if O < 4096 else 1 if O >= 16384 else -(-I // 8192)
     if T > FEW:
         many = _tiles_many(T, O, torch.bfloat16, gated) if splits == 1 else None
         return many or _tiles_of_rows(T, O, I, splits)
