@@ -32,7 +32,8 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import Drafter
+from specdec.draft.eagle.head import DraftHead
 from specdec.loading import memory
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.config import ModelConfig
@@ -40,6 +41,7 @@ from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
 from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.steps import Needs
 
 FEW = replace(TARGET, num_layers=4)
 WINDOWS = (LayerKind(window=300), FULL, LayerKind(window=64), LayerKind(chunk=128))
@@ -85,7 +87,7 @@ WAYS = (
 )
 
 
-class Recorded:
+class Recorded(Drafter):
     """A drafter that knows the plain texts.  It puts them on one path of each tree and changes about every sixth token.
 
     texts_QX: ids of prompt and output of each request, whose number is its seed.
@@ -95,7 +97,7 @@ class Recorded:
         self.texts_QX, self.vocab_size = texts_QX, vocab_size
         self._shapes: dict[SpecConfig, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def draft(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         parents_N, depths_N, is_main_N = self._shape(spec)
         at_BN = state.lens_B.long()[:, None] + depths_N
         seeds_B1 = state.sampling.seed_R.clamp(0, len(self.texts_QX) - 1)[:, None]
@@ -112,6 +114,12 @@ class Recorded:
         pass
 
     def prefill(self, *args: Any) -> None:
+        pass
+
+    def keep(self, *args: Any) -> None:
+        pass
+
+    def catch_up(self, *args: Any) -> None:
         pass
 
     def _shape(self, spec: SpecConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +144,7 @@ def models_of(name: str, max_positions: int) -> tuple[Target, DraftHead, Tokeniz
     config = MODELS[name]
     if config is None:
         decoder = SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cuda", dtype="bfloat16")
-        assert decoder.head is not None
+        assert isinstance(decoder.head, DraftHead)
         return decoder.model, decoder.head, decoder.tokenizer
     model, head = random_pair(max_positions, torch.device("cuda", 0), config, AUX_LAYERS)
     return model, head, Tokenizer(Path("/nonexistent"))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specdec.config import SamplingParams, SpecConfig
     from specdec.decoder import SpecDecoder
     from specdec.generation import Chunk, Generation, Stats
+    from specdec.lossless.verification import Verification
     from specdec.options import EngineOptions
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "SpecConfig",
     "SpecDecoder",
     "Stats",
+    "Verification",
 ]
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "Chunk": "specdec.generation",
     "Generation": "specdec.generation",
     "Stats": "specdec.generation",
+    "Verification": "specdec.lossless.verification",
 }
 
 

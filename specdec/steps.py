@@ -8,13 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from specdec.config import SpecConfig
 
-# How a batch chooses tokens: all rows greedily; some rows sampled; some rows sampled with top-k or top-p, which need a sort.
-SamplingMode = Literal["greedy", "sampled", "filtered"]
 RoundKind = Literal["plain", "paused", "speculative"]
+
+
+class Needs(NamedTuple):
+    """What choosing tokens takes for at least one row of a pass.  Each need is a step of one pass over the logits.
+
+    A pass runs the steps that are needed, and no other; a step changes nothing in rows without its option.  So any needs
+    besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
+
+    sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, which sort the logits.
+    """
+
+    sampled: bool = False
+    filtered: bool = False
+
+
+class RowOptions(NamedTuple):
+    """How a row chooses its tokens.  Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,16 +50,12 @@ class Entry:
     """A request that takes a row of the batch.
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
-    Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens.
     speculates: whether draft tokens may be accepted in the row.  source: None for a target without an encoder.
     """
 
     row: int
     pages: Sequence[Sequence[int]]
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    options: RowOptions
     speculates: bool
     source: Source | None = None
 
@@ -81,14 +97,14 @@ class PromptPart:
 class RunChunk:
     """One pass over parts of prompts.  A row whose prompt ends in it gets its first token, and runs from now on.
 
-    mode: how the rows whose prompts end here choose their first token.
+    needs: what the rows whose prompts end here need to choose their first token.
     drafted: whether the drafter reads the prompts too; so it must if the row of any part speculates.
     cost: what the pass costs; the unit is the cost of a token at position 0, and a token that reads many others costs more.
     may_capture: whether there is time to capture a CUDA graph for the pass; a graph that exists is replayed anyway.
     """
 
     parts: tuple[PromptPart, ...]
-    mode: SamplingMode
+    needs: Needs
     drafted: bool
     cost: float
     may_capture: bool
@@ -100,7 +116,7 @@ class RunRound:
 
     kind: "plain" decodes one token for each row; "paused" does the same and keeps what the drafter will need to catch up;
         "speculative" drafts a tree of shape `spec`, of which rows that do not speculate accept nothing.
-    mode: how the rows choose their tokens.
+    needs: what the rows need to choose their tokens.
     shared: read the pages of the last ShareRows once for all its rows.
     timed: measure how long the device takes.
     """
@@ -108,16 +124,17 @@ class RunRound:
     rows: int
     kind: RoundKind
     spec: SpecConfig | None
-    mode: SamplingMode
+    needs: Needs
     shared: bool = False
     timed: bool = False
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """The drafter reads all tokens that paused rounds have emitted in the first `rows` rows.  shared: see RunRound."""
+    """The drafter reads all tokens that paused rounds have emitted in the first `rows` rows.  needs, shared: see RunRound."""
 
     rows: int
+    needs: Needs
     shared: bool = False
 
 
@@ -145,6 +162,13 @@ class LeaveRows:
 
 
 @dataclass(frozen=True)
+class StopDrafting:
+    """These rows go on without the drafter: no draft token is accepted in them any more."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CopyPages:
     """In all layers of a group, page targets[i] becomes what page sources[i] was before this step.  No target occurs twice."""
 
@@ -153,11 +177,22 @@ class CopyPages:
     targets: tuple[int, ...]
 
 
-Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | CopyPages
+Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | StopDrafting | CopyPages
+
+
+class Emitted(NamedTuple):
+    """What a chunk or a round emitted.
+
+    tokens: one list for each part of a chunk, or for each row of a round.  A round's list holds the accepted draft tokens and
+        then the target's own token.  A chunk's list holds the first output token if the prompt ends with the part, else
+        nothing.  A token of -1 says that the target's logits were not finite.
+    """
+
+    tokens: list[list[int]]
 
 
 class Pending(Protocol):
-    """The tokens that a chunk or a round emits, while they are on their way from the device.
+    """What a chunk or a round emits, while it is on its way from the device.
 
     drafted, depths: how many draft tokens and levels the round's tree had; 0 for a chunk.
     """
@@ -165,12 +200,8 @@ class Pending(Protocol):
     drafted: int
     depths: int
 
-    def read(self) -> list[list[int]]:
-        """Waits for the device.  Returns one list for each part of a chunk, or for each row of a round.  To be called once.
-
-        A round's list holds the accepted draft tokens and then the target's own token.  A chunk's list holds the first output
-        token if the prompt ends with the part, else nothing.  A token of -1 says that the target's logits were not finite.
-        """
+    def read(self) -> Emitted:
+        """Waits for the device.  To be called once."""
         ...
 
     def drop(self) -> None:

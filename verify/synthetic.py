@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.batch.sampling import mix_64
 from specdec.batch.tree import DraftTree
+from specdec.ops.gumbel import mix_64
 
 _STREAM = 0xD1B54A32D192ED03 - 2**64  # an odd constant that differs from the sampler's, so the two noises differ
 

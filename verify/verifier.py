@@ -15,14 +15,14 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import HeadsView
+from specdec.batch.choose import choose_tokens
 from specdec.batch.packed import PackedPrompts
-from specdec.batch.sampling import RowSampling, sample_rows, sampling_scores
+from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.models.target import EncoderDecoder, Target, TargetOutput
 from specdec.ops.rows import take_rows
-from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import SamplingMode
+from specdec.steps import Needs
 from specdec.verify.accept import accept
 from specdec.verify.synthetic import SyntheticAcceptance
 from specdec.verify.tables import tree_tables
@@ -50,7 +50,7 @@ class TargetVerifier:
 
     sources: the cache of the encoder's texts; None for a target without an encoder.
     aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
-        state.
+        state; None: nobody wants features.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TargetVerifier:
         model: Target,
         cache: KVCache,
         backend: Backend,
-        aux_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] | None = None,
         sources: KVCache | None = None,
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
@@ -77,7 +77,7 @@ class TargetVerifier:
             view.write(slots_S, kv_S2KD)
 
     def prefill(
-        self, prompts: PackedPrompts, sampling: RowSampling, mode: SamplingMode, with_features: bool = True
+        self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True
     ) -> tuple[Tensor, Tensor]:
         """(first tokens [B] int64, -1 where the logits are not finite; features [T, F]).
 
@@ -85,18 +85,18 @@ class TargetVerifier:
         with_features: if False, the second result is not meant for a drafter.
         """
         attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers), sources=self.sources)
-        aux_layers = self.aux_layers if with_features else ()
-        if with_features and not aux_layers:  # the drafter reads the final hidden state of every token
+        aux_layers = self.aux_layers if with_features else None
+        if aux_layers == ():  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
             hidden_BH = out.hidden_TH.index_select(0, prompts.last_B)
         else:
-            out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers, prompts.last_B)
+            out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or (), prompts.last_B)
             hidden_BH = out.hidden_TH
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
-        return choose_tokens(logits_BV, sampling, last_positions_B, mode, self.model.vocabulary), self._features(out)
+        return choose_tokens(logits_BV, sampling, last_positions_B, needs, self.model.vocabulary), self._features(out)
 
-    def verify(self, state: BatchState, tree: DraftTree, mode: SamplingMode, with_features: bool = True) -> VerifyResult:
+    def verify(self, state: BatchState, tree: DraftTree, needs: Needs, with_features: bool = True) -> VerifyResult:
         """One target pass over every tree; accepts, commits KV, and updates lengths and bonus tokens in `state`.
 
         A tree that is only a root is plain decoding, which needs no features.
@@ -105,18 +105,18 @@ class TargetVerifier:
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
         attn = PagedAttention(self.backend, self.cache, *passes, sources=self.sources)
-        aux_layers = self.aux_layers if with_features else ()
-        out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers)
+        aux_layers = self.aux_layers if with_features else None
+        out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers or ())
         logits_TV = self.model.logits(out.hidden_TH)
-        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, mode, self.model.vocabulary)
+        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, needs, self.model.vocabulary)
         tokens_BN = tokens_T.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
-            tokens_BN = self.synthetic.force(tree, tokens_BN, state.seed_B, state.lens_B, state.speculates_B)
+            tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
         accepted, base_lens_B = accept(tree, tokens_BN, state)
         if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
             for group, each in tables.items():
                 self.cache.move(each.slots_BN, accepted.path_BE, group)
-        features_BEF = self._path_features(out, tree, accepted.path_BE) if with_features else None
+        features_BEF = None if aux_layers is None else self._path_features(out, tree, accepted.path_BE)
         return VerifyResult(accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF)
 
     def _features(self, out: TargetOutput) -> Tensor:
@@ -125,23 +125,3 @@ class TargetVerifier:
     def _path_features(self, out: TargetOutput, tree: DraftTree, path_BE: Tensor) -> Tensor:
         features_BNF = self._features(out).view(*tree.tokens_BN.shape, -1)
         return features_BNF if tree.is_chain else take_rows(features_BNF, path_BE)
-
-
-def choose_tokens(
-    logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, mode: SamplingMode, vocabulary: Vocabulary
-) -> Tensor:
-    """[R] int64: the target's token after the one at each row's absolute position; -1 where the logits are not finite.
-
-    logits_RW: of this rank's run of the vocabulary.
-    sampling: the options of each sequence.  A sequence's rows of logits are adjacent, equally many for each sequence.
-    """
-    if mode == "greedy":
-        return vocabulary.greedy(logits_RW, finite=True)
-    rows = sampling.expand_rows(logits_RW.shape[0] // sampling.seed_R.shape[0])
-    if mode == "filtered":  # top-k and top-p sort all logits
-        logits_RV = vocabulary.whole(logits_RW)
-        tokens_R = sample_rows(logits_RV, rows, positions_R + 1, filtered=True)
-        return tokens_R.where(logits_RV.amax(-1).isfinite(), -1)
-    scores_RW = sampling_scores(logits_RW, rows, positions_R + 1, False, vocabulary.first)
-    tokens_R = vocabulary.greedy(scores_RW)
-    return tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)

@@ -1,57 +1,72 @@
-"""Turns logits into tokens by temperature, top-k, top-p and noise that depends only on (seed, position, token).
+"""How rows sample: their options as a table, and the tokens that top-k and top-p keep.
 
-The seed fixes the noise of every position beforehand.  So the token that is sampled at a position is a function of the target's
-logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is the same with and without
-speculation.
+Tokens are chosen with noise that the seed fixes beforehand (ops/gumbel.py).  So the token that is sampled at a position is a
+function of the target's logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is
+the same with and without speculation.
 
-Shapes: R rows (one distribution each), V vocabulary.
+Shapes: R rows (one distribution each), V vocabulary, F floats and I integers of a row's options.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers.  Integer products wrap, as SplitMix64 wants.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
+from specdec.steps import RowOptions
+
+# The columns of a table of options: fields of RowOptions by type.
+FLOATS = ("temperature", "top_p")
+INTS = ("top_k", "seed")
+
 _BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
 
 
 class RowSampling(NamedTuple):
-    """How each row samples.  temperature_R and top_p_R: float32; top_k_R and seed_R: int64.  top_k 0 keeps all tokens."""
+    """How each row samples: the numbers of RowOptions as a table, of which the properties are columns.
 
-    temperature_R: Tensor
-    top_k_R: Tensor
-    top_p_R: Tensor
-    seed_R: Tensor
+    floats_RF: float32.  ints_RI: int64.
+    """
+
+    floats_RF: Tensor
+    ints_RI: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[RowOptions], device: torch.device | str) -> RowSampling:
+        """The table of these rows."""
+        floats = [[getattr(row, name) for name in FLOATS] for row in rows]
+        ints = [[getattr(row, name) for name in INTS] for row in rows]
+        return cls(torch.tensor(floats, dtype=torch.float32, device=device), torch.tensor(ints, device=device))
+
+    @property
+    def temperature_R(self) -> Tensor:
+        return self.floats_RF[:, FLOATS.index("temperature")]
+
+    @property
+    def top_p_R(self) -> Tensor:
+        return self.floats_RF[:, FLOATS.index("top_p")]
+
+    @property
+    def top_k_R(self) -> Tensor:
+        return self.ints_RI[:, INTS.index("top_k")]
+
+    @property
+    def seed_R(self) -> Tensor:
+        return self.ints_RI[:, INTS.index("seed")]
+
+    @property
+    def rows(self) -> int:
+        return self.ints_RI.shape[0]
+
+    def of_rows(self, rows_R: Tensor) -> RowSampling:
+        """The table of some of the rows.  rows_R: int64."""
+        return RowSampling(*(column.index_select(0, rows_R) for column in self))
 
     def expand_rows(self, times: int) -> RowSampling:
         """Each row repeated `times` times; the copies of a row are adjacent."""
-        return RowSampling(*(x.repeat_interleave(times) for x in self))
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & (2 ** (64 - bits) - 1)  # int64's own shift fills the high bits with the sign
-
-
-def mix_64(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of int64 whose output bits all depend on all input bits."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id), of the V ids from `first` on."""
-    key_R = mix_64(mix_64(seed_R + _GOLDEN) + position_R * _GOLDEN)
-    tokens_V = torch.arange(first + 1, first + vocab_size + 1, device=seed_R.device)
-    bits_RV = _shift_right(mix_64(key_R[:, None] + tokens_V * _GOLDEN), 12)
-    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
-    return -torch.log(-torch.log(uniform_RV)).float()
+        return self if times == 1 else RowSampling(*(table.repeat_interleave(times, dim=0) for table in self))
 
 
 def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
@@ -72,26 +87,3 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     top_p_R1 = sampling.top_p_R[:, None]
     outside = (sums_RV - weights_RV >= top_p_R1 * sums_RV[:, -1:].double()) & (top_p_R1 < 1) & (rank_V > 0)
     return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))
-
-
-def sampling_scores(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool, first: int = 0) -> Tensor:
-    """[R, V] float32, whose argmax is a sample of softmax(filter(logits / temperature)), or the logits' own at temperature 0.
-
-    logits_RV: of the V ids from `first` on.  filtered: needs the logits of all ids.
-    position_R: int64, the absolute position of the token to be sampled.
-    filtered: whether any row has top_k or top_p set; if not, the sort that they need is left out.
-
-    The method is Gumbel-max: argmax(log p + Gumbel noise) is a sample of p.
-    """
-    logits_RV = logits_RV.float()
-    greedy_R = sampling.temperature_R == 0
-    scaled_RV = logits_RV / torch.where(greedy_R, 1.0, sampling.temperature_R)[:, None]
-    if filtered:
-        scaled_RV = filter_logits(scaled_RV, sampling)
-    noise_RV = gumbel_noise(sampling.seed_R, position_R, logits_RV.shape[-1], first)
-    return torch.where(greedy_R[:, None], logits_RV, scaled_RV + noise_RV)
-
-
-def sample_rows(logits_RV: Tensor, sampling: RowSampling, position_R: Tensor, filtered: bool) -> Tensor:
-    """[R] int64: a token per row, an exact sample of softmax(filter(logits / temperature)), or the argmax at temperature 0."""
-    return sampling_scores(logits_RV, sampling, position_R, filtered).argmax(-1)

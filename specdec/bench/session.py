@@ -15,7 +15,7 @@ from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.loading.resolve import EngineSettings
@@ -87,7 +87,7 @@ class Session:
         return self.decoder.model
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> DraftModel | None:
         return self.decoder.head
 
     @property

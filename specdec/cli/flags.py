@@ -43,6 +43,20 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+# ---- prompts ----
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, num_prompts: str) -> None:
+    """What commands that run a file of prompts share.  num_prompts: how many they run if nobody says."""
+    add = parser.add_argument
+    lines = "text, one prompt a line, or .jsonl with one of these keys a line: token_ids, prompt, text, question, task, turns, "
+    lines += "messages; default: held-out prompts of the shipped pair"
+    add("--prompts", type=not_empty, metavar="FILE", help=lines)
+    add("--num-prompts", type=int, metavar="N", help=f"the file's first N; default: {num_prompts}")
+    add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
+    add("--chat", action="store_true", help="apply the target's chat template to the prompts")
+
+
 # ---- sampling ----
 
 
@@ -74,12 +88,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
-    draft = "folder or hub id of its EAGLE head; without one, a --target decodes plainly"
+    draft = "folder or hub id of its EAGLE head, or ngram, which needs none; without it, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
     add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
 
 
-def add_option_flags(group: argparse._ArgumentGroup, options: type, without: Sequence[str]) -> None:
+def add_option_flags(group: argparse._ActionsContainer, options: type, without: Sequence[str]) -> None:
     """A flag for every field of a class of options, but for those without one."""
     for item in fields(options):
         if item.name not in without:
@@ -122,7 +136,8 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
     setting = setting_of(item)
     meaning = setting.meaning.replace("%", "%%")
     if isinstance(item.default, bool):
-        return {"action": "store_true", "help": meaning}
+        action = argparse.BooleanOptionalAction if item.default else "store_true"
+        return {"action": action, "default": item.default, "help": meaning}
     details: dict[str, Any] = {"default": item.default, "help": meaning}
     if item.default is not None:
         details["help"] += f"; default: {item.default}"

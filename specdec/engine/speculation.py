@@ -10,7 +10,7 @@ from __future__ import annotations
 from specdec.config import SpecConfig
 from specdec.engine.auto_steps import StepChooser
 from specdec.limits import MAX_PAUSE
-from specdec.steps import CatchUp, RunRound, SamplingMode
+from specdec.steps import CatchUp, Needs, RunRound
 
 
 class Speculation:
@@ -18,33 +18,34 @@ class Speculation:
 
     spec: the tree's shape; None: there is no drafter.
     new_shape_seconds: see StepChooser.
+    most_tokens: of a text, beyond which nothing is drafted; None: there is no such length.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
 
-    def __init__(self, spec: SpecConfig | None, new_shape_seconds: float) -> None:
-        self.spec = spec
+    def __init__(self, spec: SpecConfig | None, new_shape_seconds: float, most_tokens: int | None = None) -> None:
+        self.spec, self.most_tokens = spec, most_tokens
         self.chooser = StepChooser(spec.max_steps, new_shape_seconds) if spec and spec.is_auto else None
         self.pause = 0
 
-    def next_round(self, rows: int, mode: SamplingMode, shared: bool, share: float) -> tuple[CatchUp | None, RunRound]:
+    def next_round(self, rows: int, needs: Needs, shared: bool, share: float) -> tuple[CatchUp | None, RunRound]:
         """The next round, and the drafter's catching up if that must come before it.
 
-        rows: of the batch, padding included.  shared: whether rows read common pages together.  share: the share of the running
-        rows that speculate, from 0 to 1.
+        rows: of the batch, padding included.  needs: see RunRound.  shared: whether rows read common pages together.
+        share: the share of the running rows that speculate, from 0 to 1.
         """
         if not share:
             assert not self.pause, "tokens that the drafter has not seen belong to a row that speculates"
-            return None, RunRound(rows, "plain", None, mode, shared)
+            return None, RunRound(rows, "plain", None, needs, shared)
         spec = self._shape(rows, share)
         catch_up = None
         if self.pause and (spec is not None or self.pause == MAX_PAUSE):
-            catch_up, self.pause = CatchUp(rows, shared), 0
+            catch_up, self.pause = CatchUp(rows, needs, shared), 0
         timed = self.chooser is not None
         if spec is not None:
-            return catch_up, RunRound(rows, "speculative", spec, mode, shared, timed)
+            return catch_up, RunRound(rows, "speculative", spec, needs, shared, timed)
         self.pause += 1
-        return catch_up, RunRound(rows, "paused", None, mode, shared, timed)
+        return catch_up, RunRound(rows, "paused", None, needs, shared, timed)
 
     def observe(self, step: RunRound, depths: int, seconds: float, accepted: list[int]) -> None:
         """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted."""

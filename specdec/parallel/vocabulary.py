@@ -76,6 +76,10 @@ class Vocabulary(NamedTuple):
         result = (values_Rk - best_R1) - total_R.log()[:, None], with_offsets(ids_Rk, offsets_V)
         return result if out is None else (out[0].copy_(result[0]), out[1].copy_(result[1]))
 
+    def part(self, logits_RV: Tensor) -> Tensor:
+        """[R, W]: this rank's run of whole logits."""
+        return logits_RV[:, self.first : self.first + self.own]
+
     def whole(self, logits_RW: Tensor) -> Tensor:
         """[R, V]: the logits of all ranks."""
         if self.group.size == 1:

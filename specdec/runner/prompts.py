@@ -15,10 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
-from specdec.batch.sampling import RowSampling
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.workers import Workers
-from specdec.steps import RunChunk, SamplingMode
+from specdec.steps import Needs, RunChunk
 
 MOST_GRAPHS = 64  # each graph takes memory; chunks of further shapes run eagerly
 LARGEST_STEP = 128  # tokens between two buckets, at most: matrix products compute whole tiles of rows
@@ -28,7 +27,7 @@ class Work(NamedTuple):
     """What a captured chunk depends on besides its values."""
 
     shape: ChunkShape
-    mode: SamplingMode
+    needs: Needs
     drafted: bool
 
 
@@ -56,7 +55,7 @@ class PromptRunner:
         reads_lengths = not self.workers.verifier.backend.reads_no_lengths
         if not self.graphs.enabled or reads_lengths or max(chunk.cost, bucket.tokens) > self.most_captured:
             return self._eager(chunk, exact)
-        work = Work(bucket, chunk.mode, chunk.drafted)
+        work = Work(bucket, chunk.needs, chunk.drafted)
         passes = self._passes[work]
         if work in self.graphs or (passes >= 2 and chunk.may_capture and len(self.graphs) < MOST_GRAPHS):
             return self.replay(chunk, work)
@@ -66,7 +65,7 @@ class PromptRunner:
         return first_B
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
-        return self._pass(self._to_device(chunk, shape), Work(shape, chunk.mode, chunk.drafted))
+        return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted))
 
     def replay(self, chunk: RunChunk, work: Work) -> Tensor:
         """Runs the chunk as the graph for that work, which is captured if there is none yet.  The chunk must fit its bucket."""
@@ -86,11 +85,11 @@ class PromptRunner:
         verifier, state = self.workers.verifier, self.workers.state
         pages = [state.of_group(group).prompt_pages for group in range(state.num_groups)]
         prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
-        sampling = RowSampling(*(each.index_select(0, prompts.rows_B) for each in state.sampling))
-        first_B, features_TF = verifier.prefill(prompts, sampling, work.mode, work.drafted)
+        sampling = state.sampling.of_rows(prompts.rows_B)
+        first_B, features_TF = verifier.prefill(prompts, sampling, work.needs, work.drafted)
         bonus_B = first_B.clamp(min=0)
         if work.drafted:
-            self.workers.need_drafter().prefill(state, prompts, bonus_B, features_TF)
+            self.workers.need_drafter().prefill(state, work.needs, prompts, bonus_B, features_TF)
         state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
         return first_B
 

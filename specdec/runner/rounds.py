@@ -5,10 +5,9 @@ This module knows both models' workers and the batch as tensors; it knows no req
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from specdec.batch.state import BatchState
@@ -17,8 +16,10 @@ from specdec.config import GraphMode, SpecConfig
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.workers import Workers
-from specdec.steps import SamplingMode
+from specdec.steps import Needs
 from specdec.verify.verifier import VerifyResult
+
+RunPhase = Callable[[Hashable, Callable[[], Any], list[Tensor]], Any]
 
 
 class Round(NamedTuple):
@@ -46,77 +47,72 @@ class RoundRunner:
         self.round_graphs = GraphSet(graphs == "round")
         self.phase_graphs = GraphSet(bool(graphs))
 
-    def plain(self, state: BatchState, mode: SamplingMode) -> Round:
+    def plain(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding: verifies a tree that is only a root, which needs no drafter and no features."""
         verifier = self.workers.verifier
 
         def decode() -> Round:
             tree = DraftTree.chain(state.bonus_B[:, None])
-            return _round(verifier.verify(state, tree, mode, with_features=False), tree)
+            return _round(verifier.verify(state, tree, needs, with_features=False), tree)
 
         with self.clock.phase("decode"):
-            return self.phase_graphs.run(("decode", state.shape, mode), decode, [state.lens_B, state.bonus_B])
+            return self.phase_graphs.run(("decode", state.shape, needs), decode, [state.lens_B, state.bonus_B])
 
-    def paused(self, state: BatchState, mode: SamplingMode) -> Round:
+    def paused(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
-        verifier = self.workers.verifier
+        verifier, drafter = self.workers.verifier, self.workers.need_drafter()
 
         def decode() -> Round:
             tree = DraftTree.chain(state.bonus_B[:, None])
-            result = verifier.verify(state, tree, mode)
-            assert result.features_BEF is not None
-            state.keep_pending(result.tokens_BE[:, 0].clamp(min=0), result.features_BEF[:, 0])
+            result = verifier.verify(state, tree, needs)
+            features_BF = None if result.features_BEF is None else result.features_BEF[:, 0]
+            drafter.keep(state, result.base_lens_B, result.tokens_BE[:, 0].clamp(min=0), features_BF)
             return _round(result, tree)
 
         with self.clock.phase("decode"):
-            changed = [state.lens_B, state.bonus_B, state.pending_B]
-            return self.phase_graphs.run(("paused", state.shape, mode), decode, changed)
+            changed = [state.lens_B, state.bonus_B, *drafter.changed(state)]
+            return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
-    def catch_up(self, state: BatchState) -> None:
-        """Runs the drafter over all tokens of a pause at once.  A row without such tokens keeps its first level as it is."""
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
+        """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
-
-        def extend() -> None:
-            has_some_B1 = state.pending_B[:, None] > 0
-            before = [tensor.clone() for tensor in state.first_level]
-            base_lens_B = state.lens_B - state.pending_B.int()
-            last_B = (state.pending_B - 1).clamp(min=0)
-            drafter.extend(state, base_lens_B, state.pending_tokens_BP, last_B, state.pending_features_BPF)
-            for tensor, old in zip(state.first_level, before, strict=True):
-                tensor.copy_(torch.where(has_some_B1, tensor, old))
-            state.pending_B.zero_()
-
         with self.clock.phase("extend"):
-            self.phase_graphs.run(("catch up", state.shape), extend, [state.pending_B, *state.first_level])
+            key = "catch up", state.shape, needs
+            self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), drafter.changed(state))
 
-    def speculative(self, state: BatchState, spec: SpecConfig, mode: SamplingMode) -> Round:
-        """One speculative round with a tree of shape `spec`.  Updates lengths, bonus tokens and first levels in `state`."""
-        if self.graph_mode != "round" or self.clock.enabled:
-            return self._phases(state, spec, mode, self.phase_graphs.run)
-        changed = [state.lens_B, state.bonus_B, *state.first_level]
+    def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
+        """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
+        if not self._fuses:
+            return self._phases(state, spec, needs, self.phase_graphs.run)
+        changed = [state.lens_B, state.bonus_B, *self.workers.need_drafter().changed(state)]
 
         def whole() -> Round:
-            return self._phases(state, spec, mode, lambda key, phase, changed: phase())
+            return self._phases(state, spec, needs, lambda key, phase, changed: phase())
 
-        return self.round_graphs.run(("round", state.shape, spec, mode), whole, changed)
+        return self.round_graphs.run(("round", state.shape, spec, needs), whole, changed)
 
-    def _phases(self, state: BatchState, spec: SpecConfig, mode: SamplingMode, run: Callable[..., Any]) -> Round:
-        verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec)
+    @property
+    def _fuses(self) -> bool:
+        """Whether the next round runs as one piece, so that the host can do nothing between its phases."""
+        return self.graph_mode == "round" and not self.clock.enabled
+
+    def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
+        verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec, needs)
         with self.clock.phase("draft"):
-            tree = run(("draft", *key), lambda: drafter.draft(state, spec), [])
+            tree = run(("draft", *key), lambda: drafter.draft(state, spec, needs), [])
 
         def verify() -> tuple[VerifyResult, Round]:
-            result = verifier.verify(state, tree, mode)
+            result = verifier.verify(state, tree, needs)
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key, mode), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key), verify, [state.lens_B, state.bonus_B])
 
         def extend() -> None:
-            drafter.extend(state, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
+            drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
         with self.clock.phase("extend"):
-            run(("extend", *key, mode), extend, state.first_level)
+            run(("extend", *key), extend, drafter.changed(state))
         return done
 
 

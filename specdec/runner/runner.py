@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from specdec.attention.shared import SharedPrefix
-from specdec.batch.sampling import RowSampling
+from specdec.batch.sampling import FLOATS, INTS, RowSampling
 from specdec.batch.state import BatchState
 from specdec.config import GraphMode
 from specdec.ops.cuda_graph import on_device
@@ -22,7 +22,20 @@ from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
-from specdec.steps import CatchUp, CopyPages, EnterRows, LeaveRows, Pending, RunChunk, RunRound, ShareRows, Source, Step
+from specdec.steps import (
+    CatchUp,
+    CopyPages,
+    Emitted,
+    EnterRows,
+    LeaveRows,
+    Pending,
+    RunChunk,
+    RunRound,
+    ShareRows,
+    Source,
+    Step,
+    StopDrafting,
+)
 
 
 class DeviceRunner:
@@ -52,6 +65,7 @@ class DeviceRunner:
             CatchUp: self._catch_up,
             ShareRows: self._share,
             LeaveRows: self._leave,
+            StopDrafting: self._stop_drafting,
             CopyPages: self._copy,
         }
 
@@ -83,11 +97,11 @@ class DeviceRunner:
         begun = self.readback.mark() if step.timed else None
         if step.kind == "speculative":
             assert step.spec is not None
-            launched = self.rounds.speculative(state, step.spec, step.mode)
+            launched = self.rounds.speculative(state, step.spec, step.needs)
         elif step.kind == "paused":
-            launched = self.rounds.paused(state, step.mode)
+            launched = self.rounds.paused(state, step.needs)
         else:
-            launched = self.rounds.plain(state, step.mode)
+            launched = self.rounds.plain(state, step.needs)
         return RoundPending(self.readback.start(launched.emitted_BX, begun), launched.drafted, launched.depths)
 
     # ---- what changes rows ----
@@ -95,22 +109,24 @@ class DeviceRunner:
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
         groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
-        shape = len(step.entries), 8 + groups * most
+        options = 4 + len(INTS)  # where a row's options begin that are floats
+        first = options + len(FLOATS)
+        shape = len(step.entries), first + groups * most
         numbers_RX = torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         ints, floats = numbers_RX.numpy(), numbers_RX.view(torch.float64).numpy()
         for row, entry in enumerate(step.entries):
-            ints[row, :4] = entry.row, entry.top_k, entry.seed, entry.speculates
-            floats[row, 4:6] = entry.temperature, entry.top_p
+            ints[row, :2] = entry.row, entry.speculates
             if entry.source is not None:
-                ints[row, 6:8] = entry.source.page, len(entry.source.token_ids)
+                ints[row, 2:4] = entry.source.page, len(entry.source.token_ids)
+            ints[row, 4:options] = [getattr(entry.options, name) for name in INTS]
+            floats[row, options:first] = [getattr(entry.options, name) for name in FLOATS]
             for group, pages in enumerate(entry.pages):
-                ints[row, 8 + group * most : 8 + group * most + len(pages)] = pages
+                ints[row, first + group * most : first + group * most + len(pages)] = pages
         numbers_RX = numbers_RX.to(self.device, non_blocking=True)
-        floats_RX = numbers_RX.view(torch.float64)
-        sampling = RowSampling(floats_RX[:, 4], numbers_RX[:, 1], floats_RX[:, 5], numbers_RX[:, 2])
-        pages_RGw, state = numbers_RX[:, 8:].unflatten(1, (groups, most)), self.workers.state
-        source_R2 = numbers_RX[:, 6:8] if state.source_size else None
-        state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 3], source_R2)
+        sampling = RowSampling(numbers_RX.view(torch.float64)[:, options:first], numbers_RX[:, 4:options])
+        pages_RGw, state = numbers_RX[:, first:].unflatten(1, (groups, most)), self.workers.state
+        source_R2 = numbers_RX[:, 2:4] if state.source_size else None
+        state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 1], source_R2)
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
@@ -120,7 +136,7 @@ class DeviceRunner:
         self.workers.verifier.read_source(slots_S, ids_S)
 
     def _catch_up(self, step: CatchUp) -> None:
-        self.rounds.catch_up(self._rows(step.rows, step.shared))
+        self.rounds.catch_up(self._rows(step.rows, step.shared), step.needs)
 
     def _share(self, step: ShareRows) -> None:
         assert self.shared is not None
@@ -130,8 +146,12 @@ class DeviceRunner:
         moves = len(step.moves)
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
         rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        self.workers.state.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
-        self.workers.state.clear_rows(rows_R[2 * moves :])
+        self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
+        self.workers.clear_rows(rows_R[2 * moves :])
+
+    def _stop_drafting(self, step: StopDrafting) -> None:
+        rows_R = torch.tensor(step.rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        self.workers.stop_drafting(rows_R)
 
     def _copy(self, step: CopyPages) -> None:
         pages_2N = torch.tensor([step.sources, step.targets], pin_memory=self.device.type == "cuda")
@@ -164,8 +184,8 @@ class ChunkPending:
     def __init__(self, ticket: Ticket, last: list[bool]) -> None:
         self._ticket, self._last = ticket, last
 
-    def read(self) -> list[list[int]]:
-        return [[token] if last else [] for token, last in zip(self._ticket.read(), self._last, strict=True)]
+    def read(self) -> Emitted:
+        return Emitted([[token] if last else [] for token, last in zip(self._ticket.read(), self._last, strict=True)])
 
     def drop(self) -> None:
         self._ticket.drop()
@@ -180,9 +200,9 @@ class RoundPending:
     def __init__(self, ticket: Ticket, drafted: int, depths: int) -> None:
         self._ticket, self.drafted, self.depths = ticket, drafted, depths
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> Emitted:
         # A row holds the count of its accepted draft tokens, then those tokens, then the target's own token.
-        return [row[1 : row[0] + 2] for row in self._ticket.read()]
+        return Emitted([row[1 : row[0] + 2] for row in self._ticket.read()])
 
     def drop(self) -> None:
         self._ticket.drop()

@@ -16,8 +16,9 @@ from toolkit.oracles.heads import DenseHead, PathDrafter
 from torch import Tensor
 
 from specdec import SpecConfig, SpecDecoder
-from specdec.draft import branches, worker
-from specdec.draft.expand import Candidates
+from specdec.draft.eagle import worker
+from specdec.draft.tree import branches
+from specdec.draft.tree.expand import Candidates
 
 TOLERANCE = 1e-4  # scores are float32; wrong ancestors are off by 0.1
 

@@ -18,12 +18,12 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, Step
+from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, PromptPart, RunChunk, RunRound, Step
 
 CHAIN = SpecConfig(3, 1, 4)
 
 
-class Emitted:
+class Written:
     """The tokens of a launch, which may be read once."""
 
     def __init__(self, rows: list[list[int]], spec: SpecConfig | None) -> None:
@@ -31,10 +31,10 @@ class Emitted:
         self.drafted, self.depths = (spec.num_draft_tokens - 1, spec.max_steps) if spec else (0, 0)
         self.is_over = False
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> Emitted:
         assert not self.is_over, "read twice"
         self.is_over = True
-        return self.rows
+        return Emitted(self.rows)
 
     def drop(self) -> None:
         assert not self.is_over
@@ -56,7 +56,7 @@ class RowsOnly:
         self.steps: list[Step] = []
         self.clean = set(range(rows))
 
-    def run(self, step: Step) -> Emitted | None:
+    def run(self, step: Step) -> Written | None:
         assert pickle.loads(pickle.dumps(step)) == step, "a step is plain data, the same on every rank"
         self.steps.append(step)
         return getattr(self, type(step).__name__)(step)
@@ -70,7 +70,7 @@ class RowsOnly:
                 assert (self.shares_pages or not set(pages) & set(owned)) and 0 not in pages
             self.entries[entry.row], self.done[entry.row], self.prompts[entry.row] = entry, -1, []
 
-    def RunChunk(self, step: RunChunk) -> Emitted:
+    def RunChunk(self, step: RunChunk) -> Written:
         for part in step.parts:
             assert part.row in self.entries and part.row not in self.running and part.token_ids
             begins = self.done[part.row] < 0 and (self.shares_pages or part.start == 0)
@@ -79,12 +79,12 @@ class RowsOnly:
             self.prompts[part.row] += part.token_ids
             if part.is_last:
                 self.running.add(part.row)
-        return Emitted([[7] if part.is_last else [] for part in step.parts], None)
+        return Written([[7] if part.is_last else [] for part in step.parts], None)
 
-    def RunRound(self, step: RunRound) -> Emitted:
+    def RunRound(self, step: RunRound) -> Written:
         assert self.running and max(self.running) < step.rows <= self.rows
         most = step.spec.max_steps if step.spec else 0
-        return Emitted([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)], step.spec)
+        return Written([[8] * (self.rng.randint(0, most) + 1) for _ in range(step.rows)], step.spec)
 
     def LeaveRows(self, step: LeaveRows) -> None:
         assert step.cleared and len({target for _, target in step.moves}) == len(step.moves)
@@ -222,7 +222,7 @@ def test_an_interrupt_leaves_every_row_padding() -> None:
         engine.step()
     run, calls = engine.runner.run, iter(range(100))
 
-    def interrupted(step: Step) -> Emitted | None:
+    def interrupted(step: Step) -> Written | None:
         if next(calls) == 0:
             raise KeyboardInterrupt
         return run(step)
@@ -242,7 +242,7 @@ def test_the_host_does_not_run_ahead_of_a_long_prompt() -> None:
     launched: list[Emitted] = []
     run = engine.runner.run
 
-    def spy(step: Step) -> Emitted | None:
+    def spy(step: Step) -> Written | None:
         pending = run(step)
         launched.extend([pending] if pending is not None else [])
         return pending

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement, PlainCell
+from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Measurement, PlainCell
 from specdec.bench.show.budget_report import SYNTHETIC, print_budgets, tag_of
 from specdec.bench.show.layout import Grid
 from specdec.bench.show.legend import phases_shown, print_legend
+from specdec.lossless.verification import Divergence
 
 DEPTHS_SHOWN = 10
 NOISY = 1.15  # a speed-up whose repeats lie further apart is said to be noisy

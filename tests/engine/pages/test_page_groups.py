@@ -24,7 +24,7 @@ from specdec.engine.pages.pool import PagePool
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
-from specdec.steps import CopyPages, EnterRows, Entry, LeaveRows, RunChunk, RunRound, Step
+from specdec.steps import CopyPages, Emitted, EnterRows, Entry, LeaveRows, RunChunk, RunRound, Step
 
 SPEC = SpecConfig(3, 2, 6)
 CHUNK = 24  # the most tokens of a prompt in one pass
@@ -52,13 +52,13 @@ class Row:
             self.text.append(token)
 
 
-class Emitted:
+class Written:
     def __init__(self, rows: list[list[int]], spec: SpecConfig | None) -> None:
         self.rows = rows
         self.drafted, self.depths = (spec.num_draft_tokens - 1, spec.max_steps) if spec else (0, 0)
 
-    def read(self) -> list[list[int]]:
-        return self.rows
+    def read(self) -> Emitted:
+        return Emitted(self.rows)
 
     def drop(self) -> None:
         pass
@@ -81,7 +81,7 @@ class Memory:
         self.copied = self.reads = 0
         self.fails = self.copies_fail = False
 
-    def run(self, step: Step) -> Emitted | None:
+    def run(self, step: Step) -> Written | None:
         assert pickle.loads(pickle.dumps(step)) == step
         return getattr(self, type(step).__name__)(step)
 
@@ -129,7 +129,7 @@ class Memory:
             slots.update({page * size + i: content for i, content in enumerate(contents)})
         self.copied += len(held)
 
-    def RunChunk(self, step: RunChunk) -> Emitted:
+    def RunChunk(self, step: RunChunk) -> Written:
         if self.fails:
             raise MemoryError("a chunk too long")
         emitted = []
@@ -148,9 +148,9 @@ class Memory:
             self.check(row, range(part.start, part.end))
             row.length, row.running = part.end, part.is_last
             row.add(emitted[-1])
-        return Emitted(emitted, None)
+        return Written(emitted, None)
 
-    def RunRound(self, step: RunRound) -> Emitted:
+    def RunRound(self, step: RunRound) -> Written:
         emitted: list[list[int]] = []
         for index in range(step.rows):
             row = self.rows.get(index)
@@ -167,7 +167,7 @@ class Memory:
                 self.write(row, position, (row.hashes[position], row.text[position + 1], drafts))
             row.length = L + accepted + 1
             self.check(row, range(L, row.length))
-        return Emitted(emitted, step.spec if step.kind == "speculative" else None)
+        return Written(emitted, step.spec if step.kind == "speculative" else None)
 
     def LeaveRows(self, step: LeaveRows) -> None:
         before = dict(self.rows)
