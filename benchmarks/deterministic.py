@@ -18,6 +18,7 @@ import json
 import platform
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,7 +187,7 @@ def write(
     return [o.token_ids for o in outputs], accepted
 
 
-def compare(name: str, tokens: int, count: int, deterministic: bool) -> list[dict[str, Any]]:
+def compare(name: str, tokens: int, count: int, deterministic: bool) -> Iterator[dict[str, Any]]:
     """Texts of all ways against those of plain decoding.  A third of them are greedy, a third sampled, a third with top-p."""
     parts = models_of(name, 4096)
     prompts = prompts_of(name, count, parts[2])
@@ -200,7 +201,6 @@ def compare(name: str, tokens: int, count: int, deterministic: bool) -> list[dic
     for row, prompt, text in zip(texts_QX, prompts, texts, strict=True):
         row[: len(prompt) + len(text)] = torch.tensor([*prompt, *text])
     texts_QX = texts_QX.cuda()
-    rows = []
     for way in WAYS:
         begun, asked = time.perf_counter(), way.requests or count
         got, accepted = write(name, way, parts, prompts[:asked], sampling[:asked], texts_QX, deterministic)
@@ -210,30 +210,26 @@ def compare(name: str, tokens: int, count: int, deterministic: bool) -> list[dic
             "tokens_that_differ": sum(a != b for g, t in zip(got, texts) for a, b in zip(g, t)),
             "accept_length": round(accepted, 3), "seconds": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
-        rows.append(row)
         print(
             f"{name:>8} {way.name:<52} {row['tokens']:>6} tokens, {differing:>2} of {len(got):>2} texts differ, "
             f"accept length {accepted:.2f}, {row['seconds']} s",
             flush=True,
         )
-    return rows
+        yield row
 
 
-def cost(rounds: int) -> list[dict[str, Any]]:
+def cost(rounds: int) -> Iterator[dict[str, Any]]:
     """Milliseconds a round of the 8B shape, fast and deterministic, one after the other."""
     model, head = random_pair(4096, torch.device("cuda", 0))
-    rows = []
     for case in COSTS:
         ms = {}
         for deterministic in (False, True):
             row = measure(model, head, case, rounds, "round", traced=False, deterministic=deterministic)
             ms[deterministic] = row["ms"]
             torch.cuda.empty_cache()
-        rows.append({**case._asdict(), "fast_ms": ms[False], "deterministic_ms": ms[True], "cost": ms[True] / ms[False] - 1})
-        print(
-            f"{case.name:<16} fast {ms[False]:6.3f} ms, deterministic {ms[True]:6.3f} ms, {rows[-1]['cost']:+.1%}", flush=True
-        )
-    return rows
+        more = ms[True] / ms[False] - 1
+        print(f"{case.name:<16} fast {ms[False]:6.3f} ms, deterministic {ms[True]:6.3f} ms, {more:+.1%}", flush=True)
+        yield {**case._asdict(), "fast_ms": ms[False], "deterministic_ms": ms[True], "cost": more}
 
 
 def main() -> None:
@@ -249,21 +245,36 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     memory.POOL_SHARE = args.pool_share
-    costs, rows = cost(args.rounds) if args.cost else [], []
-    for name in () if args.cost else args.models.split(","):
-        rows += compare(name, args.tokens, args.requests, not args.fast)
-        torch.cuda.empty_cache()
-    total, wrong = sum(row["tokens"] for row in rows), sum(row["texts_that_differ"] for row in rows)
+    costs: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for kind, row in measured(args):
+        (rows if kind == "text" else costs).append(row)
+        if args.out:  # after each line, so that a run that is cut short leaves what it found
+            save(args.out, not args.fast, rows, costs)
     if rows:
+        total, wrong = sum(row["tokens"] for row in rows), sum(row["texts_that_differ"] for row in rows)
         print(f"{total} tokens compared with plain decoding's, {wrong} texts differ")
+
+
+def measured(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line of the result, as it is found."""
+    if args.cost:
+        yield from (("cost", row) for row in cost(args.rounds))
+        return
+    for name in args.models.split(","):
+        yield from (("text", row) for row in compare(name, args.tokens, args.requests, not args.fast))
+        torch.cuda.empty_cache()
+
+
+def save(out: Path, deterministic: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]]) -> None:
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "deterministic": not args.fast,
-        "tokens": total, "texts_that_differ": wrong, "rows": rows, "costs": costs,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "deterministic": deterministic,
+        "tokens": sum(row["tokens"] for row in rows), "texts_that_differ": sum(row["texts_that_differ"] for row in rows),
+        "rows": rows, "costs": costs,
     }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
