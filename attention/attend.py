@@ -16,7 +16,7 @@ from specdec.attention.capabilities import BackendChoice
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan
-from specdec.ops.numerics import FAST, Numerics
+from specdec.ops.products.numerics import FAST, Numerics
 
 
 class PassTables(NamedTuple):

@@ -24,7 +24,7 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
-from specdec.ops.numerics import INVARIANT
+from specdec.ops.products.numerics import INVARIANT
 
 BLOCK_M, WARPS, STAGES = 64, 4, 3  # of every product: with other numbers tensor cores would add up in another order
 LEAST, OCTAVES = 128, 4  # keys of the first leaves, and how often their length doubles

@@ -31,7 +31,7 @@ from specdec.attention.latent.mla_launch import attend_latent
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl
-from specdec.ops.numerics import FAST, Numerics
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
 
 PlannedView = MHAView | QuantView | Int8KeysView | SplitView | PairedView

@@ -18,7 +18,7 @@ from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
-from specdec.ops.numerics import FAST, INVARIANT, Numerics
+from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
 
 

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specdec.ops.numerics import FAST, Numerics
 from specdec.ops.products.linear import gated_linear, linear
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]

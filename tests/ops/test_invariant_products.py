@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from toolkit.kernels import DEVICE, HAS_GPU
 
 from specdec.models.linear import Linear, use_numerics
-from specdec.ops.numerics import FAST, INVARIANT
 from specdec.ops.products.linear import silu_mul
 from specdec.ops.products.linear_tiled_triton import launch_tiled_linear
 from specdec.ops.products.linear_triton import ARRIVALS
+from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.ops.products.tiles import FEW, ProductTiles, invariant_tiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16

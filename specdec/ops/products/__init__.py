@@ -1,1 +1,1 @@
-"""Matrix products, and the choice of the kernel for each shape."""
+"""Matrix products, and the choice of the kernel for each shape, by which policy chooses that of other operations too."""

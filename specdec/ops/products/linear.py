@@ -2,7 +2,7 @@
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in linear_triton.py, and products of up to 192 rows with wide weights the one in linear_wide_triton.py, for those shapes
-for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (specdec/ops/numerics.py).
+for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (specdec/ops/products/numerics.py).
 This module knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
-from specdec.ops.numerics import FAST, Numerics
 from specdec.ops.operator import define, use_operator
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.tiles import FEW, ProductTiles
 
 

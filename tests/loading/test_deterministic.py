@@ -13,7 +13,7 @@ from specdec.loading import resolve
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
-from specdec.ops.numerics import FAST, INVARIANT
+from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, target_folder
 
