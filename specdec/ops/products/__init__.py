@@ -1,1 +1,1 @@
-"""Matrix products, and the choice of the kernel for each shape, by which policy chooses that of other operations too."""
+"""Matrix products, the kernel for each shape, and the policy that is asked about such choices everywhere."""

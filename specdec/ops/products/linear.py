@@ -2,8 +2,8 @@
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in linear_triton.py, and products of up to 192 rows with wide weights the one in linear_wide_triton.py, for those shapes
-for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (specdec/ops/products/numerics.py).
-This module knows no model.
+for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (numerics.py); under an
+invariant one no library computes anything.  This module knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
