@@ -22,12 +22,13 @@ from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
 from specdec.loading.drafters import smoke_check
+from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.progress import Progress, show_progress
-from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, encode_prompt, is_one_prompt
+from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, check_tokens, encode_prompt, is_one_prompt
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
@@ -49,6 +50,7 @@ class SpecDecoder:
     """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
+    ranks: those that hold the models, if there are several.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -63,9 +65,9 @@ class SpecDecoder:
         ranks: Ranks | None = None,
     ) -> None:
         self.settings, self.tokenizer, self._ranks = settings, tokenizer, ranks
-        self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
-        if ranks is not None:
-            ranks.lead(self._parts.engine.runner)
+        build = build_engine if ranks is None else ranks.build_engine
+        self._parts: Parts | None = Parts(model, head, build(model, head, settings))
+        self._owns_ranks = False
         self.owner = EngineOwner(self._parts.engine)
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
@@ -91,18 +93,24 @@ class SpecDecoder:
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
 
+        Where a launcher such as torchrun has started `tensor_parallel_size` processes, the first gets the decoder.  The others
+        serve it until it is closed, and then end: SystemExit is raised in them.
+
         ValueError and TypeError say what is wrong, what was expected, and the nearest setting that works.
         """
         chosen = EngineOptions.of(options, settings)
         if spec is not None and draft is None:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
-        with start_ranks(target, draft, SpecConfig() if spec is None else spec, chosen) as ranks:
-            model, head, resolved, folder = ranks.load()
+        with start_ranks(chosen) as ranks:
+            wanted = WantedPair(target, draft, SpecConfig() if spec is None else spec, chosen)
+            model, head, resolved, folder = ranks.load(wanted)
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
             smoke_check(model, head, tokenizer, resolved)
             STARTUP.lap("look at the draft")
-            return cls(model, head, resolved, tokenizer, ranks)
+            decoder = cls(model, head, resolved, tokenizer, ranks)
+            decoder._owns_ranks = True
+            return decoder
 
     # ---- what it is made of ----
 
@@ -139,10 +147,10 @@ class SpecDecoder:
             if self._parts is not None:
                 self._finalizer.detach()
                 self._parts = None
-                if self._ranks is not None:
-                    self._ranks.close()
                 self.owner.release()
                 free_memory(self.settings.device)
+                if self._ranks is not None and self._owns_ranks:
+                    self._ranks.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")
@@ -164,7 +172,7 @@ class SpecDecoder:
         speculate: bool = True,
         progress: bool = False,
     ) -> list[Generation]:
-        """Generates for one prompt or many; results are in the order of the prompts.
+        """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
 
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
@@ -176,10 +184,12 @@ class SpecDecoder:
         """
         require_bool("progress", progress, False)
         listed = as_prompt_list(prompts)
-        requests = [
-            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
-            for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
-        ]
+        requests: list[Request] = []
+        for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True)):
+            name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
+            for number in range(params.n):
+                requests.append(self.new_request(prompt, params.of_choice(number), name, speculate=speculate))
+                prompt = requests[-1].given_ids  # a text is encoded once
         # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
         ended: SimpleQueue[None] = SimpleQueue()
         try:
@@ -257,20 +267,23 @@ class SpecDecoder:
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
+        if sampling.n != 1:
+            raise ValueError(
+                f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
+                "SpecDecoder.generate, or several calls with different seeds"
+            )
         vocab_size = self.model.config.vocab_size
         ids, source_ids, encoder = encode_prompt(prompt, name, self.tokenizer, vocab_size), None, self.model.config.encoder
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
             check_source(ids, name, self.settings.longest_source(self.model.config))
             ids, source_ids = list(encoder.start_ids), ids
         check_length(ids, sampling, name, self.settings.max_seq_len)
-        for token in sampling.stop_token_ids or ():
-            if token >= vocab_size:
-                raise ValueError(f"stop_token_ids holds {token}; expected ids in [0, {vocab_size - 1}]")
-        if sampling.stop_strings and not self.tokenizer.is_present:
-            raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+        bad_words = check_tokens(sampling, self.tokenizer, vocab_size)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
-        request = Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids)
+        request = Request.new(
+            ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
+        )
         self.engine.check(request)
         return request
 

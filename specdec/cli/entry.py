@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, inspect, serve, verify
-from specdec.cli.flags import Parser
+from specdec.cli import bench, doctor, generate, inspect, plan, serve, verify
+from specdec.cli.flags import Parser, engine_of
 from specdec.cli.output import complain
 
 EPILOG = """exit codes:
@@ -26,7 +26,8 @@ EPILOG = """exit codes:
 SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
 INTERRUPTED, BROKEN_PIPE = 130, 141
 COMMANDS = (
-    ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("doctor", doctor),
+    ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
+    ("doctor", doctor),
 )  # fmt: skip
 
 
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
+        if getattr(args, "tensor_parallel_size", 1) > 1:
+            from specdec.loading.ranks import serve_first_rank
+
+            serve_first_rank(engine_of(args))  # before a command takes ports, files or stdin, which are the first rank's
         code = args.run(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not by a traceback when Python exits
         return code

@@ -6,8 +6,8 @@ steps compute the same.  It knows tensors and both models' workers; it knows no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from specdec.steps import (
     CopyPages,
     Emitted,
     EnterRows,
+    ForceAcceptance,
     LeaveRows,
     Pending,
     RunChunk,
@@ -35,7 +36,30 @@ from specdec.steps import (
     Source,
     Step,
     StopDrafting,
+    TimePhases,
 )
+from specdec.verify.synthetic import SyntheticAcceptance
+
+R = TypeVar("R")
+
+
+class Call(NamedTuple):
+    """What other ranks call with their workers, as the first one does: see `DeviceRunner.together`."""
+
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+
+
+class Followers(Protocol):
+    """The other ranks, as the first one's runner knows them.
+
+    send: tells them a step, which this rank runs next.  check: raises if one of them has failed.  explain: what to raise for an
+    error of this rank, after which none of them can go on.
+    """
+
+    def send(self, message: Any) -> None: ...
+    def check(self) -> None: ...
+    def explain(self, error: BaseException) -> BaseException: ...
 
 
 class DeviceRunner:
@@ -45,12 +69,11 @@ class DeviceRunner:
     graphs: see RoundRunner.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
     shared: buffers for the pages that rows read together; None where rows never do.
-    announce: on the first of several ranks, tells each step to the others before this rank runs it.
     """
 
     def __init__(self, workers: Workers, graphs: GraphMode, most_captured: int = 0, shared: SharedPrefix | None = None) -> None:
         self.workers, self.shared = workers, shared
-        self.announce: Callable[[Step], None] | None = None
+        self._followers: Followers | None = None
         self.device = workers.state.lens_B.device
         # Callers' threads may have other streams current; all steps of a batch must run in order, so they share one.
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -67,6 +90,8 @@ class DeviceRunner:
             LeaveRows: self._leave,
             StopDrafting: self._stop_drafting,
             CopyPages: self._copy,
+            TimePhases: self._time_phases,
+            ForceAcceptance: self._force_acceptance,
         }
 
     @property
@@ -77,22 +102,49 @@ class DeviceRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
-        if self.announce is not None:
-            self.announce(step)
+        if self._followers is None:
+            return self._run(step)
+        self._followers.send(step)
+        try:
+            return self._run(step)
+        except BaseException as error:  # an interrupt too: the others run the whole step, and wait for this rank in it
+            raise self._followers.explain(error) from error
+
+    def lead(self, followers: Followers) -> None:
+        """Has the other ranks run every step from now on, and fails with the reason if one of them does."""
+        self._followers = followers
+        self.readback.check = followers.check
+
+    def together(self, function: Callable[..., R], *given: Any) -> R:
+        """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
+        if self._followers is None:
+            return function(self.workers, *given)
+        self._followers.send(Call(function, given))
+        try:
+            return function(self.workers, *given)
+        except BaseException as error:
+            raise self._followers.explain(error) from error
+
+    def _run(self, step: Step) -> Pending | None:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
             return self._actions[type(step)](step)
 
     # ---- what emits tokens ----
 
     def _chunk(self, step: RunChunk) -> Pending:
+        if step.needs.rules:
+            self._need_tables()
         with self.clock.phase("prefill"):
             for part in step.parts:
                 if part.source is not None:
                     self._read_source(part.source)
-            first_B = self.prompts.run(step)
-        return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
+            first, parts = self.prompts.run(step), len(step.parts)
+        logprobs = None if first.logprobs_BX is None else self.readback.start(first.logprobs_BX[:parts, None])
+        return ChunkPending(self.readback.start(first.tokens_B[:parts]), logprobs, [part.is_last for part in step.parts])
 
     def _round(self, step: RunRound) -> Pending:
+        if step.needs.rules:
+            self._need_tables()
         state = self._rows(step.rows, step.shared)
         begun = self.readback.mark() if step.timed else None
         if step.kind == "speculative":
@@ -102,12 +154,15 @@ class DeviceRunner:
             launched = self.rounds.paused(state, step.needs)
         else:
             launched = self.rounds.plain(state, step.needs)
-        return RoundPending(self.readback.start(launched.emitted_BX, begun), launched.drafted, launched.depths)
+        logprobs = None if launched.logprobs_BEX is None else self.readback.start(launched.logprobs_BEX)
+        return RoundPending(self.readback.start(launched.emitted_BX, begun), logprobs, launched.drafted, launched.depths)
 
     # ---- what changes rows ----
 
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
+        if any(entry.rules is not None for entry in step.entries):
+            self._need_tables()
         groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
         options = 4 + len(INTS)  # where a row's options begin that are floats
         first = options + len(FLOATS)
@@ -127,6 +182,15 @@ class DeviceRunner:
         pages_RGw, state = numbers_RX[:, first:].unflatten(1, (groups, most)), self.workers.state
         source_R2 = numbers_RX[:, 2:4] if state.source_size else None
         state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 1], source_R2)
+        for entry in step.entries:
+            if entry.rules is not None:
+                assert state.tables is not None
+                state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first)
+
+    def _need_tables(self) -> None:
+        """Makes the tables of rules for tokens, if there are none yet: most decoders never need them."""
+        if self.workers.state.tables is None:
+            self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
@@ -159,6 +223,15 @@ class DeviceRunner:
         for cache in self.workers.caches:
             cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
 
+    # ---- what is measured ----
+
+    def _time_phases(self, step: TimePhases) -> None:
+        self.clock.enabled = step.enabled
+
+    def _force_acceptance(self, step: ForceAcceptance) -> None:
+        verifier = self.workers.verifier
+        verifier.synthetic = SyntheticAcceptance.of(step.probs, verifier.model.config.vocab_size, self.device)
+
     def _rows(self, rows: int, shared: bool) -> BatchState:
         """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""
         state = self.workers.state.narrow(rows)
@@ -168,27 +241,21 @@ class DeviceRunner:
         return state.sharing(self.shared)
 
 
-def follow(runner: DeviceRunner, steps: Iterable[Step]) -> None:
-    """Runs the first rank's steps on another rank, which reads no tokens back."""
-    for step in steps:
-        pending = runner.run(step)
-        if pending is not None:
-            pending.drop()
-
-
 class ChunkPending:
     """The first output tokens of a chunk's prompts.  last: for each part, whether its prompt ends there."""
 
     drafted = depths = 0
 
-    def __init__(self, ticket: Ticket, last: list[bool]) -> None:
-        self._ticket, self._last = ticket, last
+    def __init__(self, tokens: Ticket, logprobs: Ticket | None, last: list[bool]) -> None:
+        self._tokens, self._logprobs, self._last = tokens, logprobs, last
 
     def read(self) -> Emitted:
-        return Emitted([[token] if last else [] for token, last in zip(self._ticket.read(), self._last, strict=True)])
+        first = [[token] if last else [] for token, last in zip(self._tokens.read(), self._last, strict=True)]
+        return Emitted(first, None if self._logprobs is None else self._logprobs.read())
 
     def drop(self) -> None:
-        self._ticket.drop()
+        for ticket in filter(None, (self._tokens, self._logprobs)):
+            ticket.drop()
 
     def seconds(self) -> float:
         raise AssertionError("only rounds are timed")
@@ -197,18 +264,20 @@ class ChunkPending:
 class RoundPending:
     """The tokens of a round.  drafted, depths: how many draft tokens and levels the round's tree had."""
 
-    def __init__(self, ticket: Ticket, drafted: int, depths: int) -> None:
-        self._ticket, self.drafted, self.depths = ticket, drafted, depths
+    def __init__(self, tokens: Ticket, logprobs: Ticket | None, drafted: int, depths: int) -> None:
+        self._tokens, self._logprobs, self.drafted, self.depths = tokens, logprobs, drafted, depths
 
     def read(self) -> Emitted:
         # A row holds the count of its accepted draft tokens, then those tokens, then the target's own token.
-        return Emitted([row[1 : row[0] + 2] for row in self._ticket.read()])
+        tokens = [row[1 : row[0] + 2] for row in self._tokens.read()]
+        return Emitted(tokens, None if self._logprobs is None else self._logprobs.read())
 
     def drop(self) -> None:
-        self._ticket.drop()
+        for ticket in filter(None, (self._tokens, self._logprobs)):
+            ticket.drop()
 
     def seconds(self) -> float:
-        return self._ticket.seconds()
+        return self._tokens.seconds()
 
 
 def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> SharedPrefix | None:

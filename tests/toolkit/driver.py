@@ -18,8 +18,10 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
+from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
+from specdec.runner.runner import Followers
 from specdec.steps import Needs
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
@@ -279,6 +281,24 @@ class Driver(Hooks):
             self._workers.state.bonus_B.random_(0, self.decoder.model.config.vocab_size)
             self.drafter.rows.level1_hidden_BH.fill_(torch.nan)
 
+    def poison_padding(self) -> None:
+        """Fills what belongs to no request, while others run: free pages and the dummy page with NaN, free rows with junk.
+
+        Their ids stay ids: a row's last token is one that the model has, in padding too, which is asserted.
+        """
+        state, vocab_size = self._workers.state, self.decoder.model.config.vocab_size
+        pages = torch.tensor([0, *self._scheduler.admission.pool._free])
+        slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
+        with torch.inference_mode():
+            assert bool(((state.bonus_B >= 0) & (state.bonus_B < vocab_size)).all())
+            for cache in self.caches:
+                for planes in cache.planes_of.values():
+                    planes["kv"][:, slots.to(planes["kv"].device)] = torch.nan
+            state.bonus_B[len(self._scheduler.seats) :].random_(0, vocab_size)
+            for tensor in self.drafter.rows.tensors():
+                if tensor.is_floating_point():
+                    tensor[len(self._scheduler.seats) :] = torch.nan
+
     def blind_tables(self, rows: int, pages: int) -> None:
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""
         self._workers.state.page_table_BGW[:rows, :, :pages] = 0
@@ -317,9 +337,9 @@ class Driver(Hooks):
         """Makes both models' attention run on this backend."""
         self._workers.verifier.backend = self.drafter.backend = backend
 
-    def tell_steps(self, announce: Callable[[Any], None]) -> None:
-        """`announce` is called with each step before it runs, as by the first of several ranks."""
-        self._runner.announce = announce
+    def lead(self, followers: Followers) -> None:
+        """Has other ranks told each step before it runs."""
+        self._runner.lead(followers)
 
     def force_acceptance(self, probs: list[float]) -> None:
         """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says."""
@@ -334,13 +354,14 @@ class Driver(Hooks):
             return self.drafter.draft(self._workers.state.narrow(rows), spec, Needs())
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
-        """Runs draft, verify and extend of one round, without the engine."""
+        """Runs draft, verify and extend of one round, without the engine, with what the running requests need."""
         state = self._workers.state.narrow(rows)
         with torch.inference_mode():
-            tree = self.drafter.draft(state, spec, Needs())
-            result = self._workers.verifier.verify(state, tree, Needs())
+            needs = union(request.choice.needs for request in self.running)
+            tree = self.drafter.draft(state, spec, needs)
+            result = self._workers.verifier.verify(state, tree, needs)
             extended = result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF
-            self.drafter.extend(state, Needs(), *extended)
+            self.drafter.extend(state, needs, *extended)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
         """How many CUDA graphs there are of whole rounds, of single phases, or of chunks of prompts."""
