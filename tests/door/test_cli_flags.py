@@ -35,6 +35,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "smoke": ([], False),
     "backend": (["transformers"], "transformers"),
     "prefix_caching": ([], True),
+    "tensor_parallel_size": (["2"], 2),
     "prefill_chunk": (["64"], 64),
     "threads": (["1"], 1),
 }
