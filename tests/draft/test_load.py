@@ -146,6 +146,12 @@ def test_pickles_are_opened_on_request_alone(zoo: Zoo, tmp_path: Path) -> None:
         load(zoo, folder)
 
 
+def test_eagle1_by_the_class_that_others_name(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a class that two publishers use, taken for the layout of one that can't be read."""
+    folder = save_eagle1(tmp_path, zoo.target("llama"), architectures=["LlamaForCausalLMEagle"])
+    assert load(zoo, folder).config.kind == "eagle1"
+
+
 def test_two_spellings_of_rope_must_agree(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: one of two different ropes, taken by chance."""
     rope = {"rope_type": "default", "rope_theta": 500.0}
