@@ -70,7 +70,10 @@ class Vocabulary(NamedTuple):
 
         NaN counts as the largest value.
         """
-        return self._best(logits_RW, k)[:2]
+        if self.group.size > 1:
+            return self._best(logits_RW, k)[:2]
+        logits_RW = logits_RW.float()
+        return stable_topk(torch.where(logits_RW.isnan(), torch.nan, logits_RW), k)
 
     def largest(self, logits_RW: Tensor) -> Tensor:
         """[R]: the largest logit of each row, NaN if there is one."""
