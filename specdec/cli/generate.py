@@ -64,9 +64,12 @@ def run(args: argparse.Namespace) -> int:
     for generation in generations:
         _show_logprobs(decoder, generation)
     if args.stats:
+        from specdec.loading.drafters import drafter_line
         from specdec.startup import STARTUP
 
-        print(f"{_about(decoder, generations, seconds)}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
+        draft = f"\ndraft: {drafter_line(decoder.head, decoder.settings)}" if decoder.head is not None else ""
+        about = _about(decoder, generations, seconds)
+        print(f"{about}{draft}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
     return 0
 
 

@@ -85,7 +85,8 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
     choice = session.choice(a.prompt_token_ids, sampling)
     reading = read_text(passes, Text(a.prompt_token_ids, a.token_ids, sampling, choice), asked)
     if asked:
-        part = difference(number, *reading.asked, may_round=rounds(session))
+        mine, theirs = reading.asked
+        part = difference(number, mine, theirs, rounds(session))
     readings = {"both" if index is None else "baseline": reading}
     if index is not None:
         readings["speculative"] = read_text(passes, Text(b.prompt_token_ids, b.token_ids, sampling, choice))
