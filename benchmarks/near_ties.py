@@ -3,8 +3,8 @@
 
     python benchmarks/near_ties.py --out benchmarks/results/near_ties_cpu.json   # or on a GPU
 
-The shipped pair and tiny random targets of the tests write texts with and without speculation.  A line of the result holds, over
-all tokens of both: how many the reference would not have taken; the largest of their margins in units of noise (what
+The shipped pair and tiny random targets of the tests write texts with and without speculation.  A line of the result holds,
+over all tokens of both: how many the reference would not have taken; the largest of their margins in units of noise (what
 `specdec verify` allows is reference.FACTOR); and at what share of places the two best tokens are closer than the bound, so that
 a wrong one would go unseen.  The random targets are there because they are chaotic: rounding moves their logits by a third of
 what lies between the two best tokens.

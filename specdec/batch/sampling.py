@@ -112,7 +112,7 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     top_k_R1 = torch.where(sampling.top_k_R > 0, sampling.top_k_R, logits_RV.shape[-1])[:, None]
     sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, -torch.inf)
-    # Sums of integers are exact in any order.  A library's sum of floats has an order that depends on the number of rows, by which
+    # Sums of integers are exact in any order.  A sum of floats has an order that depends on the number of rows, by which
     # a token at top-p's border could depend on the batch.
     weights_RV = ((sorted_RV - sorted_RV[:, :1]).exp() * _BEST).long()
     sums_RV = weights_RV.cumsum(-1)

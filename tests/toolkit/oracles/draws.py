@@ -16,7 +16,7 @@ DRAWS, LIMIT = 200_000, 1e-4  # of a case; and the p-value below which counts do
 
 def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, **options: Any) -> Tensor:
     """[R] int64: a token from each row of logits.  position_R: of the token itself.  options: of SamplingParams."""
-    choice = RowChoice.of(SamplingParams(**options), 0, ())
+    choice = RowChoice.of(SamplingParams(**options), 0, prompt_ids=())
     rows = RowSampling.of([choice.options], logits_RV.device).expand_rows(len(seed_R))
     rows.seed_R.copy_(seed_R)
     vocabulary = Vocabulary.of(logits_RV.shape[1], ALONE)
