@@ -26,8 +26,8 @@ WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.floa
 class DensePasses:
     """Passes over texts of one decoder.  Nothing else may use the decoder's target meanwhile.
 
-    choosing: whether the target chooses experts or keys by scores.  steps: whether keys and values are kept in steps, in 8 bits.
-    Where a score or a value lies on a border within rounding, a pass may take either side, and its logits are then far off.
+    choosing: whether the target chooses experts or keys by scores.  steps: whether keys and values are kept in 8 bits.  Where a
+    score or a value lies on a border within rounding, a pass may take either side, and its logits are then far off.
     """
 
     def __init__(self, session: Session) -> None:

@@ -124,15 +124,13 @@ def test_a_logic_error_is_not_taken_for_rounding(zoo: Zoo, name: str, dtype: str
 
 def test_a_router_that_flips_is_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: mixtures of experts called wrong because two experts tie; and a bound that hides faults there."""
-    prompt, decoder = (
-        ragged_prompts(40, 3, seed=10)[2],
-        DeepseekZoo(tmp_path).decoder("v3", "eagle3", SpecConfig(3, 4, 12), dtype="bfloat16"),
-    )
-    assert decoder.verify(prompt, GREEDY).passed
+    prompts = ragged_prompts(40, 3, seed=10)
+    decoder = DeepseekZoo(tmp_path).decoder("v3", "eagle3", SpecConfig(3, 4, 12), dtype="bfloat16")
+    assert decoder.verify(prompts, GREEDY).passed
     with fault("stale keys"):
-        assert not decoder.verify(prompt, GREEDY).passed
+        assert not decoder.verify(prompts, GREEDY).passed
     monkeypatch.setattr(reference, "PASSES_CHOOSING", 0)
-    assert not decoder.verify(prompt, GREEDY).passed, "one pass alone does not show that a router may flip"
+    assert not decoder.verify(prompts, GREEDY).passed, "one pass alone does not show that a router may flip"
 
 
 # ---- what the reference is ----
