@@ -21,12 +21,13 @@ from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
+from specdec.loading.drafters import smoke_check
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.progress import Progress, show_progress
-from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, encode_prompt, is_one_prompt
+from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, check_tokens, encode_prompt, is_one_prompt
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
@@ -45,9 +46,9 @@ class Parts(NamedTuple):
 
 
 class SpecDecoder:
-    """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own.
+    """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
 
-    model, head, settings: both models on their device, and what the options were resolved to.  tokenizer: the target's.
+    model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -82,9 +83,10 @@ class SpecDecoder:
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> SpecDecoder:
-        """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
+        """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids; draft None: plain autoregressive decoding.
+        target, draft: folders or hub ids.  draft may also be "ngram", a drafter without a checkpoint that repeats what followed
+        the last tokens earlier in the text; None: plain autoregressive decoding.
         spec: the draft tree's shape; None: SpecConfig().
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
@@ -98,6 +100,8 @@ class SpecDecoder:
             model, head, resolved, folder = ranks.load()
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
+            smoke_check(model, head, tokenizer, resolved)
+            STARTUP.lap("look at the draft")
             return cls(model, head, resolved, tokenizer, ranks)
 
     # ---- what it is made of ----
@@ -160,7 +164,7 @@ class SpecDecoder:
         speculate: bool = True,
         progress: bool = False,
     ) -> list[Generation]:
-        """Generates for one prompt or many; results are in the order of the prompts.
+        """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
 
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
@@ -172,10 +176,12 @@ class SpecDecoder:
         """
         require_bool("progress", progress, False)
         listed = as_prompt_list(prompts)
-        requests = [
-            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
-            for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
-        ]
+        requests: list[Request] = []
+        for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True)):
+            name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
+            for number in range(params.n):
+                requests.append(self.new_request(prompt, params.of_choice(number), name, speculate=speculate))
+                prompt = requests[-1].given_ids  # a text is encoded once
         # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
         ended: SimpleQueue[None] = SimpleQueue()
         try:
@@ -253,20 +259,23 @@ class SpecDecoder:
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
+        if sampling.n != 1:
+            raise ValueError(
+                f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
+                "SpecDecoder.generate, or several calls with different seeds"
+            )
         vocab_size = self.model.config.vocab_size
         ids, source_ids, encoder = encode_prompt(prompt, name, self.tokenizer, vocab_size), None, self.model.config.encoder
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
             check_source(ids, name, self.settings.longest_source(self.model.config))
             ids, source_ids = list(encoder.start_ids), ids
         check_length(ids, sampling, name, self.settings.max_seq_len)
-        for token in sampling.stop_token_ids or ():
-            if token >= vocab_size:
-                raise ValueError(f"stop_token_ids holds {token}; expected ids in [0, {vocab_size - 1}]")
-        if sampling.stop_strings and not self.tokenizer.is_present:
-            raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+        bad_words = check_tokens(sampling, self.tokenizer, vocab_size)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
-        request = Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids)
+        request = Request.new(
+            ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
+        )
         self.engine.check(request)
         return request
 

@@ -32,6 +32,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.loading.doctor import machine_facts, steal_and_total, versions
+from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -193,11 +194,12 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
         chat=options.chat,
     )
     model, head, settings = _load(options, max(map(len, prompts)))
+    smoke_check(model, head, tokenizer, settings)
     forced = options.synthetic_acceptance
     result = Measurement(
         machine_facts(settings.device),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
-        _settings(options, settings, model.config),
+        _settings(options, settings, model.config) | {"drafter": drafter_line(head, settings) if head else None},
         _prompt_facts(options, prompts),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )

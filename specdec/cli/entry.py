@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, serve, verify
+from specdec.cli import bench, doctor, generate, inspect, plan, serve, verify
 from specdec.cli.flags import Parser
 from specdec.cli.output import complain
 
@@ -25,7 +25,10 @@ EPILOG = """exit codes:
 
 SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
 INTERRUPTED, BROKEN_PIPE = 130, 141
-COMMANDS = (("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("doctor", doctor))
+COMMANDS = (
+    ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
+    ("doctor", doctor),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

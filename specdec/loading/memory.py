@@ -73,8 +73,7 @@ def pool_plan(
     ValueError if the memory holds no page.
     """
     options, longest = settings.options, settings.pages_per_sequence
-    spans = [kind.span for config in configs for kind in config.layer_kinds]
-    groups = page_groups(spans, settings.lookahead, options.page_size, longest, options.prefix_caching)
+    groups = layer_groups(configs, settings)
     first, *others = kv_page_bytes(configs, settings, groups)
     page_bytes = (first + slot_bytes * options.page_size, *others)
     needed = [(group.ring or longest) + 1 for group in groups]
@@ -92,6 +91,12 @@ def pool_plan(
         also = ", max_batch_size or max_seq_len, by which an encoder's texts take memory" if configs[0].encoder else ""
         raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype{also}")
     return plan
+
+
+def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[Group, ...]:
+    """Which layers of these models share page tables."""
+    spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
+    return page_groups(spans, settings.lookahead, options.page_size, settings.pages_per_sequence, options.prefix_caching)
 
 
 def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def explain_divergence(
     if index >= min(len(ids_a), len(ids_b)):
         return one_ends(prompt, index, ids_a, ids_b)
     pair = [(index, ids_a[index]), (index, ids_b[index])]
-    a, b = read_text(DensePasses(session), Text(prompt_ids, ids_a, sampling), pair).asked
+    a, b = read_text(DensePasses(session), Text(prompt_ids, ids_a, sampling, session.choice(prompt_ids, sampling)), pair).asked
     return difference(prompt, a, b, rounds(session))
 
 
