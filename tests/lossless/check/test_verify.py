@@ -86,8 +86,8 @@ def greed_for_the_second_best(original: Callable[..., Any]) -> Callable[..., Any
     """In plain decoding too, so that both texts are equal."""
 
     def tampered(logits_RV: Any, sampling: Any, positions_R: Any, *rest: Any) -> Any:
-        second_R = logits_RV.topk(2).indices[:, 1]
-        return torch.where(positions_R % 16 == 0, second_R, original(logits_RV, sampling, positions_R, *rest))
+        chosen, second_R = original(logits_RV, sampling, positions_R, *rest), logits_RV.topk(2).indices[:, 1]
+        return chosen._replace(tokens_R=torch.where(positions_R % 16 == 0, second_R, chosen.tokens_R))
 
     return tampered
 

@@ -69,6 +69,9 @@ CHOSEN: dict[str, list[str]] = {
     "rows_hopper_kernel": ["tests/attention/sparse/test_sparse_gpu.py::test_latents_of_rows[1-dtype0]"],
 }
 
+# Of several ranks: they exchange memory between GPUs, so that one process on one GPU can't launch them.
+OF_RANKS = {"few_rows_kernel", "many_rows_kernel", "flat_kernel", "arrange_kernel"}
+
 
 def kernels_in(root: Path) -> set[str]:
     """The names of the tree's kernels: functions that a jit compiles, and whose name ends in _kernel."""
