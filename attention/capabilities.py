@@ -74,8 +74,8 @@ class Capability:
     alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
-    tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
-        reads shared prefixes.
+    tree, graphs: whether it answers branching trees, and which modes of cuda_graphs it allows.
+    shared_prefixes, divided: whether it reads shared prefixes, and sequences that several ranks divide among them.
     """
 
     name: str
@@ -108,6 +108,7 @@ class Capability:
     tree: bool = True
     graphs: tuple[GraphMode, ...] = GRAPH_MODES
     shared_prefixes: bool = True
+    divided: bool = False
 
 
 TABLE = {
@@ -115,12 +116,12 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            int8_queries=True, mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
+            int8_queries=True, mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True, divided=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
             kv_cache_dtypes=KV_DTYPES, int8_queries=True, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True,
-            split_heads=True, alibi=True, encoder=True,
+            split_heads=True, alibi=True, encoder=True, divided=True,
         ),
         Capability(
             "fa2", "flash_attn", "H200", package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -321,6 +322,8 @@ def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         yield Fault("answers chains only", "topk=1", replace(n, tree=False))
     if n.graphs not in c.graphs:
         yield Fault(f"can't be captured with cuda_graphs={n.graphs!r}", "cuda_graphs=False", replace(n, graphs=False))
+    if n.divided and not c.divided:
+        yield Fault("reads whole sequences only", "decode_context_parallel_size=1", replace(n, divided=False))
     if n.shared_prefixes and not c.shared_prefixes:
         yield Fault("does not share prefixes", "prefix_caching=False", replace(n, shared_prefixes=False))
 
@@ -336,8 +339,7 @@ def why_not(name: str, needs: AttentionNeeds) -> str:
 
 def problem_of(name: str, needs: AttentionNeeds) -> str:
     """Why this backend can't answer these needs, for a text that asks for no other setting; the empty string if it can."""
-    fault = _first_fault(name, needs)
-    return fault.problem if fault else ""
+    return fault.problem if (fault := _first_fault(name, needs)) else ""
 
 
 def _first_fault(name: str, needs: AttentionNeeds) -> Fault | None:

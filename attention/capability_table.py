@@ -30,6 +30,7 @@ def table_rows() -> list[list[str]]:
         "draft trees": [_yes(c.tree) for c in cs],
         "CUDA graphs": [", ".join(str(mode) for mode in c.graphs if mode) or "no" for c in cs],
         "shared prefixes": ["our kernel" if c.shared_prefixes and c.ours else _yes(c.shared_prefixes) for c in cs],
+        "decode context parallelism": [_yes(c.divided) for c in cs],
         "tests passed on": [c.run_on for c in cs],
     }
     return [["", *BACKENDS], *([name, *cells] for name, cells in lines.items())]

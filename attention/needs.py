@@ -29,6 +29,7 @@ class AttentionNeeds:
     kv_cache_dtype, int8_queries: as in EngineOptions.
     mla, latent_rank, rope_dim, sparse: whether the target's layers keep latents, the latents' rank and rotated dim, and whether
         an indexer chooses those that a query reads.
+    divided: whether several ranks divide each sequence's keys and values among them.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
     rows: the most sequences in a batch.
@@ -56,6 +57,7 @@ class AttentionNeeds:
     rope_dim: int = 64
     sparse: bool = False
     page_size: int = 16
+    divided: bool = False
     tree: bool = True
     graphs: GraphMode = False
     shared_prefixes: bool = False

@@ -154,6 +154,22 @@ class EngineOptions:
         high=64,
         metavar="N",
     )
+    decode_context_parallel_size: int = option(
+        1,
+        "processes of tensor_parallel_size that divide each sequence's keys and values, where all of them would hold the same",
+        details="They do with latent attention (MLA), and where there are fewer key/value heads than processes.  A page then "
+        "stands for that many times page_size tokens, also for prefix caching.",
+        low=1,
+        high=64,
+        metavar="N",
+    )
+    context_interleave: int | None = option(
+        None,
+        "tokens in a row that one process keeps with decode_context_parallel_size, a divisor of page_size; default: page_size",
+        low=1,
+        high=4096,
+        metavar="N",
+    )
     prefill_chunk: int | Literal["auto"] = option(
         "auto",
         "what one pass over prompts may cost, in tokens of an empty context; auto: by the device, less while rows run",

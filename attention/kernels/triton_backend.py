@@ -27,7 +27,7 @@ from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.latent.mla_launch import attend_latent
+from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl
@@ -63,6 +63,22 @@ class TritonBackend(Backend):
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
         return self._state(q_THD, view, prepared, scoring)
+
+    def attend_after(
+        self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN
+    ) -> AttentionState:
+        suffix, q_THD = prepared.suffix, _dense_rows(q_THD)
+        if prepared.segments or suffix is None:
+            return super().attend_after(prefix, q_THD, view, prepared, scoring)
+        if isinstance(view, LatentView):
+            assert scoring.scale is not None
+            return merge_suffix(q_THD, view, suffix, scoring.scale, prefix)
+        assert isinstance(view, PlannedView)
+        check_view(q_THD, view)
+        (T, H, _), E = q_THD.shape, view.heads[1].shape[2]
+        state, none = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device), prepared.scratch(T, H, 0, E, q_THD.device)
+        launch_suffix_merge(q_THD, view, suffix, scoring, none, prefix, state, True)
+        return state
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self._state(q_THD, view, TritonPlan((segment,)), scoring)

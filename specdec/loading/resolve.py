@@ -14,11 +14,17 @@ from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
+from specdec.loading.context import check_context
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
 from specdec.options import EngineOptions
+from specdec.runner.prompts import LARGEST_STEP
+
+# The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
+# benchmarks/README.md, prompts in chunks.
+CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +61,28 @@ class EngineSettings:
         return 0 if target.encoder is None else min(target.encoder.max_tokens, self.max_seq_len)
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a sequence that a page stands for: those that each rank holds of it, over all ranks that divide it."""
+        return self.options.page_size * self.options.decode_context_parallel_size
+
+    @property
     def pages_per_sequence(self) -> int:
         """Entries in the page table of the longest sequence, look-ahead included."""
-        return -(-(self.max_seq_len + self.lookahead) // self.options.page_size)
+        return -(-(self.max_seq_len + self.lookahead) // self.page_tokens)
+
+    @property
+    def chunk_costs(self) -> tuple[int, int, int]:
+        """The first three fields of ChunkBudget."""
+        asked = self.options.prefill_chunk
+        return CHUNK_COST[self.device.type] if asked == "auto" else (asked, asked, asked)
+
+    @property
+    def scratch_room(self) -> int:
+        """The most tokens of one pass, where these lie in a scratch because ranks divide sequences among them; else 0."""
+        if self.options.decode_context_parallel_size == 1:
+            return 0
+        nodes = self.spec.num_draft_tokens if self.spec else 1
+        return max(max(self.chunk_costs) + LARGEST_STEP, (self.options.max_batch_size + 1) * nodes)
 
     def with_options(self, **changes: Any) -> EngineSettings:
         """The same settings with other options, such as max_batch_size or page_size, that need no new resolution."""
@@ -103,6 +128,7 @@ def resolve_settings(
             f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
             "encoder read; nearest setting that works: prefix_caching=False"
         )
+    check_context(options, target, target_backend)
     settings = EngineSettings(
         options=options,
         spec=spec,
@@ -181,6 +207,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         rope_dim=target.head_dim if keeps_latents(target) else 0,
         sparse=most_read(target) is not None,
         page_size=settings.options.page_size,
+        divided=settings.options.decode_context_parallel_size > 1,
         tree=spec is not None and spec.topk > 1,
         graphs=settings.cuda_graphs,
         shared_prefixes=settings.options.prefix_caching,

@@ -31,6 +31,9 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "int8_queries": ([], True),
     "backend": (["transformers"], "transformers"),
     "prefix_caching": ([], True),
+    "tensor_parallel_size": (["2"], 2),
+    "decode_context_parallel_size": (["2"], 2),
+    "context_interleave": (["8"], 8),
     "prefill_chunk": (["64"], 64),
     "threads": (["1"], 1),
 }
