@@ -30,7 +30,8 @@ from specdec.bench.profile import Work, full_rounds, rounds_in
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle.head import DraftHead, Eagle3Head, HeadConfig
+from specdec.draft.eagle.head import DraftHead, Eagle3Head
+from specdec.draft.eagle.spec import HeadSpec
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
@@ -116,7 +117,7 @@ def random_pair(
     shard = Shard(group.rank, group.size)
     model = build(lambda: CausalLM(share_of(target, shard), max_positions), device, torch.bfloat16)
     layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=()), shard)
-    shape = HeadConfig(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
+    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
     for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks

@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ class RandomPair(NamedTuple):
         return model, head, resolve_settings(options, SpecConfig(5, 1, 6), model.config), Path("/nonexistent")
 
 
-def measure_shape(name: str, ranks: Ranks, options: EngineOptions, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_shape(name: str, ranks: Ranks, options: EngineOptions, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every line of a shape that was asked for."""
     wanted = {
         case: bar
@@ -82,17 +83,25 @@ def measure_shape(name: str, ranks: Ranks, options: EngineOptions, args: argpars
         if not args.only or any(f"{name}:{case.name}".startswith(prefix) for prefix in args.only.split())
     }
     if not wanted:
-        return []
+        return
     model, head, _, _ = ranks.load(RandomPair(name, options))
-    rows = []
     for case, bar in wanted.items():
         row = measure(model, head, case, args.rounds, "round", traced=not args.no_trace, ranks=ranks)
         row |= {"shape": name, "ranks": args.ranks, "bar": bar if args.ranks == 2 else None}
-        rows.append(row)
         print(f"{name:>4} {row['bytes'] / 1e9:6.2f} GB a rank", end="  ")
         show(row)
+        yield row
         torch.cuda.empty_cache()
-    return rows
+
+
+def save(path: Path, rows: list[dict[str, Any]], ranks: int) -> None:
+    result = {
+        "device": torch.cuda.get_device_name(), "ranks": ranks, "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+        "read_bandwidth": this_gpu().read_bandwidth, "rows": rows,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -104,22 +113,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     options = EngineOptions(device="cuda", dtype="bfloat16", tensor_parallel_size=args.ranks)
-    ranks = Ranks(options)
+    ranks, rows = Ranks(options), []
     try:
-        rows = [row for name in SHAPES for row in measure_shape(name, ranks, options, args)]
+        for name in SHAPES:
+            for row in measure_shape(name, ranks, options, args):
+                rows.append(row)
+                if args.out:  # after each line: the last ones take long
+                    save(args.out, rows, args.ranks)
     finally:
         ranks.close()
     missed = sum(verdict(row["ms"], row["bar"]).endswith("MISS") for row in rows)
     print(f"{len(rows)} lines, {missed} above their bar")
-    if args.out:
-        result = {
-            "device": torch.cuda.get_device_name(), "ranks": args.ranks, "torch": torch.__version__,
-            "triton": triton.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
-            "weights": "random", "dtype": "bfloat16",
-            "read_bandwidth": this_gpu().read_bandwidth, "rows": rows,
-        }  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

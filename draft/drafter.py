@@ -23,6 +23,7 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.models.config import ModelConfig
+from specdec.models.target import Target
 from specdec.steps import Needs
 
 
@@ -84,6 +85,20 @@ class DraftModel(nn.Module, ABC):
     @abstractmethod
     def worker(self, place: Place) -> Drafter:
         """The drafter at work on a batch."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What it is and how its files were read, in one line."""
+
+    @property
+    def trained_length(self) -> int | None:
+        """The most tokens of a text that it was trained on; None: that means nothing for it."""
+        return None
+
+    def smoke(self, target: Target, ids_T: Tensor) -> str:
+        """What seems to be wrong with it, by a look at a text (int64); empty if nothing does."""
+        return ""
 
     def passes(self, spec: SpecConfig) -> int:
         """How often a round of that shape reads the weights; 0: there are none."""

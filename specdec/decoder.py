@@ -21,6 +21,7 @@ from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
+from specdec.loading.drafters import smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
@@ -46,9 +47,9 @@ class Parts(NamedTuple):
 
 
 class SpecDecoder:
-    """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own.
+    """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
 
-    model, head, settings: both models on their device, and what the options were resolved to.  tokenizer: the target's.
+    model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
     ranks: those that hold the models, if there are several.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
@@ -84,9 +85,10 @@ class SpecDecoder:
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> SpecDecoder:
-        """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
+        """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids; draft None: plain autoregressive decoding.
+        target, draft: folders or hub ids.  draft may also be "ngram", a drafter without a checkpoint that repeats what followed
+        the last tokens earlier in the text; None: plain autoregressive decoding.
         spec: the draft tree's shape; None: SpecConfig().
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
@@ -104,6 +106,8 @@ class SpecDecoder:
             model, head, resolved, folder = ranks.load(wanted)
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
+            smoke_check(model, head, tokenizer, resolved)
+            STARTUP.lap("look at the draft")
             decoder = cls(model, head, resolved, tokenizer, ranks)
             decoder._owns_ranks = True
             return decoder

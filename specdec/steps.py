@@ -162,6 +162,13 @@ class LeaveRows:
 
 
 @dataclass(frozen=True)
+class StopDrafting:
+    """These rows go on without the drafter: no draft token is accepted in them any more."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CopyPages:
     """In all layers of a group, page targets[i] becomes what page sources[i] was before this step.  No target occurs twice."""
 
@@ -187,7 +194,9 @@ class ForceAcceptance:
     probs: tuple[float, ...]
 
 
-Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | CopyPages | TimePhases | ForceAcceptance
+Step = (
+    EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | StopDrafting | CopyPages | TimePhases | ForceAcceptance
+)
 
 
 class Emitted(NamedTuple):

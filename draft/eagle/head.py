@@ -10,7 +10,6 @@ Shapes: T pairs, H hidden, F the target's features of one token, concatenated, V
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,42 +18,16 @@ from torch import Tensor, nn
 from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel, DraftNeeds, Place
+from specdec.draft.eagle.spec import HeadSpec
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.models.causal_lm import DecoderLayer
-from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
+from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
 from specdec.parallel.group import ALONE, Group
 from specdec.parallel.vocabulary import Vocabulary
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """A head's own sizes (`model`) and how it connects to its target.
-
-    kind: "eagle3" or "eagle1".
-    aux_layers: ascending 0-based target layers whose outputs are the head's features; empty: the target's final hidden state
-        is.
-    target_hidden_size: width of one feature.
-    draft_vocab_size: rows of the head's language-model head.
-    fc_bias: whether `fc` has a bias; EAGLE-1/2 only.
-    norm_before_residual: whether the residual is the normed feature; EAGLE-3 only.
-    """
-
-    model: ModelConfig
-    kind: str  # "eagle3" | "eagle1"
-    aux_layers: tuple[int, ...]
-    target_hidden_size: int
-    draft_vocab_size: int
-    fc_bias: bool = False
-    norm_before_residual: bool = False
-
-    @property
-    def feature_size(self) -> int:
-        """F: the width of one token's features as the target returns them."""
-        return max(1, len(self.aux_layers)) * self.target_hidden_size
 
 
 class DraftHead(DraftModel):
@@ -65,7 +38,7 @@ class DraftHead(DraftModel):
     d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
     """
 
-    def __init__(self, config: HeadConfig, max_positions: int) -> None:
+    def __init__(self, config: HeadSpec, max_positions: int) -> None:
         super().__init__()
         self.config = config
         model = config.model
@@ -90,6 +63,19 @@ class DraftHead(DraftModel):
 
     def worker(self, place: Place) -> DraftWorker:
         return DraftWorker(self, place)
+
+    @property
+    def description(self) -> str:
+        return self.config.description
+
+    @property
+    def trained_length(self) -> int:
+        return self.config.trained_length
+
+    def smoke(self, target: Target, ids_T: Tensor) -> str:
+        from specdec.draft.eagle.smoke import complaint  # which knows heads, too
+
+        return complaint(self, target, ids_T)
 
     def passes(self, spec: SpecConfig) -> int:
         return spec.max_steps
@@ -116,18 +102,24 @@ class DraftHead(DraftModel):
 
 
 class Eagle3Head(DraftHead):
-    """One decoder layer over [normed embedding, normed feature]; `fc` fuses the features of several target layers into one."""
+    """A decoder layer over [normed embedding, normed feature], and perhaps ordinary layers after it.
 
-    def __init__(self, config: HeadConfig, max_positions: int) -> None:
+    `fc` fuses the features of several target layers into one; norms may stand before it.
+    """
+
+    def __init__(self, config: HeadSpec, max_positions: int) -> None:
         super().__init__(config, max_positions)
         model, eps = config.model, config.model.rms_norm_eps
-        H = model.hidden_size
-        self.fc = Linear(len(config.aux_layers) * config.target_hidden_size, H)
+        H, F = model.hidden_size, config.feature_size
+        norms = {"none": 0, "joint": 1, "each": len(config.aux_layers)}[config.feature_norm]
+        self.feature_norms = nn.ModuleList(RMSNorm(F // norms, eps) for _ in range(norms))
+        self.fc = Linear(F, H)
         self.input_layernorm = RMSNorm(H, eps)
         self.hidden_norm = RMSNorm(H, eps)
         self.self_attn = SelfAttention(model, 2 * H)
         self.post_attention_layernorm = RMSNorm(H, eps)
         self.mlp = MLP(model)
+        self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers - 1))
         self.norm = RMSNorm(H, eps)
 
     @property
@@ -135,21 +127,34 @@ class Eagle3Head(DraftHead):
         return self.fc.num_bytes  # features are fused in the extend only
 
     def fuse(self, features_TF: Tensor) -> Tensor:
+        if len(self.feature_norms):
+            parts = features_TF.unflatten(-1, (len(self.feature_norms), -1)).unbind(-2)
+            normed = [norm(part.contiguous()) for norm, part in zip(self.feature_norms, parts, strict=True)]
+            features_TF = torch.cat(normed, dim=-1)
         return self.fc(features_TF)
 
     def forward(
         self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
     ) -> Tensor:
         embed, norm, H = self.embed_tokens.weight, self.hidden_norm, hidden_TH.shape[-1]
+        rotation, layers = self.rotary.at(positions_T), [cast(DecoderLayer, layer) for layer in self.layers]
         x = pair_rms_norm(ids_T, embed, self.input_layernorm.weight, hidden_TH, norm.weight, norm.eps)
         residual = x[:, H:] if self.config.norm_before_residual else hidden_TH
-        residual = residual if rows_R is None else select_rows(residual, rows_R)
-        attended = self.self_attn(x, self.rotary.at(positions_T), attn, 0, rows_R)
+        rows = None if layers else rows_R  # only the last layer may leave rows out
+        residual = residual if rows is None else select_rows(residual, rows)
+        attended = self.self_attn(x, rotation, attn, 0, rows)
         residual, normed = self.post_attention_layernorm.add(residual, attended)
-        return self.group.add(residual, self.mlp(normed))
+        delta = self.mlp(normed)
+        for index, layer in enumerate(layers, 1):
+            residual, normed = layer.input_layernorm.add(residual, delta)
+            residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
+        if self.config.recycles_normed:
+            return self.norm.add(residual, delta)[1]
+        return self.group.add(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        reads_hidden = self.config.recycles_normed or not self.config.norms_logits
+        return self.lm_head(hidden if reads_hidden else self.norm(hidden))
 
 
 class Eagle1Head(DraftHead):
@@ -158,7 +163,7 @@ class Eagle1Head(DraftHead):
     Its language-model head is the target's.
     """
 
-    def __init__(self, config: HeadConfig, max_positions: int) -> None:
+    def __init__(self, config: HeadSpec, max_positions: int) -> None:
         super().__init__(config, max_positions)
         model = config.model
         self.fc = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size, bias=config.fc_bias)

@@ -33,6 +33,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.loading.doctor import machine_facts, steal_and_total, versions
+from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
@@ -203,11 +204,12 @@ def _run_cells(
 ) -> Measurement:
     """All cells, on one pair."""
     model, head, settings = _load(options, max(map(len, prompts)), ranks)
+    smoke_check(model, head, tokenizer, settings)
     forced = options.synthetic_acceptance
     result = Measurement(
         machine_facts(settings.device),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
-        _settings(options, settings, model.config),
+        _settings(options, settings, model.config) | {"drafter": drafter_line(head, settings) if head else None},
         _prompt_facts(options, prompts),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )

@@ -88,12 +88,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
-    draft = "folder or hub id of its EAGLE head; without one, a --target decodes plainly"
+    draft = "folder or hub id of its EAGLE head, or ngram, which needs none; without it, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
     add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
 
 
-def add_option_flags(group: argparse._ArgumentGroup, options: type, without: Sequence[str]) -> None:
+def add_option_flags(group: argparse._ActionsContainer, options: type, without: Sequence[str]) -> None:
     """A flag for every field of a class of options, but for those without one."""
     for item in fields(options):
         if item.name not in without:
@@ -136,7 +136,8 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
     setting = setting_of(item)
     meaning = setting.meaning.replace("%", "%%")
     if isinstance(item.default, bool):
-        return {"action": "store_true", "help": meaning}
+        action = argparse.BooleanOptionalAction if item.default else "store_true"
+        return {"action": action, "default": item.default, "help": meaning}
     details: dict[str, Any] = {"default": item.default, "help": meaning}
     if item.default is not None:
         details["help"] += f"; default: {item.default}"

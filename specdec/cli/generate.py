@@ -51,9 +51,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
     stats = _stream(decoder, [{"role": "user", "content": prompt}] if args.chat else prompt, sampling)
     if args.stats:
+        from specdec.loading.drafters import drafter_line
         from specdec.startup import STARTUP
 
-        print(f"{stats}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
+        draft = f"\ndraft: {drafter_line(decoder.head, decoder.settings)}" if decoder.head is not None else ""
+        print(f"{stats}{draft}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`specdec verify`: whether speculation changes what a target writes, told from rounding; prints the findings and an exit code."""
+"""`specdec verify`: whether speculation changes what a target writes, told from rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request while it runs: its prompt, its output so far, its counters.  This module knows no tensor and no page."""
+"""One request while it runs: its prompt, its output so far, its counters, its row.  This module knows no tensor and no page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.config import SamplingParams
+from specdec.engine.chunks import Left
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Generation, Stats
 
@@ -17,6 +18,7 @@ class Request:
     seed: the seed that sampling uses, which was drawn at random if the caller gave none.
     speculate: whether the drafter proposes tokens for this request.
     source_ids: what the target's encoder reads; None for a target without one.
+    drafted_until: how many tokens of the text the drafter knows, since it stopped there; None: it goes on.
     error: what made this request fail, or None.  Other requests go on.
     is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
@@ -31,6 +33,7 @@ class Request:
     cancelled: bool = False
     is_submitted: bool = False
     source_ids: list[int] | None = None
+    drafted_until: int | None = None
     _unread: int = 0
 
     @classmethod
@@ -86,3 +89,30 @@ class Request:
         assert self.output.finish_reason is not None, "the request is not finished"
         self.stats.check_identity(len(self.output.token_ids))
         return Generation(self.given_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
+
+    done: how many prompt tokens are in the cache or in chunks that have been planned.
+    arrival: how many requests entered before this one.
+    runs: whether chunks have been planned for the whole prompt, so that the row takes part in rounds.
+    unread: launches that emit tokens for the request and have not been read yet.
+    """
+
+    request: Request
+    done: int
+    arrival: int
+    runs: bool = False
+    unread: int = 0
+
+    @property
+    def left(self) -> Left:
+        """The part of the prompt that no chunk has been planned for."""
+        return Left(self.done, len(self.request.prompt_ids) - self.done)
+
+    @property
+    def tokens_left(self) -> int:
+        """The most tokens the request can still take; each launch that is not read yet emits at least one."""
+        return self.request.sampling.max_tokens - len(self.request.output.token_ids) - self.unread

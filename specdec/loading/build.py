@@ -63,12 +63,17 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
     scheduler = Scheduler(
         admission,
         chunk_budget(model.config, settings, admission.max_chunk_tokens),
-        Speculation(spec, CAPTURE_SECONDS if graphs else 0.0),
+        Speculation(spec, CAPTURE_SECONDS if graphs else 0.0, _most_drafted(head, settings)),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
         sharing=None if runner.shared is None else RowSharing(settings.page_tokens, LEAST_SAVED[device]),
     )
     return Engine(scheduler, runner, DEPTH[device])
+
+
+def _most_drafted(head: DraftModel | None, settings: EngineSettings) -> int | None:
+    """The length of a text beyond which nothing is drafted; None: there is no such length."""
+    return head.trained_length if head and settings.options.beyond_trained == "stop" else None
 
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:

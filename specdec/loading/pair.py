@@ -12,7 +12,7 @@ import torch
 
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.eagle.load import read_head_config
+from specdec.draft.kinds import WITHOUT_CHECKPOINT, head_config
 from specdec.loading.context import check_context
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
@@ -48,7 +48,9 @@ class WantedPair(NamedTuple):
         try:
             return load_pair(self.target, self.draft, self.spec, options, group)
         except torch.OutOfMemoryError as error:
-            folders = [folder for folder in (self.target, self.draft) if folder is not None]
+            folders = [
+                folder for folder in (self.target, self.draft) if folder is not None and folder not in WITHOUT_CHECKPOINT
+            ]
             whole = sum(weights_bytes(resolve_folder(folder, "folder")) for folder in folders)
             raise RuntimeError(no_room(whole, group, torch.device(options.device), self._configs())) from error
 
@@ -56,9 +58,8 @@ class WantedPair(NamedTuple):
         """Of the target, and of the head if there is one.  ValueError if ranks can't share such a target."""
         chosen = choose_target(resolve_folder(self.target, "target"), self.options.backend)
         refuse_ranks(chosen, self.options.tensor_parallel_size)
-        if self.draft is None:
-            return [chosen.config]
-        return [chosen.config, read_head_config(resolve_folder(self.draft, "draft"), chosen.config).model]
+        head = head_config(self.draft, self.options, chosen.config)
+        return [chosen.config] if head is None else [chosen.config, head]
 
 
 def weights_bytes(folder: Path) -> int:

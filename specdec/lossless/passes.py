@@ -1,7 +1,7 @@
 """Dense passes of a decoder's target over a whole text: in a wider dtype, in its own, and with its embedding a little off.
 
-No page, tree, cache or attention kernel of specdec takes part.  Keys and values are rounded as the cache rounds them, and queries
-as specdec's kernels round them; what flash-attn rounds over fp8 is not.
+No page, tree, cache or attention kernel of specdec takes part.  Keys and values are rounded as the cache rounds them, and
+queries as specdec's kernels round them; what flash-attn rounds over fp8 is not.
 
 Shapes: T tokens, H hidden size, V vocabulary, R rows asked for.
 """
@@ -47,8 +47,8 @@ class Held(NamedTuple):
 class DensePasses:
     """Passes over texts of one decoder.  Nothing else may use the decoder's target meanwhile.
 
-    jumps: whether the target chooses experts or keys by scores.  Where two scores tie within rounding, a pass may choose either,
-    and its logits are then far off.
+    jumps: whether the target chooses experts or keys by scores.  Where two scores tie within rounding, a pass may choose
+    either, and its logits are then far off.
     """
 
     def __init__(self, session: Source) -> None:

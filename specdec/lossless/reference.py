@@ -1,20 +1,21 @@
-"""A text against its target: which of its tokens a pass in a wider dtype would not have taken, and whether rounding explains it.
+"""A text against its target: which of its tokens a pass in a wider dtype would not take, and whether rounding explains them.
 
-Every pass of a 16-bit model rounds on its own, so passes that are right may choose different tokens where the best ones lie close
-together.  How close is measured, on the same text and without speculation: one dense pass runs in a wider dtype, another one in the
-model's own, and at each place the two sets of logits differ, by an amount that is not the same for all tokens.  How far these
-amounts lie apart among the leading tokens is the noise of that place.  Rounding explains a token if its logit lies no further
-below the best than FACTOR times the noise of its place, or the text's median noise where that is larger.
+Every pass of a 16-bit model rounds on its own, so passes that are right may choose different tokens where the best ones lie
+close together.  How close is measured, on the same text and without speculation: one dense pass runs in a wider dtype, another
+one in the model's own, and at each place the two sets of logits differ, by an amount that is not the same for all tokens.  How
+far these amounts lie apart among the leading tokens is the noise of that place.  Rounding explains a token if its logit lies no
+further below the best than FACTOR times the noise of its place, or the text's median noise where that is larger.
 
 FACTOR comes from benchmarks/near_ties.py, which measures how far below the best the tokens of right texts lie, in units of this
 noise: at most 1.2.
 
-Over 8-bit KV both passes round keys and values as the cache does.  A value near the border of two steps may be rounded to either
-of them, so the noise is larger there, and is measured as such.  With a router that chooses experts, or an indexer that chooses
-keys, a few places hang on the last bit of one score, and one pass may show nothing of that.  If such a model's token is not
-explained, more passes run, with the embedding an ulp off, and the largest noise counts.
+Over 8-bit KV both passes round keys and values as the cache does.  A value near the border of two steps may be rounded to
+either of them, so the noise is larger there, and is measured as such.  With a router that chooses experts, or an indexer that
+chooses keys, a few places hang on the last bit of one score, and one pass may show nothing of that.  If such a model's token is
+not explained, more passes run, with the embedding an ulp off, and the largest noise counts.
 
-Shapes: R places in the text (the prompt's last ones, then all of the output), I places of the output, C leading tokens, V vocabulary.
+Shapes: R places in the text (the prompt's last ones, then all of the output), I places of the output, C leading tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Judged:
 class Reading:
     """One text against the reference.
 
-    off: those of the output's tokens that the reference does not take, in order.  asked: the tokens that were asked for besides.
+    off: those of the output's tokens that the reference does not take, in order.  asked: tokens that were asked for besides.
     bound: the median over the output's places.  unsure: at so many places the two best tokens are closer than the bound.
     """
 

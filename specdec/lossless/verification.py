@@ -7,17 +7,17 @@ from typing import Any, Literal
 
 FORMAT = "specdec verify 1"
 DEFINITIONS = {
-    "EXACT": "plain and speculative decoding wrote the same tokens, and each is the reference's, or is explained by rounding",
+    "EXACT": "plain and speculative decoding wrote the same tokens, each of them the reference's or explained by rounding",
     "near-tie": "the texts part where rounding explains both tokens, and it explains every other token of both texts",
     "DIVERGED": "the texts part where rounding does not explain it; in float32 (without 8-bit KV) wherever they part",
     "OFF TARGET": "a text holds a token that the reference would not take, and that rounding does not explain",
     "EMPTY": "there was no speculative round to check: the output ended with the prompt's pass",
-    "reference": "one dense pass over the whole text in the next wider dtype, without pages, trees, caches and attention kernels",
+    "reference": "a dense pass over the whole text in the next wider dtype, without pages, trees, caches and attention kernels",
     "margin": "how far a token's logit is from being chosen, after the same prefix, by the reference's logits: greedily, how "
     "far it lies below the best; null where no logit would help",
     "bound": "what rounding explains at a place: twice the larger of the noise there and the text's median noise. Noise is how "
-    "far a dense pass in the model's own dtype shifts the leading tokens' logits against each other, so no speculation, page or "
-    "kernel takes part in it",
+    "far a dense pass in the model's own dtype shifts the leading tokens' logits against each other, so no speculation and no "
+    "page takes part in it",
     "unsure": "places at which the two best tokens are closer than the bound, where a wrong one would go unseen",
 }
 

@@ -76,7 +76,8 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
         part = one_ends(number, index, a.token_ids, b.token_ids)
     reading = read_together(session, Text(a.prompt_token_ids, a.token_ids, sampling), asked)
     if asked:
-        part = difference(number, *reading.asked, may_round=rounds(session))
+        mine, theirs = reading.asked
+        part = difference(number, mine, theirs, rounds(session))
     readings = {"both" if index is None else "baseline": reading}
     if index is not None:
         readings["speculative"] = read_together(session, Text(b.prompt_token_ids, b.token_ids, sampling))

@@ -20,9 +20,9 @@ SMALL = 1 << 20  # numbers; smaller tensors (norms, biases, routers) are widened
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, the model computes in that dtype.  The values of its weights stay: only what is computed is rounded less.
 
-    Nothing else may use the model meanwhile.  A layer's large weights are widened when its forward pass begins, and dropped when
-    that ends, so that one layer at a time is held twice.  Weights that belong to no layer, such as the embedding, and small ones
-    stay wide inside the whole block: layers read some of each other's norms.
+    Nothing else may use the model meanwhile.  A layer's large weights are widened when its forward pass begins, and dropped
+    when that ends, so that one layer at a time is held twice.  Weights that belong to no layer, such as the embedding, and
+    small ones stay wide inside the whole block: layers read some of each other's norms.
     """
     layers = list(_layers(model))
     late = {id(tensor) for layer in layers for tensor in _held(layer) if tensor.numel() > SMALL}

@@ -31,6 +31,11 @@ class Workers:
         if self.drafter:
             self.drafter.move_rows(sources_R, targets_R)
 
+    def stop_drafting(self, rows_R: Tensor) -> None:
+        """Lets rows (int64) accept no draft tokens any more."""
+        self.state.speculates_B.index_fill_(0, rows_R, 0)
+        self.need_drafter().clear_rows(rows_R)
+
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding."""
         self.state.clear_rows(rows_R)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle.head import Eagle3Head, HeadConfig
-from specdec.draft.eagle.load import default_aux_layers
+from specdec.draft.eagle.formats.body import default_aux_layers
+from specdec.draft.eagle.head import Eagle3Head
+from specdec.draft.eagle.spec import HeadSpec
 from specdec.generation import Stats
 from specdec.loading.threads import set_training_threads
 from specdec.models.causal_lm import CausalLM
@@ -150,7 +151,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
         config, num_layers=1, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False,
         mlp_bias=False, intermediate_size=run.intermediate_size or config.intermediate_size,
     )  # fmt: skip
-    head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
+    head_config = HeadSpec(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
     device = model.embed_tokens.weight.device
     head = build(lambda: Eagle3Head(head_config, run.width), device, torch.float32)
     head.embed_tokens = model.embed_tokens

@@ -27,8 +27,8 @@ from specdec.train.__main__ import build_parser as train_parser
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "API.md").read_text()
 CLASSES = {name: getattr(specdec, name) for name in specdec.__all__}
-SHARED_FLAGS = "Flags of `specdec bench` and `specdec generate`"
-SHARING = ("bench", "generate")
+SHARED_FLAGS = "Flags of `specdec bench`, `specdec verify` and `specdec generate`"
+SHARING = ("bench", "verify", "generate")
 SETTINGS = ("EngineOptions", "SamplingParams", "SpecConfig")  # classes that callers make, of which defaults matter
 METHOD_SECTIONS = re.findall(r"^### ([A-Z]\w+\.\w+)$", PAGE, re.M)
 

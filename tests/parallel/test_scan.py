@@ -6,8 +6,8 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.ops.topk import greedy_tokens, top_tokens
-from specdec.parallel.scan_triton import launch_scan_ranks
 from specdec.ops.topk_triton import Scan, launch_greedy_tokens, launch_top_tokens
+from specdec.parallel.scan_triton import launch_scan_ranks
 
 
 def rank_scans(logits_RV: Tensor, size: int) -> list[tuple[Tensor, Scan]]:

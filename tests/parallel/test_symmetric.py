@@ -14,6 +14,7 @@ from toolkit.parallel.interleavings import Protocol, fault
 from specdec.ops.norm import rms_norm
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as groups
+from specdec.parallel.symmetric import inbox
 from specdec.parallel.symmetric.group import SymmetricGroup
 
 EPS = 1e-5
@@ -60,11 +61,11 @@ def added(terms: list[torch.Tensor]) -> torch.Tensor:
 
 def many_calls(group: SymmetricGroup) -> list[str]:
     """What is wrong in a sequence of calls of all kinds and sizes, through which ranks go at different speeds."""
-    alike, own, wrong = random.Random(3), random.Random(group.rank), []
-    for turn in range(30):
+    alike, own, wrong = random.Random(group.size), random.Random(group.rank), []
+    for turn in range(12):
         if own.random() < 0.3:
             time.sleep(own.random() * 0.02)
-        T, H, dtype = alike.choice([1, 2, 5]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
+        T, H, dtype = alike.choice([1, 2, 5, 9]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
         groups.MOST_AS_MESSAGES = alike.choice([0, 1 << 20])
         terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
         x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)
@@ -95,7 +96,7 @@ def many_calls(group: SymmetricGroup) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_kernels_exchange_what_the_definition_says(ranks: int) -> None:
     """Keeps out: a sum in the order of arrival, a row in another's place, a column of padding, calls that meet each other."""
-    assert on_processes(ranks, many_calls) == [[]] * ranks
+    assert on_processes(ranks, many_calls, row_bytes=1024, channels=2) == [[]] * ranks
 
 
 def rows_beyond_the_inbox(group: SymmetricGroup) -> bool:
@@ -146,3 +147,15 @@ def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
         group.sum(torch.ones(1, dtype=torch.float64))
     group.sum(torch.ones(1, 4))
     assert base.asked == [[2, 128], [2, 36], [3], [1], [1, 4]]
+
+
+def test_ranks_that_can_not_reach_each_other_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a group that goes on over NCCL, several times as slow, and nobody is told."""
+
+    def fails(*arguments: object) -> None:
+        raise inbox.Unreachable("ranks 0 and 1 are on two machines")
+
+    monkeypatch.setattr(groups, "open_inboxes", fails)
+    base = Witness()
+    with pytest.warns(UserWarning, match="over NCCL.*two machines"):
+        assert groups.connect(base, torch.device("cpu")) is base

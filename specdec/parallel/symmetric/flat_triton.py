@@ -60,11 +60,11 @@ def flat_kernel(
         if KIND != "sum":
             store_pairs(out + sender * word_count.to(tl.int64), words, low, word_count)
         elif sender == 0:
-            value = unpack(words, DTYPE)
+            value = unpack(words, DTYPE, SYS)
         else:
-            value += unpack(words, DTYPE)
+            value += unpack(words, DTYPE, SYS)
     if KIND == "sum":
-        store_pairs(out, pack(value, DTYPE), low, word_count)
+        store_pairs(out, pack(value, DTYPE, SYS), low, word_count)
     tl.store(counts + channel, next_count(count))
 
 

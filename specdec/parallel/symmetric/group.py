@@ -23,7 +23,7 @@ from specdec.parallel.symmetric.inbox import BLOCK, Inbox, Unreachable, open_inb
 PATIENCE = 300.0
 ABORTED = -1  # what `abort` writes into the inbox's fault
 # Bytes that a rank sends up to which they go as messages: twice as many bytes, but no fence.
-MOST_AS_MESSAGES = 1 << 20
+MOST_AS_MESSAGES = 3 << 18
 # Bytes that a rank may send beyond those that it sends in NCCL's ring: here each sends its whole term to every other one.  With
 # two ranks that is what a ring sends too.
 MOST_BEYOND_RING = 2 << 20

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.ops.launch import has_triton
 from specdec.parallel.group import Group
 
 # Programs of one exchange at most.  A GPU must hold all of them at once, or one that runs may wait for one that can't start; so
@@ -102,13 +103,13 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the GPU's context current
         opened: list[int] = []
-        own, problem = 0, ""
-        handle = bytes(HANDLE_BYTES)
+        own, problem, handle = 0, "", bytes(HANDLE_BYTES)
         try:
+            _check_kernels(device)
             own = _allocate(layout.num_bytes)
             handle = _handle_of(own)
         except Unreachable as error:
-            problem = str(error)
+            problem = f"rank {group.rank}: {error}"
         handles = _gather_bytes(group, handle, device)  # after which every inbox is empty
         addresses = []
         for rank, other in enumerate(handles):
@@ -121,7 +122,8 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
                 except Unreachable as error:
                     problem = f"rank {group.rank} can't open the memory of rank {rank}: {error}"
         problems = [
-            text.rstrip(b"\0").decode() for text in _gather_bytes(group, problem.encode()[:200].ljust(200, b"\0"), device)
+            text.rstrip(b"\0").decode(errors="replace")
+            for text in _gather_bytes(group, problem.encode()[:200].ljust(200, b"\0"), device)
         ]
     give_back = partial(_release, device, own, opened)
     if any(problems):
@@ -132,6 +134,11 @@ def open_inboxes(group: Group, device: torch.device) -> tuple[Inbox, Callable[[]
     counts_C = torch.zeros(layout.channels, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)  # kernels read these before they wait for the work in front of them
     return Inbox(layout, table_X, counts_C, fault), give_back
+
+
+def _check_kernels(device: torch.device) -> None:
+    if not has_triton() or torch.cuda.get_device_capability(device) < (8, 0):
+        raise Unreachable("exchanges through GPUs' memory need Triton, and a GPU of compute capability 8.0 or later")
 
 
 def _gather_bytes(group: Group, data: bytes, device: torch.device) -> list[bytes]:

@@ -218,22 +218,38 @@ def receive(at, number, index, fault, patience, SENDER: tl.constexpr, LAST: tl.c
     return words | lost
 
 
+# On a GPU numbers of 16 bits are neither taken apart nor put together by conversions of Triton.  The compiler would make sums
+# in bfloat16 of them, and then ptxas, as Triton 3.6 brings it, loses halves of words that it had put together.
+
+
 @triton.jit
-def unpack(words, DTYPE: tl.constexpr):
+def unpack(words, DTYPE: tl.constexpr, SYS: tl.constexpr):
     """The numbers that pairs of words hold, in float32: [pairs, 2, 2], or [pairs, 2] for a dtype of 32 bits."""
     halves = tl.join(words.to(tl.int32), (words >> 32).to(tl.int32))
     if DTYPE.primitive_bitwidth == 32:
         numbers = halves.to(tl.float32, bitcast=True)
+    elif SYS and DTYPE == tl.bfloat16:
+        numbers = tl.join(halves << 16, halves & -65536).to(tl.float32, bitcast=True)
+    elif SYS:
+        low, high = tl.inline_asm_elementwise(
+            "{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
+            "=r,=r,r", [halves], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+        numbers = tl.join(low, high)
     else:
         numbers = tl.join(halves.to(tl.int16), (halves >> 16).to(tl.int16)).to(DTYPE, bitcast=True).to(tl.float32)
     return numbers
 
 
 @triton.jit
-def pack(numbers, DTYPE: tl.constexpr):
+def pack(numbers, DTYPE: tl.constexpr, SYS: tl.constexpr):
     """The pairs of words that hold these numbers, rounded."""
     if DTYPE.primitive_bitwidth == 32:
         halves = numbers.to(tl.int32, bitcast=True)
+    elif SYS:
+        low, high = tl.split(numbers)
+        convert: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == tl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+        halves = tl.inline_asm_elementwise(convert, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
     else:
         low, high = tl.split(numbers.to(DTYPE).to(tl.int16, bitcast=True))
         halves = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)

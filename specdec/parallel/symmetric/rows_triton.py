@@ -1,7 +1,7 @@
 """Kernels that sum the ranks' terms of each row, add them to the residual stream and norm the result.
 
 `few` rows: a program for each row sends its term as messages, and reads the others'.  `many` rows: terms travel as they are,
-half the bytes, and one message after each row tells that it is complete, which costs a fence.
+half the bytes, and a mark after some rows tells that they are complete, which costs a fence.
 
 With two ranks nothing moves fewer bytes than sending every term to the other rank.  The kernels take any number of ranks.
 
@@ -34,27 +34,29 @@ from specdec.parallel.symmetric.messages_triton import (
     unpack,
 )  # fmt: skip
 
+MOST_AT_ONCE = 4  # rows that a program of many_rows_kernel sends together, with one fence
+
 
 @triton.jit
 def finish_row(
     value, residual, scale, total, normed, row, at, ok, eps,
-    PAIRS: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr,
+    PAIRS: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr,
 ):  # fmt: skip
     """Rounds the summed terms of a row, adds them to its residual words, rounds, norms, and stores both.
 
     It is the same code for few and for many rows, so a row's bits do not depend on how many there are.
     """
     if HAS_X:
-        value = unpack(residual, DTYPE) + unpack(pack(value, DTYPE), DTYPE)
-    rounded = pack(value, DTYPE)
+        value = unpack(residual, DTYPE, SYS) + unpack(pack(value, DTYPE, SYS), DTYPE, SYS)
+    rounded = pack(value, DTYPE, SYS)
     tl.store(total + row * PAIRS + at, rounded)
     if HAS_NORM:
-        value = unpack(rounded, DTYPE)
+        value = unpack(rounded, DTYPE, SYS)
         squares = tl.sum(value * value, 1)
         if DTYPE.primitive_bitwidth == 16:
             squares = tl.sum(squares, 1)
         mean = tl.sum(tl.where(ok, squares, 0.0), 0) / (PAIRS * (64 // DTYPE.primitive_bitwidth))
-        tl.store(normed + row * PAIRS + at, pack(value * tl.rsqrt(mean + eps) * scale, DTYPE))
+        tl.store(normed + row * PAIRS + at, pack(value * tl.rsqrt(mean + eps) * scale, DTYPE, SYS))
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def few_rows_kernel(
     at = tl.minimum(index, PAIRS - 1)  # lanes beyond the row repeat its last pair, which changes nothing
     scale = 0.0
     if HAS_NORM:  # no kernel writes weights, so they may be read before the wait
-        scale = unpack(tl.load(weight + at), DTYPE)
+        scale = unpack(tl.load(weight + at), DTYPE, SYS)
     fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
     own_inbox = tl.load(table + RANK).to(tl.pointer_type(tl.int64))
     if PDL:
@@ -92,38 +94,43 @@ def few_rows_kernel(
             area = own_inbox + place(row, count, sender, RANK, RANKS, CAPACITY)
             words = receive(area + at * 2, number, at, fault, patience, sender, False, SYS)
         if sender == 0:
-            value = unpack(words, DTYPE)
+            value = unpack(words, DTYPE, SYS)
         else:
-            value += unpack(words, DTYPE)
-    finish_row(value, residual, scale, total, normed, row, at, ok, eps, PAIRS, DTYPE, HAS_X, HAS_NORM)
+            value += unpack(words, DTYPE, SYS)
+    finish_row(value, residual, scale, total, normed, row, at, ok, eps, PAIRS, DTYPE, HAS_X, HAS_NORM, SYS)
     tl.store(counts + row, next_count(count))
 
 
 @triton.jit
-def send_row(
-    source, turn, table, channel, count, number, RANK: tl.constexpr, RANKS: tl.constexpr, AREA: tl.constexpr,
-    MARKS: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
-    SYS: tl.constexpr,
+def send_rows(
+    term, stride, turn, turns, table, channel, programs, count, number, RANK: tl.constexpr, RANKS: tl.constexpr,
+    AREA: tl.constexpr, MARKS: tl.constexpr, ROWS_AT: tl.constexpr, MARKS_AT: tl.constexpr, PAIRS: tl.constexpr,
+    PADDED: tl.constexpr, GROUP: tl.constexpr, SYS: tl.constexpr,
 ):  # fmt: skip
-    """Sends a row to all other ranks: its words, 16 bytes a thread, and then the mark that tells that they are there."""
-    at = tl.minimum(lanes(PADDED // 2, SYS), PAIRS // 2 - 1) * 2
-    first, second = load_two(source + at, SYS)
+    """Sends a channel's next GROUP rows to all other ranks, 16 bytes a thread, then the mark that tells that they are there.
+
+    Where there are fewer rows, the last one goes several times, to the same place.
+    """
+    index = lanes(GROUP * PADDED // 2, SYS)
+    turn_of = tl.minimum(turn + index // (PADDED // 2), turns - 1)
+    at = tl.minimum(index % (PADDED // 2), PAIRS // 2 - 1) * 2
+    first, second = load_two(term + (channel + turn_of.to(tl.int64) * programs) * stride + at, SYS)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             area = tl.load(table + peer) + ROWS_AT + place(channel, count, RANK, peer, RANKS, AREA)
-            store_two(area.to(tl.pointer_type(tl.int64)) + turn * PAIRS + at, first, second, SYS)
+            store_two(area.to(tl.pointer_type(tl.int64)) + turn_of * PAIRS + at, first, second, SYS)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             marks = (tl.load(table + peer) + MARKS_AT).to(tl.pointer_type(tl.int32))
-            send_last(marks + place(channel, count, RANK, peer, RANKS, MARKS) + turn, number, SYS)
+            send_last(marks + place(channel, count, RANK, peer, RANKS, MARKS) + turn // GROUP, number, SYS)
 
 
 @triton.jit(do_not_specialize=["row_count"])
 def many_rows_kernel(
     x, term, weight, total, normed, table, counts, stride_x, stride_term, eps, patience, row_count,
     RANK: tl.constexpr, RANKS: tl.constexpr, AREA: tl.constexpr, MARKS: tl.constexpr, ROWS_AT: tl.constexpr,
-    MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr, HAS_X: tl.constexpr,
-    HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+    MARKS_AT: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_X: tl.constexpr, HAS_NORM: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -132,7 +139,7 @@ def many_rows_kernel(
     at = tl.minimum(index, PAIRS - 1)
     scale = 0.0
     if HAS_NORM:
-        scale = unpack(tl.load(weight + at), DTYPE)
+        scale = unpack(tl.load(weight + at), DTYPE, SYS)
     fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
     rows = tl.load(table + RANK) + ROWS_AT
     marks = (tl.load(table + RANK) + MARKS_AT).to(tl.pointer_type(tl.int32))
@@ -143,16 +150,22 @@ def many_rows_kernel(
     number = call_number(count)
     turns = (row_count - channel + programs - 1) // programs
     row = channel.to(tl.int64)
-    send_row(
-        term + row * stride_term, 0, table, channel, count, number,
-        RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, SYS,
+    lost = tl.zeros_like(at).to(tl.int64)
+    send_rows(
+        term, stride_term, 0, turns, table, channel, programs, count, number,
+        RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, GROUP, SYS,
     )  # fmt: skip
     for turn in range(turns):
-        if turn + 1 < turns:  # travels while this row is finished
-            send_row(
-                term + (row + programs) * stride_term, turn + 1, table, channel, count, number,
-                RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, SYS,
-            )  # fmt: skip
+        if turn % GROUP == 0:
+            if turn + GROUP < turns:  # travels while these rows are finished
+                send_rows(
+                    term, stride_term, turn + GROUP, turns, table, channel, programs, count, number,
+                    RANK, RANKS, AREA, MARKS, ROWS_AT, MARKS_AT, PAIRS, PADDED, GROUP, SYS,
+                )  # fmt: skip
+            for sender in tl.static_range(RANKS):
+                if sender != RANK:
+                    mark = marks + place(channel, count, sender, RANK, RANKS, MARKS) + turn // GROUP
+                    lost |= receive(mark + tl.zeros_like(at), number, at, fault, patience, sender, True, SYS)
         own = tl.load(term + row * stride_term + at)
         residual = own
         if HAS_X:
@@ -161,15 +174,13 @@ def many_rows_kernel(
             if sender == RANK:
                 words = own
             else:
-                mark = marks + place(channel, count, sender, RANK, RANKS, MARKS) + turn
-                lost = receive(mark + tl.zeros_like(at), number, at, fault, patience, sender, True, SYS)
                 area = rows + place(channel, count, sender, RANK, RANKS, AREA)
                 words = tl.load(area.to(tl.pointer_type(tl.int64)) + turn * PAIRS + at) | lost
             if sender == 0:
-                value = unpack(words, DTYPE)
+                value = unpack(words, DTYPE, SYS)
             else:
-                value += unpack(words, DTYPE)
-        finish_row(value, residual, scale, total, normed, row, at, ok, eps, PAIRS, DTYPE, HAS_X, HAS_NORM)
+                value += unpack(words, DTYPE, SYS)
+        finish_row(value, residual, scale, total, normed, row, at, ok, eps, PAIRS, DTYPE, HAS_X, HAS_NORM, SYS)
         row += programs
     tl.store(counts + channel, next_count(count))
 
@@ -203,7 +214,8 @@ def launch_rows(
             few_rows_kernel[(count,)](*arguments, CAPACITY=layout.capacity, **shared)
         else:
             places = {"AREA": layout.area, "MARKS": MARKS, "ROWS_AT": layout.rows_at, "MARKS_AT": layout.marks_at}
-            many_rows_kernel[(min(count, layout.channels),)](*arguments, count, **places, **shared)
+            group = min(MOST_AT_ONCE, triton.next_power_of_2(triton.cdiv(count, layout.channels)))
+            many_rows_kernel[(min(count, layout.channels),)](*arguments, count, GROUP=group, **places, **shared)
     return total_TH, normed_TH
 
 

@@ -130,7 +130,10 @@ class Exchanges:
             terms = [self.term(rank, shape) for rank in range(self.group.size)]
             x = (self.places[shape] % 32).bfloat16()
             total, _ = self.group.add_rms_norm(x, terms[self.group.rank], self.weights[shape[1]], EPS)
-            self.wrong += (total != x + torch.stack(terms).float().sum(0)).sum()
+            summed = torch.stack(terms).float().sum(0)
+            self.wrong += (total != x + summed).sum()
+            self.wrong += (self.group.add(x, terms[self.group.rank]) != x + summed).sum()
+            self.wrong += (self.group.sum(terms[self.group.rank]) != summed).sum()
         ids = (self.step * 5 + torch.arange(6, device="cuda").view(2, 3)) * 2**33
         ranks = torch.arange(self.group.size, device="cuda")[:, None, None]
         self.wrong += (self.group.gather(ids + self.group.rank) != ids + ranks).sum()
@@ -160,7 +163,7 @@ def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], see
         if own.random() < 0.01:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return int(exchanges.wrong), calls * (len(shapes) + 2), time.monotonic() - began
+    return int(exchanges.wrong), calls * (3 * len(shapes) + 2), time.monotonic() - began
 
 
 def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""`specdec verify`: right decoders pass, and each planted fault of a round is told from rounding, in 16 bit and over 8-bit KV."""
+"""`specdec verify`: right decoders pass, and planted faults of a round are told from rounding, in 16 bit and over 8-bit KV."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_logic_error_is_not_taken_for_rounding(zoo: Zoo, name: str, dtype: str
 
 
 def test_a_router_that_flips_is_rounding(tmp_path: Path) -> None:
-    """Keeps out: mixtures of experts called wrong because one score of two experts ties; and a bound that hides faults there."""
+    """Keeps out: mixtures of experts called wrong because two experts tie; and a bound that hides faults there."""
     zoo = DeepseekZoo(tmp_path)
     prompts = ragged_prompts(40, 6, seed=3)
     decoder = zoo.decoder("v3", "eagle3", SpecConfig(3, 4, 12), dtype="bfloat16")
