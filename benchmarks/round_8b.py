@@ -33,11 +33,15 @@ from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle.head import DraftHead, Eagle3Head
 from specdec.draft.eagle.spec import HeadSpec
+from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.sharding import join, share_of
 from specdec.options import EngineOptions
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.shard import Shard
 from specdec.prompts import Tokenizer
 
 TARGET = ModelConfig(
@@ -101,16 +105,27 @@ def this_gpu() -> Gpu:
 
 
 def random_pair(
-    max_positions: int, device: torch.device, target: ModelConfig = TARGET, aux_layers: tuple[int, int, int] = (1, 15, 28)
+    max_positions: int,
+    device: torch.device,
+    target: ModelConfig = TARGET,
+    aux_layers: tuple[int, int, int] = (1, 15, 28),
+    group: Group = ALONE,
 ) -> tuple[CausalLM, DraftHead]:
-    """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs."""
-    model = build(lambda: CausalLM(target, max_positions), device, torch.bfloat16)
-    shape = HeadSpec(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", aux_layers, TARGET.hidden_size, DRAFT_VOCAB)
+    """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
+
+    group: the ranks of which each makes a share of both.
+    """
+    shard = Shard(group.rank, group.size)
+    model = build(lambda: CausalLM(share_of(target, shard), max_positions), device, torch.bfloat16)
+    layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=()), shard)
+    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
-    for parameter in {*model.parameters(), *head.parameters()}:
+    for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     head.d2t_V = torch.arange(DRAFT_VOCAB, device=device) * 3
+    for each in (model, head):
+        join(each, group)
     return model, head
 
 
@@ -129,6 +144,7 @@ def make_decoder(
     graphs: GraphMode,
     attention: str = "auto",
     deterministic: bool = False,
+    ranks: Ranks | None = None,
 ) -> SpecDecoder:
     options = EngineOptions(
         device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
@@ -136,7 +152,7 @@ def make_decoder(
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
-    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")))
+    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
 
 
 def random_prompts(batch: int, context: int) -> list[list[int]]:
@@ -152,10 +168,14 @@ def measure(
     *,
     traced: bool = True,
     deterministic: bool = False,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too."""
+    """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too.
+
+    ranks: those that hold both models, if there are several; the bytes are then those that one of them reads.
+    """
     spec = spec_of(case.spec)
-    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic)
+    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic, ranks=ranks)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     session = Session(decoder)
     work = Work(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
@@ -167,7 +187,7 @@ def measure(
         **case._asdict(), "deterministic": deterministic,
         "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
         "ms": 1e3 * median(wall for wall, _ in found), "host_ms": 1e3 * median(wall - waited for wall, waited in found),
-        "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth,
+        "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth, "bytes": limit.total,
     }  # fmt: skip
     if not traced:
         row["mean_ms"] = 1e3 * sum(wall for wall, _ in found) / len(found)

@@ -150,7 +150,7 @@ class Eagle3Head(DraftHead):
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
         if self.config.recycles_normed:
             return self.norm.add(residual, delta)[1]
-        return residual + self.group.sum(delta)
+        return self.group.add(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         reads_hidden = self.config.recycles_normed or not self.config.norms_logits
@@ -184,7 +184,7 @@ class Eagle1Head(DraftHead):
             x, delta = layer(x, normed, rotation, attn, index)
             x, normed = layers[index + 1].input_layernorm.add(x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
-        return x + self.group.sum(delta)
+        return self.group.add(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

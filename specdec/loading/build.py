@@ -24,7 +24,7 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
-from specdec.loading.memory import PoolPlan, pool_plan
+from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
 from specdec.loading.resolve import EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
@@ -78,10 +78,11 @@ def _most_drafted(head: DraftModel | None, settings: EngineSettings) -> int | No
 
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
-    """The KV pool for both models."""
+    """The KV pool for both models: as large as the rank with the least memory has room for.  All ranks must ask."""
+    memory = model.group.least(pool_bytes(settings.device), settings.device)
     if head is None:
-        return pool_plan([model.config], settings)
-    return pool_plan([model.config, *head.needs.models], settings, slot_bytes=head.needs.slot_bytes)
+        return pool_plan([model.config], settings, memory)
+    return pool_plan([model.config, *head.needs.models], settings, memory, head.needs.slot_bytes)
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
@@ -93,7 +94,9 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     may_share = most_read(model.config) is None and not settings.numerics.is_invariant
     reads_together = settings.options.prefix_caching and may_share
     shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured_cost(model, head), shared)
+    # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
+    most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared)
 
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:

@@ -60,15 +60,13 @@ class PoolPlan(NamedTuple):
         return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
 
 
-def pool_plan(
-    configs: Sequence[ModelConfig], settings: EngineSettings, memory: float | None = None, slot_bytes: int = 0
-) -> PoolPlan:
+def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: float, slot_bytes: int = 0) -> PoolPlan:
     """The KV pool for a full batch of longest sequences, or as much as the memory holds; then requests wait for pages.
 
     With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
     KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.
 
-    configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; None: what the device has to give.
+    configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; such as `pool_bytes` gives.
     slot_bytes: what a drafter keeps of each token beside keys and values, in the first group.
     ValueError if the memory holds no page.
     """
@@ -83,7 +81,6 @@ def pool_plan(
         batches = options.max_batch_size * longest  # copies of rings are kept for as many tokens as other pages
         kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
-    memory = _pool_bytes(settings.device) if memory is None else memory
     memory -= source_bytes(configs[0], settings)
     num_pages = share_memory(memory, wanted, page_bytes, needed)
     plan = PoolPlan(groups, num_pages, page_bytes)
@@ -116,7 +113,7 @@ def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     return slots * sum(map(layout.layer_bytes, range(target.num_layers)))
 
 
-def _pool_bytes(device: torch.device) -> float:
+def pool_bytes(device: torch.device) -> float:
     """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that torch keeps of an engine that is gone would count as taken

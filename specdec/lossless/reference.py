@@ -26,8 +26,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.quant_cache import as_stored
+from specdec.bench.session import Session
+from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import Text, least_raise
-from specdec.lossless.passes import DensePasses
+from specdec.lossless.passes import DensePasses, Held
+from specdec.runner.workers import Workers
 
 FACTOR = 2.0
 LEADING = 16  # tokens whose logits are compared at a place
@@ -84,6 +88,19 @@ def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] 
         judged = [replace(each, bound=look.bound_I[each.index].item()) for each in judged]
     own = len(look.off)
     return Reading(judged[:own], judged[own:], look.bound_I.median().item(), int((look.gap_I <= look.bound_I).sum()))
+
+
+def read_together(session: Session, text: Text, asked: Iterable[tuple[int, int]] = ()) -> Reading:
+    """As `read_text`, by all ranks that hold the session's target: each computes its share of every pass."""
+    if session.settings.options.tensor_parallel_size == 1:
+        return read_text(DensePasses(session), text, asked)
+    return session.together(_read_share, session.settings, text, list(asked))
+
+
+def _read_share(workers: Workers, settings: EngineSettings, text: Text, asked: list[tuple[int, int]]) -> Reading:
+    verifier, device = workers.verifier, workers.state.lens_B.device
+    held = Held(verifier.model, replace(settings, device=device), as_stored(verifier.cache))
+    return read_text(DensePasses(held), text, asked)
 
 
 class _Look:

@@ -36,6 +36,8 @@ Which kernel triggers when, and which reads before a wait depend on it:
   all of these were written before that norm.  Because paged attention triggers late, the suffix and merge kernel after it may
   read queries, and the suffix's keys and table, before its wait.
 - Never: the first-keys kernel.  Attention reads first keys before its wait, and may be the next kernel.
+- Early, though they wait for other ranks: exchanges between GPUs.  All their programs run when they have triggered, so that no
+  kernel after them can take a place that they need.  They read what other ranks send only after their wait.
 - Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/README.md, "Why the tiles
   and rules are what they are").
 """

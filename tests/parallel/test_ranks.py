@@ -8,15 +8,14 @@ import pytest
 from toolkit.deepseek import DeepseekZoo
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.ranks import Queues, ThreadGroup, on_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.decoder import Tokenizer
-from specdec.loading.build import build_runner
+from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
-from specdec.loading.memory import pool_plan
+from specdec.loading.ranks import follow
 from specdec.options import EngineOptions
-from specdec.runner.runner import follow
 from specdec.steps import Step
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
@@ -47,12 +46,13 @@ def generated(target: Path, draft: Path, spec: SpecConfig, size: int, **settings
         model, head, resolved, folder = load_pair(target, draft, spec, options, group)
         assert head is not None
         if group.rank:
-            plan = pool_plan([model.config, head.config.model], resolved)
-            follow(build_runner(model, head, resolved, plan), iter(steps[group.rank].get, None))
+            runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
+            for step in iter(steps[group.rank].get, None):
+                follow(runner, step)
             return []
         with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
             others = steps[1:]
-            Driver(decoder).tell_steps(lambda step: [queue.put(step) for queue in others] and None)
+            Driver(decoder).lead(Queues(others))
             try:
                 return [out.token_ids for out in decoder.generate(prompts, SAMPLINGS)]
             finally:

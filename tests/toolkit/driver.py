@@ -21,6 +21,7 @@ from specdec.batch.tree import DraftTree
 from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
+from specdec.runner.runner import Followers
 from specdec.steps import Needs
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
@@ -336,9 +337,9 @@ class Driver(Hooks):
         """Makes both models' attention run on this backend."""
         self._workers.verifier.backend = self.drafter.backend = backend
 
-    def tell_steps(self, announce: Callable[[Any], None]) -> None:
-        """`announce` is called with each step before it runs, as by the first of several ranks."""
-        self._runner.announce = announce
+    def lead(self, followers: Followers) -> None:
+        """Has other ranks told each step before it runs."""
+        self._runner.lead(followers)
 
     def force_acceptance(self, probs: list[float]) -> None:
         """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says."""

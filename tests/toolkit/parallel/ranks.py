@@ -1,9 +1,10 @@
 """Ranks in threads of one process: what several processes would compute, without starting any."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from threading import Barrier, BrokenBarrierError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,23 @@ class ThreadGroup(Group):
         everything = torch.stack([one for one in self._shared if one is not None])
         self._barrier.wait(PATIENCE)  # nobody may write before all have read
         return everything
+
+
+class Queues:
+    """The other ranks, each as the queue that it takes its steps from."""
+
+    def __init__(self, queues: Sequence[SimpleQueue[Any]]) -> None:
+        self._queues = queues
+
+    def send(self, message: Any) -> None:
+        for queue in self._queues:
+            queue.put(message)
+
+    def check(self) -> None:
+        pass
+
+    def explain(self, error: BaseException) -> BaseException:
+        return error
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
