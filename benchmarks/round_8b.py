@@ -143,8 +143,8 @@ def make_decoder(
     context: int,
     graphs: GraphMode,
     attention: str = "auto",
-    ranks: Ranks | None = None,
     deterministic: bool = False,
+    ranks: Ranks | None = None,
 ) -> SpecDecoder:
     options = EngineOptions(
         device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
@@ -167,15 +167,15 @@ def measure(
     graphs: GraphMode,
     *,
     traced: bool = True,
-    ranks: Ranks | None = None,
     deterministic: bool = False,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too.
 
     ranks: those that hold both models, if there are several; the bytes are then those that one of them reads.
     """
     spec = spec_of(case.spec)
-    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, ranks=ranks, deterministic=deterministic)
+    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, deterministic=deterministic, ranks=ranks)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     session = Session(decoder)
     work = Work(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
