@@ -60,6 +60,7 @@ def test_two_processes_write_what_one_writes(zoo: Zoo) -> None:
             decoder.generate([[3]], SamplingParams(max_tokens=70, ignore_eos=True))
             time.sleep(10)
         assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)] == want
+        assert decoder.verify(PROMPTS[:1], SAMPLINGS[0]).passed  # dense passes, in which both ranks take part
     assert not multiprocessing.active_children()
 
 

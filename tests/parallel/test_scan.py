@@ -27,7 +27,7 @@ def rank_scans(logits_RV: Tensor, size: int) -> list[tuple[Tensor, Scan]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("V", "size", "k"), [(600, 2, 3), (4400, 4, 8)])
+@pytest.mark.parametrize(("V", "size", "k"), [(600, 2, 3), (2200, 4, 4)])
 def test_ranks_find_what_one_finds(V: int, size: int, k: int, dtype: torch.dtype) -> None:
     """Keeps out: ids counted from a rank's own first; sums that belong to another slice, or to another row."""
     logits_RV = torch.randn(5, V, generator=torch.Generator().manual_seed(V)).mul(3).to(dtype)
