@@ -43,8 +43,8 @@ class HostGroup(Group):
 def in_turn() -> Iterator[None]:
     """Keeps the ranks of one test apart from those of another in other processes.
 
-    Ranks wait for each other on their GPUs.  Where several pairs share GPUs, which run one process at a time, a rank mostly waits
-    while its partner does not run, and a test of seconds takes minutes.
+    Ranks wait for each other on their GPUs.  Where several pairs share GPUs, which run one process at a time, a rank mostly
+    waits while its partner does not run, and a test of seconds takes minutes.
     """
     with (Path(tempfile.gettempdir()) / "specdec-tests-of-ranks.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
