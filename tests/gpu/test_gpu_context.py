@@ -10,6 +10,7 @@ import torch
 from toolkit.deepseek import DeepseekZoo
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.parallel.gpus import in_turn
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading.pair import WantedPair
@@ -33,6 +34,12 @@ def options_of(size: int) -> EngineOptions:
         device="cuda", dtype="float32", max_seq_len=120, max_batch_size=4, page_size=4, prefill_chunk=24, prefix_caching=True,
         tensor_parallel_size=size, decode_context_parallel_size=size,
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_turn() -> Iterator[None]:
+    with in_turn():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 from toolkit.deepseek import DeepseekZoo, SparseZoo
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.parallel.gpus import in_turn
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading.pair import WantedPair
@@ -47,6 +48,12 @@ FIRST = [(Zoo, "qwen3"), (DeepseekZoo, "v3")]  # chains and sampling too; other 
 
 def options_of(size: int) -> EngineOptions:
     return EngineOptions(device="cuda", dtype="float32", max_seq_len=80, max_batch_size=4, tensor_parallel_size=size)
+
+
+@pytest.fixture(autouse=True)
+def _in_turn() -> Iterator[None]:
+    with in_turn():
+        yield
 
 
 @pytest.fixture(scope="module")

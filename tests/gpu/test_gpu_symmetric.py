@@ -1,15 +1,24 @@
-"""Exchanges through GPUs' memory: right numbers, the same bits on all ranks, no hang.  Ranks share a GPU where there is one."""
+"""Exchanges through GPUs' memory: right numbers, the same bits on all ranks, no hang."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
-from toolkit.parallel.gpus import aborted, lost_rank, on_gpus, soak, sums_and_norms
+from toolkit.parallel.gpus import aborted, in_turn, lost_rank, on_gpus, soak, sums_and_norms
 
 from specdec.parallel.symmetric.measure import measure
 
-pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 
 FEW = [(T, H) for H in (4096, 8192, 2880) for T in (1, 2, 3, 6, 8, 17, 32, 48, 64)]
 MANY = [(T, H) for H in (4096, 8192, 2880) for T in (65, 192, 256, 300, 1024)] + [(5000, 4096), (8192, 8192)]
+
+
+@pytest.fixture(autouse=True)
+def _in_turn() -> Iterator[None]:
+    with in_turn():
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -28,10 +37,11 @@ def test_replays_and_eager_calls_follow_each_other() -> None:
         print(answer)
 
 
+@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 def test_four_ranks() -> None:
-    """Keeps out: places in the inbox that are right for two ranks only.  Ranks may share GPUs, which take turns."""
+    """Keeps out: places in the inbox that are right for two ranks only."""
     assert on_gpus(4, sums_and_norms, [(1, 4096), (5, 2880), (70, 4096), (300, 8192)], torch.bfloat16) == [[]] * 4
-    for answer in on_gpus(4, soak, 20, [(1, 4096), (8, 2880), (200, 4096)], 8):
+    for answer in on_gpus(4, soak, 1000, [(1, 4096), (8, 2880), (200, 4096)], 8):
         assert isinstance(answer, tuple) and answer[0] == 0, answer
 
 
@@ -47,7 +57,6 @@ def test_abort_ends_the_waiting() -> None:
     assert 0.2 < first < 2.0, first
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_doctor_s_measurement() -> None:
     """Keeps out: ranks that silently stay on NCCL; a measurement that hangs at its end."""
     found = measure(2)

@@ -1,10 +1,15 @@
-"""Ranks in processes with a GPU each (several may share one), which reach each other's memory; and what tests have them do."""
+"""Ranks in processes with a GPU each, which reach each other's memory; and what tests have them do."""
 
+import fcntl
 import multiprocessing
 import random
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +37,18 @@ class HostGroup(Group):
 
     def abort(self) -> None:
         """Nothing here waits on a device."""
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Keeps the ranks of one test apart from those of another in other processes.
+
+    Ranks wait for each other on their GPUs.  Where several pairs share GPUs, which run one process at a time, a rank mostly
+    waits while its partner does not run, and a test of seconds takes minutes.
+    """
+    with (Path(tempfile.gettempdir()) / "specdec-tests-of-ranks.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def on_gpus(size: int, work: Callable[..., Any], *arguments: Any, seconds: float = 50.0) -> list[Any]:
@@ -63,7 +80,7 @@ def _answer(pipe: Any, seconds: float) -> Any:
 
 def _run(rank: int, size: int, port: int, pipe: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
         with torch.inference_mode():
@@ -185,8 +202,6 @@ def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[str, float]:
 
 def aborted(group: SymmetricGroup) -> float:
     """Rank 0 exchanges with ranks that never do, and another thread aborts: the seconds until its GPU is free."""
-    import threading
-
     term = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
     group.sum(term)
     torch.cuda.synchronize()
