@@ -49,8 +49,7 @@ class PoolPlan(NamedTuple):
     def admission(self, settings: EngineSettings, sources: int = 0) -> Admission:
         """An admission over these pages, all of them free.  sources: see Admission."""
         pools = [
-            PagePool(pages, settings.options.page_size, group.ring)
-            for group, pages in zip(self.groups, self.num_pages, strict=True)
+            PagePool(pages, settings.page_tokens, group.ring) for group, pages in zip(self.groups, self.num_pages, strict=True)
         ]
         caching = settings.options.prefix_caching
         if len(pools) == 1:
@@ -73,15 +72,15 @@ def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: 
     options, longest = settings.options, settings.pages_per_sequence
     groups = layer_groups(configs, settings)
     first, *others = kv_page_bytes(configs, settings, groups)
-    page_bytes = (first + slot_bytes * options.page_size, *others)
+    page_bytes = (first + slot_bytes * settings.page_tokens, *others)
     needed = [(group.ring or longest) + 1 for group in groups]
     wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]
     if options.prefix_caching:
-        most = KEPT_TOKENS // options.page_size
+        most = KEPT_TOKENS // settings.page_tokens
         batches = options.max_batch_size * longest  # copies of rings are kept for as many tokens as other pages
         kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
-    memory -= source_bytes(configs[0], settings)
+    memory -= source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
     num_pages = share_memory(memory, wanted, page_bytes, needed)
     plan = PoolPlan(groups, num_pages, page_bytes)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
@@ -93,16 +92,17 @@ def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: 
 def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[Group, ...]:
     """Which layers of these models share page tables."""
     spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
-    return page_groups(spans, settings.lookahead, options.page_size, settings.pages_per_sequence, options.prefix_caching)
+    return page_groups(spans, settings.lookahead, settings.page_tokens, settings.pages_per_sequence, options.prefix_caching)
 
 
 def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:
     """The bytes of one page of each group, of what the group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
-    for config in configs:
+    for model, config in enumerate(configs):
         layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
+        tokens = settings.page_tokens if model else options.page_size  # ranks divide what the target keeps alone
         for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
-            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * layout.layer_bytes(layer)
+            sizes[group_of(config.layer_kinds[layer].span, groups)] += tokens * layout.layer_bytes(layer)
     return tuple(sizes)
 
 
@@ -111,6 +111,12 @@ def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
     slots = settings.options.max_batch_size * settings.longest_source(target)
     return slots * sum(map(layout.layer_bytes, range(target.num_layers)))
+
+
+def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
+    """The bytes of the scratch where a pass's own tokens lie on every rank; 0 where ranks divide no sequence."""
+    layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
+    return settings.scratch_room * sum(map(layout.layer_bytes, set(target.kv_source)))
 
 
 def pool_bytes(device: torch.device) -> float:

@@ -13,6 +13,7 @@ import torch
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.draft.kinds import WITHOUT_CHECKPOINT, head_config
+from specdec.loading.context import check_context
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -38,8 +39,10 @@ class WantedPair(NamedTuple):
     options: EngineOptions
 
     def check(self, size: int) -> None:
-        for config in self._configs():
+        configs = self._configs()
+        for config in configs:
             share_of(config, Shard(0, size))
+        check_context(self.options, configs[0], "native")
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         try:

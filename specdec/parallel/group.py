@@ -31,6 +31,11 @@ class Group(ABC):
         """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
         return self.gather(x)[:, self.rank].contiguous()
 
+    def neighbours(self, size: int) -> Group:
+        """The group of `size` adjacent ranks to which this rank belongs; size divides N.  All ranks ask for it alike."""
+        assert self.size % size == 0, (self.size, size)
+        return self if size == self.size else Neighbours(self, size)
+
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks, added up in the order of ranks, in x's dtype or a wider one, and rounded once."""
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -90,6 +95,22 @@ class GlooGroup(Group):
         all_N = x.new_empty((self.size, *x.shape))
         self._backend.allgather([list(all_N.unbind())], [x.contiguous()]).wait()
         return all_N
+
+    def swap(self, x: Tensor) -> Tensor:
+        swapped = x.new_empty(x.shape)
+        self._backend.alltoall_base(swapped, x.contiguous(), [], []).wait()
+        return swapped
+
+
+class Neighbours(Group):
+    """Some adjacent ranks of a larger group, all of whose ranks make the same calls: each takes what is its neighbours'."""
+
+    def __init__(self, everyone: Group, size: int) -> None:
+        self._everyone, self.size = everyone, size
+        self.rank, self._first = everyone.rank % size, everyone.rank // size * size
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._everyone.gather(x)[self._first : self._first + self.size]
 
 
 ALONE = Alone()

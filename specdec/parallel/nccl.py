@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,7 @@ class NcclGroup(Group):
     def __init__(self, name: bytes, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._nccl, self._comm, self._ending = library(), ctypes.c_void_p(), threading.Lock()
+        self._neighbours: dict[int, NcclGroup] = {}
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the GPU's context
             _check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), size, UniqueId.from_buffer_copy(name), rank))
@@ -51,6 +53,36 @@ class NcclGroup(Group):
             _check(self._nccl.ncclAllGather(x.data_ptr(), all_N.data_ptr(), count, _BYTES, self._comm, self._stream))
         return all_N
 
+    def swap(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        swapped = torch.empty_like(x)
+        if x.numel():
+            _check(self._nccl.ncclGroupStart())
+            for rank, (mine, theirs) in enumerate(zip(x, swapped, strict=True)):
+                where = mine.numel() * mine.element_size(), _BYTES, rank, self._comm, self._stream
+                _check(self._nccl.ncclSend(mine.data_ptr(), *where))
+                _check(self._nccl.ncclRecv(theirs.data_ptr(), *where))
+            _check(self._nccl.ncclGroupEnd())
+        return swapped
+
+    def neighbours(self, size: int) -> Group:
+        if size == self.size:
+            return self
+        if size not in self._neighbours:
+            self._neighbours[size] = self._split(size)
+        return self._neighbours[size]
+
+    def _split(self, size: int) -> NcclGroup:
+        """A communicator of this rank's `size` adjacent ranks.  Blocks until all ranks have asked for theirs."""
+        assert self.size % size == 0, (self.size, size)
+        part = copy(self)
+        part.rank, part.size = self.rank % size, size
+        part._comm, part._ending, part._neighbours = ctypes.c_void_p(), threading.Lock(), {}
+        with torch.cuda.device(self.device):
+            where = self._comm, self.rank // size, self.rank, ctypes.byref(part._comm), None
+            _check(self._nccl.ncclCommSplit(*where))
+        return part
+
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks.  With more than two, NCCL adds in an order of its own, which depends on the size of x."""
         x, total = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -60,6 +92,8 @@ class NcclGroup(Group):
         return total
 
     def abort(self) -> None:
+        for part in self._neighbours.values():
+            part.abort()
         with self._ending:
             comm, self._comm = self._comm, ctypes.c_void_p()
         if comm.value:
@@ -90,6 +124,8 @@ def library() -> Any:
     nccl.ncclAllGather.argtypes = [pointer, pointer, size, number, pointer, pointer]
     nccl.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
     nccl.ncclCommAbort.argtypes = [pointer]
+    nccl.ncclSend.argtypes = nccl.ncclRecv.argtypes = [pointer, size, number, number, pointer, pointer]
+    nccl.ncclCommSplit.argtypes = [pointer, number, number, ctypes.POINTER(pointer), pointer]
     return nccl
 
 

@@ -59,6 +59,7 @@ def test_bytes_are_those_that_a_round_reads(zoo: Zoo, target: str, kind: str) ->
     assert step.target == 4 * (N * layer + H + V * H + 2 * H)  # a row for each sequence
     assert step.target_kv == 4 * 2 * 10 * N * 2 * K * D
     assert (step.draft, step.draft_kv, step.draft_passes) == (0, 0, 0)
+    assert byte_limit(model, head, None, batch=2, context=10, sharers=2).target_kv == step.target_kv // 2
     once = byte_limit(model, head, SPEC, batch=2, context=10)
     assert once.target == step.target + 4 * 10 * H  # 12 nodes instead of 2
     Vd = {"eagle3": 2 * V // 3, "eagle3-full": V, "eagle1": V}[kind]

@@ -51,6 +51,9 @@ class SymmetricGroup(Group):
 
         return launch_flat(self.inbox, self.rank, self._patience, x, "swap")
 
+    def neighbours(self, size: int) -> Group:
+        return self if size == self.size else self.base.neighbours(size)
+
     def sum(self, x: Tensor) -> Tensor:
         if self._is_small(x) and x.dtype in KERNEL_DTYPES:
             from specdec.parallel.symmetric.flat_triton import launch_flat
