@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """How far below the best the tokens of right texts lie, in units of the noise by which `specdec verify` bounds near-ties.
 
-    python benchmarks/near_ties.py --out benchmarks/results/near_ties_cpu.json   # or on a GPU
+    python benchmarks/near_ties.py --out benchmarks/results/near_ties_cpu.json
 
-The shipped pair and tiny random targets of the tests write texts with and without speculation.  A line of the result holds, over
-all tokens of both: how many the reference would not have taken; the largest of their margins in units of noise (what
+The shipped pair and tiny random targets of the tests write texts with and without speculation.  A line of the result holds,
+over all tokens of both: how many the reference would not have taken; the largest of their margins in units of noise (what
 `specdec verify` allows is reference.FACTOR); and at what share of places the two best tokens are closer than the bound, so that
 a wrong one would go unseen.  The random targets are there because they are chaotic: rounding moves their logits by a third of
 what lies between the two best tokens.
@@ -33,8 +33,8 @@ from specdec.lossless.reference import FACTOR, read_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from toolkit.deepseek import DeepseekZoo  # noqa: E402
-from toolkit.models import Zoo, ragged_prompts  # noqa: E402
+from toolkit.deepseek import DeepseekZoo
+from toolkit.models import Zoo, ragged_prompts
 
 KEPT = ("auto", "int8", "fp8")
 RANDOM = ("llama", "qwen3", "mistral", "v3", "v2")  # the last two choose experts

@@ -3,6 +3,7 @@
 
     python benchmarks/round_8b.py --out benchmarks/results/round_8b.json
     python benchmarks/round_8b.py --prefills 1:8192,1:32768 --attention triton,auto
+    python benchmarks/round_8b.py --only 5,1,6:1 --deterministic
 
 Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine,
 host included, as in `generate()`: first the wall time from one read of tokens to the next, then a profiler's trace of the
@@ -143,10 +144,11 @@ def make_decoder(
     graphs: GraphMode,
     attention: str = "auto",
     ranks: Ranks | None = None,
+    deterministic: bool = False,
 ) -> SpecDecoder:
     options = EngineOptions(
         device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
-        attention=attention,
+        attention=attention, deterministic=deterministic,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
@@ -166,13 +168,14 @@ def measure(
     *,
     traced: bool = True,
     ranks: Ranks | None = None,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too.
 
     ranks: those that hold both models, if there are several; the bytes are then those that one of them reads.
     """
     spec = spec_of(case.spec)
-    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, ranks=ranks)
+    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, ranks=ranks, deterministic=deterministic)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     session = Session(decoder)
     work = Work(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
@@ -181,7 +184,8 @@ def measure(
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
     limit = byte_limit(model, head if spec else None, spec, case.batch, case.context)
     row: dict[str, Any] = {
-        **case._asdict(), "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
+        **case._asdict(), "deterministic": deterministic,
+        "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
         "ms": 1e3 * median(wall for wall, _ in found), "host_ms": 1e3 * median(wall - waited for wall, waited in found),
         "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth, "bytes": limit.total,
     }  # fmt: skip
@@ -195,9 +199,17 @@ def measure(
     return row
 
 
-def prefill_ms(model: CausalLM, head: DraftHead, batch: int, tokens: int, repeats: int = 8, attention: str = "auto") -> float:
+def prefill_ms(
+    model: CausalLM,
+    head: DraftHead,
+    batch: int,
+    tokens: int,
+    repeats: int = 8,
+    attention: str = "auto",
+    deterministic: bool = False,
+) -> float:
     """Wall milliseconds from the request to the first token of every prompt, for both models."""
-    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round", attention)
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round", attention, deterministic)
     prompts, times = random_prompts(batch, tokens), []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -235,6 +247,7 @@ def main() -> None:
     parser.add_argument("--prefills", help="batch:tokens of prefills, separated by commas; nothing else is measured then")
     parser.add_argument("--attention", default="auto", help="attention backends of the prefills, separated by commas")
     parser.add_argument("--no-auto", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -243,12 +256,13 @@ def main() -> None:
     for case in () if args.prefills else CASES:
         if args.only and not case.name.startswith(args.only):
             continue
-        rows.append(measure(model, head, case, args.rounds, args.graphs))
+        rows.append(measure(model, head, case, args.rounds, args.graphs, deterministic=args.deterministic))
         show(rows[-1])
         torch.cuda.empty_cache()
     for batch in () if args.no_auto or args.prefills else PAUSES:
         for spec in ("plain", "auto"):  # both over the same 600 rounds, so of the same lengths
-            rows.append(measure(model, head, Case(spec, batch, 1024), 600, args.graphs, traced=False))
+            case = Case(spec, batch, 1024)
+            rows.append(measure(model, head, case, 600, args.graphs, traced=False, deterministic=args.deterministic))
             print(
                 f"600 rounds of {spec}, batch {batch}: median {rows[-1]['ms']:.2f} ms, mean {rows[-1]['mean_ms']:.2f} ms",
                 flush=True,
@@ -257,7 +271,7 @@ def main() -> None:
     prefills = []
     asked = [tuple(map(int, text.split(":"))) for text in args.prefills.split(",")] if args.prefills else PREFILLS
     for (batch, tokens), attention in () if args.no_prefill else itertools.product(asked, args.attention.split(",")):
-        ms = prefill_ms(model, head, batch, tokens, attention=attention)
+        ms = prefill_ms(model, head, batch, tokens, attention=attention, deterministic=args.deterministic)
         bar = this_gpu().bars.get(f"prefill:{batch}:{tokens}")
         prefills.append({"batch": batch, "tokens": tokens, "attention": attention, "ms": ms, "bar": bar})
         print(f"prefill {batch} x {tokens}, attention={attention}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)

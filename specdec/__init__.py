@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from specdec.async_decoder import AsyncSpecDecoder
     from specdec.config import SamplingParams, SpecConfig
     from specdec.decoder import SpecDecoder
-    from specdec.generation import Chunk, Generation, Stats
+    from specdec.generation import Chunk, Generation, Stats, TokenLogprob
     from specdec.lossless.verification import Verification
     from specdec.options import EngineOptions
 
@@ -25,6 +25,7 @@ __all__ = [
     "SpecConfig",
     "SpecDecoder",
     "Stats",
+    "TokenLogprob",
     "Verification",
 ]
 
@@ -37,6 +38,7 @@ _HOMES = {
     "Chunk": "specdec.generation",
     "Generation": "specdec.generation",
     "Stats": "specdec.generation",
+    "TokenLogprob": "specdec.generation",
     "Verification": "specdec.lossless.verification",
 }
 

@@ -28,7 +28,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.progress import Progress, show_progress
-from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, encode_prompt, is_one_prompt
+from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, check_tokens, encode_prompt, is_one_prompt
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
@@ -172,7 +172,7 @@ class SpecDecoder:
         speculate: bool = True,
         progress: bool = False,
     ) -> list[Generation]:
-        """Generates for one prompt or many; results are in the order of the prompts.
+        """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
 
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
@@ -184,10 +184,12 @@ class SpecDecoder:
         """
         require_bool("progress", progress, False)
         listed = as_prompt_list(prompts)
-        requests = [
-            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
-            for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
-        ]
+        requests: list[Request] = []
+        for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True)):
+            name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
+            for number in range(params.n):
+                requests.append(self.new_request(prompt, params.of_choice(number), name, speculate=speculate))
+                prompt = requests[-1].given_ids  # a text is encoded once
         # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
         ended: SimpleQueue[None] = SimpleQueue()
         try:
@@ -265,20 +267,23 @@ class SpecDecoder:
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
+        if sampling.n != 1:
+            raise ValueError(
+                f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
+                "SpecDecoder.generate, or several calls with different seeds"
+            )
         vocab_size = self.model.config.vocab_size
         ids, source_ids, encoder = encode_prompt(prompt, name, self.tokenizer, vocab_size), None, self.model.config.encoder
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own
             check_source(ids, name, self.settings.longest_source(self.model.config))
             ids, source_ids = list(encoder.start_ids), ids
         check_length(ids, sampling, name, self.settings.max_seq_len)
-        for token in sampling.stop_token_ids or ():
-            if token >= vocab_size:
-                raise ValueError(f"stop_token_ids holds {token}; expected ids in [0, {vocab_size - 1}]")
-        if sampling.stop_strings and not self.tokenizer.is_present:
-            raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+        bad_words = check_tokens(sampling, self.tokenizer, vocab_size)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
-        request = Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids)
+        request = Request.new(
+            ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
+        )
         self.engine.check(request)
         return request
 

@@ -31,6 +31,7 @@ from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
 
 PlannedView = MHAView | QuantView | Int8KeysView | SplitView | PairedView
@@ -40,6 +41,8 @@ class TritonBackend(Backend):
     """Split-KV paged attention, and a kernel that fuses suffix and merge.
 
     programs: how many programs the GPU is taken to run at once; None: one for each SM.
+    numerics: the policy that is asked about the store.  How keys are read belongs to the backend: invariant_backend.py has the
+        other way.
 
     A backend that reads paged segments by a kernel of its own overrides `partial_splits` and `paged_partial`, and calls
     `super()` for the segments that it leaves to this class.  Suffixes and the merge of all states stay here.
@@ -48,15 +51,15 @@ class TritonBackend(Backend):
     name = "triton"
     reads_no_lengths = True
 
-    def __init__(self, programs: int | None = None) -> None:
-        self.programs = programs
+    def __init__(self, programs: int | None = None, numerics: Numerics = FAST) -> None:
+        self.programs, self.numerics = programs, numerics
 
     def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, StoredView)
-        return launch_rope_store(qkv_TXD, view, slots_T, prep)
+        return launch_rope_store(qkv_TXD, view, slots_T, prep, self.numerics)
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
-        return launch_rope(q_TQD, prep)
+        return launch_rope(q_TQD, prep, self.numerics)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments, plan.suffix)

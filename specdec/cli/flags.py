@@ -59,24 +59,41 @@ def add_prompt_flags(parser: argparse.ArgumentParser, num_prompts: str) -> None:
 
 # ---- sampling ----
 
+NOT_GREEDY = ("top_p", "top_k", "min_p", "seed")  # flags that greedy decoding would not look at
+RULES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")  # flags that it does
+
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together have this probability")
     add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the likeliest")
     add("--seed", type=int, metavar="N", help="bench samples with 0 unless told otherwise, generate with a random one")
     add("--ignore-eos", action="store_true", help="go on after the end of text")
+    add("--repetition-penalty", type=float, metavar="X", help="divide logits above 0 of tokens in prompt or output by X")
+    add("--presence-penalty", type=float, metavar="X", help="take X off the logits of tokens in the output")
+    add("--frequency-penalty", type=float, metavar="X", help="take X off a token's logit for each time the output holds it")
+    bias = "add NUMBER to a token's logit; may be given several times"
+    add("--logit-bias", type=_bias, action="append", metavar="ID=NUMBER", help=bias)
+    bad_word = "a text that the output does not complete; may be given several times"
+    add("--bad-word", type=not_empty, action="append", metavar="TEXT", help=bad_word)
+    add("--min-tokens", type=int, metavar="N", help="nothing ends the text before N tokens")
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """Flags that greedy decoding would not look at are errors: nothing is ignored."""
-    given = {name: getattr(args, name) for name in ("top_p", "top_k", "seed") if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in NOT_GREEDY if getattr(args, name) is not None}
     idle = given.keys() - ({"seed"} if getattr(args, "synthetic_acceptance", None) else set())  # forced draws have one
     if args.temperature == 0 and idle:
         flags = ", ".join(flag_of(name) for name in given if name in idle)
         raise ValueError(f"{flags} would do nothing at --temperature 0 (greedy); give a temperature, or leave it out")
-    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos, **given)
+    given |= {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
+    bias = None if args.logit_bias is None else dict(args.logit_bias)
+    if bias is not None and len(bias) < len(args.logit_bias):
+        raise ValueError("--logit-bias names a token twice; give each token once")
+    always = dict(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos)
+    return SamplingParams(**always, logit_bias=bias, bad_words=args.bad_word, **given)
 
 
 # ---- models and engine ----
@@ -192,6 +209,15 @@ def tree_shape(text: str) -> SpecConfig:
         return SpecConfig(**given)  # type: ignore[arg-type]  # "auto" is the first alone
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """ID=NUMBER."""
+    token, _, added = text.partition("=")
+    try:
+        return int(token), float(added)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ID=NUMBER such as 50=-100, got {text!r}") from None
 
 
 def ints(text: str) -> tuple[int, ...]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, repeat
 
 from specdec.engine.chunks import ChunkBudget
-from specdec.engine.needs import needs_of, row_options
+from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
-from specdec.engine.request import Request, Seat
+from specdec.engine.request import Numbers, Request, Seat
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
 from specdec.steps import (
@@ -89,6 +89,7 @@ class Scheduler:
         self._cleared: set[int] = set()
         self._chunk_is_next = True
         self._arrivals = count()
+        self._batch_needs = BatchNeeds()
 
     @property
     def is_idle(self) -> bool:
@@ -187,8 +188,8 @@ class Scheduler:
             self.waiting.remove(request)
             self.totals.entered(request)
             place = self.admission.places[request]
-            options, source = row_options(request.sampling, request.seed), self._source(request)
-            entries.append(Entry(len(self.seats), place.tables, options, speculates, source))
+            options, rules, _ = request.choice
+            entries.append(Entry(len(self.seats), place.tables, options, speculates, rules, self._source(request)))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -224,13 +225,14 @@ class Scheduler:
             accepted = [len(tokens) - 1 for tokens, drafts in zip(emitted.tokens, launch.speculates, strict=False) if drafts]
             self.speculation.observe(step, depths, seconds, accepted)
         rows = zip(launch.seats, launch.speculates or (False,) * len(launch.seats), strict=True)
-        for (seat, speculates), tokens in zip(rows, emitted.tokens, strict=False):
+        logprobs = emitted.logprobs or repeat(())
+        for (seat, speculates), tokens, numbers in zip(rows, emitted.tokens, logprobs, strict=False):
             if seat is None or not tokens:
                 continue
             seat.unread -= 1
             if not seat.request.is_done:
                 tree = (drafted, depths) if speculates else (0, 0)
-                self._hand_out(seat, tokens, None if isinstance(step, RunChunk) else tree)
+                self._hand_out(seat, tokens, numbers, None if isinstance(step, RunChunk) else tree)
 
     def _next_chunk(self, running: int) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
@@ -306,7 +308,7 @@ class Scheduler:
 
     def _needs(self, requests: list[Request]) -> Needs:
         """What a batch of these requests needs to choose its tokens."""
-        return needs_of(request.sampling for request in requests)
+        return self._batch_needs.of(request.choice.needs for request in requests)
 
     def _source(self, request: Request) -> Source | None:
         """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
@@ -322,9 +324,10 @@ class Scheduler:
 
     # ---- endings ----
 
-    def _hand_out(self, seat: Seat, tokens: list[int], tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, seat: Seat, tokens: list[int], logprobs: Numbers, tree: tuple[int, int] | None) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
+        logprobs: see Request.take_round.
         tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
         """
         request, before = seat.request, len(seat.request.output.token_ids)
@@ -336,9 +339,9 @@ class Scheduler:
                     f"{', the first after the prompt' if tree is None else ''}: neither its weights nor its dtype may overflow"
                 )
             if tree is None:
-                request.take_first(tokens[0])
+                request.take_first(tokens[0], logprobs)
             else:
-                request.take_round(tokens, *tree)
+                request.take_round(tokens, *tree, logprobs)
                 self.totals.drafted += tree[0]
                 if tree[1]:
                     self.totals.paths[tree[1], len(tokens) - 1] += 1

@@ -30,6 +30,7 @@ from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
 from specdec.loading.resolve import CHUNK_COST, EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
+from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
@@ -86,10 +87,14 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
+    use_numerics(model, settings.numerics)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
-    options = settings.options  # rows read together where each reads whole sequences on one rank
-    reads_together = options.prefix_caching and most_read(model.config) is None and options.decode_context_parallel_size == 1
+    # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  Where
+    # ranks divide sequences, each row reads its own.
+    divided = settings.options.decode_context_parallel_size > 1
+    may_share = most_read(model.config) is None and not settings.numerics.is_invariant and not divided
+    reads_together = settings.options.prefix_caching and may_share
     shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
@@ -97,13 +102,15 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
 
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
-    backend = make_backend(settings.attention_backend)
+    backend = make_backend(settings.attention_backend, settings.numerics)
     context, longest = divided_context(settings, plan.num_pages[0], model.group), settings.longest_source(model.config)
     cache = _cache(model, model.config, plan, settings, context)
     sources = _source_cache(model.config, settings) if longest else None
     verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, sources, context)
     rows = settings.options.max_batch_size + 1  # the last row is always padding
-    drafter = head.worker(_place(head, backend, settings, plan, rows)) if head else None
+    # The drafter's numbers don't reach the text, so it runs what is fastest.
+    draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
+    drafter = head.worker(_place(head, draft_backend, settings, plan, rows)) if head else None
     state = BatchState.empty(
         rows,
         settings.pages_per_sequence,
@@ -119,6 +126,8 @@ def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: P
     spec = settings.spec
     assert spec is not None
     head.check(spec)
+    # A round may begin a round's tokens later than the host knows.
+    assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
     return Place(
         spec=spec,
         backend=backend,

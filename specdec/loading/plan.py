@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle.load import parse_head_config
+from specdec.draft.eagle.load import open_head
+from specdec.draft.kinds import WITHOUT_CHECKPOINT
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
 from specdec.models.checkpoints.loader import DTYPES, open_target
-from specdec.models.checkpoints.swapped import refuse_target_tensors
-from specdec.models.config import ModelConfig, read_json
+from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 
@@ -142,13 +142,13 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
     weights = [tensor_bytes(open_target(folder), settings.dtype, tied)]
     if draft is None:
         return Models((config,), tuple(weights))
-    draft_folder = resolve_folder(draft, "draft")
-    checkpoint, path = Checkpoint(draft_folder), draft_folder / "config.json"
-    refuse_target_tensors(checkpoint.names(), draft_folder)
-    head = parse_head_config(read_json(path), checkpoint, config, str(path))
-    maps = {"d2t", "t2d"}  # of vocabularies, small and of integers
-    shared = maps | ({"embed_tokens.weight"} if head.kind == "eagle1" else set())
-    weights.append(tensor_bytes(checkpoint, settings.dtype, shared))
+    if draft in WITHOUT_CHECKPOINT:
+        raise ValueError(f"draft={draft!r} has no weights, keys or values; leave it out")
+    files, _, reading = open_head(resolve_folder(draft, "draft"), config)
+    head, without = reading.spec, {"d2t", "t2d", *reading.beside}
+    without |= set() if head.own_embeddings else {"embed_tokens.weight"}
+    without |= set() if head.own_lm_head else {"lm_head.weight"}
+    weights.append(tensor_bytes(files.checkpoint, settings.dtype, without))
     return Models((config, head.model), tuple(weights), head.feature_size)
 
 

@@ -19,6 +19,7 @@ from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
+from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
 from specdec.runner.prompts import LARGEST_STEP
 
@@ -84,6 +85,11 @@ class EngineSettings:
         nodes = self.spec.num_draft_tokens if self.spec else 1
         return max(max(self.chunk_costs) + LARGEST_STEP, (self.options.max_batch_size + 1) * nodes)
 
+    @property
+    def numerics(self) -> Numerics:
+        """The policy that chooses how the target is computed."""
+        return INVARIANT if self.options.deterministic else FAST
+
     def with_options(self, **changes: Any) -> EngineSettings:
         """The same settings with other options, such as max_batch_size or page_size, that need no new resolution."""
         return replace(self, options=replace(self.options, **changes))
@@ -140,7 +146,40 @@ def resolve_settings(
         target_backend=target_backend,
         target_backend_reason=target_backend_reason,
     )
+    if options.deterministic:
+        check_deterministic(settings, target)
     return replace(settings, attention_backend=choose_attention(settings, target))
+
+
+def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
+    """ValueError if some part of the target can't be computed in one order of sums.  choose_attention checks the backend."""
+    options, architecture = settings.options, architecture_of(settings.device)
+
+    def refuse(problem: str, nearest: str = "deterministic=False") -> None:
+        raise ValueError(f"deterministic=True {problem}; nearest setting that works: {nearest}")
+
+    if architecture is None or architecture[0] != 9:
+        got = settings.device if architecture is None else f"{settings.device} of {'.'.join(map(str, architecture))}"
+        refuse(f"runs on GPUs of compute capability 9.x, whose products were found to be equal bit for bit, got {got}")
+    if settings.target_backend != "native":
+        refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
+    if type(target) is not ModelConfig:
+        refuse(
+            f"computes Llama-like targets, whose layers are ordinary attention and one MLP, got a {target.family} target, "
+            "whose attention or experts run kernels with an order of sums that depends on the batch"
+        )
+    if settings.dtype not in (torch.bfloat16, torch.float16):
+        refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
+    if options.kv_cache_dtype != "auto":
+        refuse(
+            f"keeps keys and values in the model's dtype, got kv_cache_dtype={options.kv_cache_dtype!r}",
+            "kv_cache_dtype='auto'",
+        )
+    if options.tensor_parallel_size > 1:
+        refuse(f"runs in one process, got tensor_parallel_size={options.tensor_parallel_size}", "tensor_parallel_size=1")
+    sizes = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim
+    if any(size % 8 for size in sizes):
+        refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {' and '.join(map(str, sizes))}")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -210,6 +249,7 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         divided=settings.options.decode_context_parallel_size > 1,
         tree=spec is not None and spec.topk > 1,
         graphs=settings.cuda_graphs,
+        deterministic=settings.options.deterministic,
         shared_prefixes=settings.options.prefix_caching,
         rows=settings.options.max_batch_size,
         tokens=settings.max_seq_len,

@@ -13,33 +13,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.batch.choose import token_scores
-from specdec.batch.sampling import RowSampling
+from specdec.batch.choose import scores_at
 from specdec.config import SamplingParams
-from specdec.engine.needs import needs_of, row_options
-from specdec.parallel.group import ALONE
-from specdec.parallel.vocabulary import Vocabulary
+from specdec.engine.needs import RowChoice
 
 FINEST = 2.0**-24  # of the largest logit: how exactly the least raise is found
 
 
 class Text(NamedTuple):
-    """What a request wrote.  sampling: as it ran, with a seed if it samples."""
+    """What a request wrote.
+
+    sampling: as it ran, with a seed if it samples.  choice: how its row chose tokens; None: as `sampling` says, which then has
+    no bad words, and no minimum before the model's own end.
+    """
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     sampling: SamplingParams
+    choice: RowChoice | None = None
 
     def scores(self, logits_RV: Tensor, places: Sequence[int]) -> Tensor:
         """[R, V]: the text's token at each of these places of its output is the one with the highest score.
 
         logits_RV: of the target, after what comes before each place.
         """
-        sampling, device = self.sampling, logits_RV.device
+        sampling = self.sampling
         assert sampling.temperature == 0 or sampling.seed is not None
-        row = RowSampling.of([row_options(sampling, sampling.seed or 0)], device)
-        before_R = torch.tensor(places, device=device) + len(self.prompt_ids) - 1
-        return token_scores(logits_RV, row, before_R, needs_of([sampling]), Vocabulary.of(logits_RV.shape[1], ALONE))
+        assert self.choice or not sampling.bad_words, "the ids of bad words are known to whoever has the tokenizer"
+        choice = self.choice or RowChoice.of(sampling, sampling.seed or 0, self.prompt_ids)
+        return scores_at(logits_RV, choice, len(self.prompt_ids), self.token_ids, places)
 
 
 def least_raise(text: Text, place: int, logits_V: Tensor, token: int) -> float | None:

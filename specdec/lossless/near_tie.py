@@ -39,7 +39,8 @@ def explain_divergence(
     if index >= min(len(ids_a), len(ids_b)):
         return one_ends(prompt, index, ids_a, ids_b)
     pair = [(index, ids_a[index]), (index, ids_b[index])]
-    a, b = read_together(session, Text(prompt_ids, ids_a, sampling), pair).asked
+    text = Text(prompt_ids, ids_a, sampling, session.choice(prompt_ids, sampling))
+    a, b = read_together(session, text, pair).asked
     return difference(prompt, a, b, rounds(session))
 
 

@@ -47,15 +47,17 @@ class Held(NamedTuple):
 class DensePasses:
     """Passes over texts of one decoder.  Nothing else may use the decoder's target meanwhile.
 
-    jumps: whether the target chooses experts or keys by scores.  Where two scores tie within rounding, a pass may choose
-    either, and its logits are then far off.
+    choosing: whether the target chooses experts or keys by scores.  steps: whether keys and values are kept in 8 bits.  Where a
+    score or a value lies on a border within rounding, a pass may take either side, and its logits are then far off.
     """
 
     def __init__(self, session: Source) -> None:
         self.model, self.dtype, self.device = session.model, session.settings.dtype, session.settings.device
         self._as_stored = session.as_stored
         self._queries_as_read = rounded_queries if session.settings.options.int8_queries else None
-        self.jumps = self.model.config.has_experts or most_read(self.model.config) is not None
+        config = self.model.config
+        self.choosing = config.has_experts or most_read(config) is not None
+        self.steps = self._as_stored is not None
 
     @contextmanager
     def wide(self) -> Iterator[None]:

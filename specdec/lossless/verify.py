@@ -39,6 +39,8 @@ def check_sampling(sampling: Sequence[SamplingParams]) -> None:
     for params in sampling:
         if params.temperature > 0 and params.seed is None:
             raise ValueError("verify needs a seed to sample: both sides must draw the same; nearest setting that works: seed=0")
+        if params.n != 1:
+            raise ValueError(f"verify compares one text a prompt, got n={params.n}; nearest setting that works: n=1")
         if params.max_tokens < 2:
             raise ValueError(
                 f"verify needs max_tokens >= 2, since the first token comes from the prompt's pass, got {params.max_tokens}; "
@@ -74,13 +76,14 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
         asked = [(index, a.token_ids[index]), (index, b.token_ids[index])]
     elif index is not None:
         part = one_ends(number, index, a.token_ids, b.token_ids)
-    reading = read_together(session, Text(a.prompt_token_ids, a.token_ids, sampling), asked)
+    choice = session.choice(a.prompt_token_ids, sampling)
+    reading = read_together(session, Text(a.prompt_token_ids, a.token_ids, sampling, choice), asked)
     if asked:
         mine, theirs = reading.asked
         part = difference(number, mine, theirs, rounds(session))
     readings = {"both" if index is None else "baseline": reading}
     if index is not None:
-        readings["speculative"] = read_together(session, Text(b.prompt_token_ids, b.token_ids, sampling))
+        readings["speculative"] = read_together(session, Text(b.prompt_token_ids, b.token_ids, sampling, choice))
     off = [
         OffTarget(each.index, each.token, each.best, each.margin, each.bound, side)  # type: ignore[arg-type]
         for side, found in readings.items()

@@ -27,11 +27,13 @@ class Round(NamedTuple):
 
     emitted_BX: int64; each row holds the count of its accepted draft tokens, and then the emitted tokens.
     drafted, depths: how many draft tokens and levels the round's tree had.
+    logprobs_BEX: float64, of the emitted tokens; None if they were not asked for.
     """
 
     emitted_BX: Tensor
     drafted: int
     depths: int
+    logprobs_BEX: Tensor | None
 
 
 class RoundRunner:
@@ -56,7 +58,7 @@ class RoundRunner:
             return _round(verifier.verify(state, tree, needs, with_features=False), tree)
 
         with self.clock.phase("decode"):
-            return self.phase_graphs.run(("decode", state.shape, needs), decode, [state.lens_B, state.bonus_B])
+            return self.phase_graphs.run(("decode", state.shape, needs), decode, state.written(needs))
 
     def paused(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
@@ -70,7 +72,7 @@ class RoundRunner:
             return _round(result, tree)
 
         with self.clock.phase("decode"):
-            changed = [state.lens_B, state.bonus_B, *drafter.changed(state)]
+            changed = [*state.written(needs), *drafter.changed(state)]
             return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
@@ -84,7 +86,7 @@ class RoundRunner:
         """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
         if not self._fuses:
             return self._phases(state, spec, needs, self.phase_graphs.run)
-        changed = [state.lens_B, state.bonus_B, *self.workers.need_drafter().changed(state)]
+        changed = [*state.written(needs), *self.workers.need_drafter().changed(state)]
 
         def whole() -> Round:
             return self._phases(state, spec, needs, lambda key, phase, changed: phase())
@@ -106,7 +108,7 @@ class RoundRunner:
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key), verify, state.written(needs))
 
         def extend() -> None:
             drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
@@ -117,4 +119,4 @@ class RoundRunner:
 
 
 def _round(result: VerifyResult, tree: DraftTree) -> Round:
-    return Round(result.emitted_BX, tree.num_nodes - 1, tree.max_depth)
+    return Round(result.emitted_BX, tree.num_nodes - 1, tree.max_depth, result.logprobs_BEX)

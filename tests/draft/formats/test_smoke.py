@@ -1,4 +1,4 @@
-"""The look at a text when a head is loaded: it is quiet about a sound head, and names how a misread one should have been read."""
+"""A look at a text when a head is loaded: quiet about a sound head; of a misread one it names how it should have been read."""
 
 from __future__ import annotations
 

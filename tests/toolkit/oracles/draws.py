@@ -7,7 +7,7 @@ from torch import Tensor
 from specdec import SamplingParams
 from specdec.batch.choose import choose_tokens
 from specdec.batch.sampling import RowSampling
-from specdec.engine.needs import needs_of, row_options
+from specdec.engine.needs import RowChoice
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 
@@ -16,8 +16,8 @@ DRAWS, LIMIT = 200_000, 1e-4  # of a case; and the p-value below which counts do
 
 def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, **options: Any) -> Tensor:
     """[R] int64: a token from each row of logits.  position_R: of the token itself.  options: of SamplingParams."""
-    sampling = SamplingParams(**options)
-    rows = RowSampling.of([row_options(sampling, 0)], logits_RV.device).expand_rows(len(seed_R))
+    choice = RowChoice.of(SamplingParams(**options), 0, prompt_ids=())
+    rows = RowSampling.of([choice.options], logits_RV.device).expand_rows(len(seed_R))
     rows.seed_R.copy_(seed_R)
     vocabulary = Vocabulary.of(logits_RV.shape[1], ALONE)
-    return choose_tokens(logits_RV, rows, position_R - 1, needs_of([sampling]), vocabulary)
+    return choose_tokens(logits_RV, rows, position_R - 1, choice.needs, vocabulary).tokens_R
