@@ -173,8 +173,10 @@ def break_even(rows: list[dict[str, Any]]) -> float | None:
     return None
 
 
-def table(group: Group, device: torch.device, contexts: tuple[int, ...], nodes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Every case.  The same on all ranks, but for the times."""
+def table(
+    group: Group, device: torch.device, contexts: tuple[int, ...], nodes: tuple[int, ...], out: Path | None = None
+) -> list[dict[str, Any]]:
+    """Every case.  The same on all ranks, but for the times.  out: a file that is written anew after each case."""
     cases = [Case(shape, 8, context, count) for shape in SHAPES for count in nodes for context in contexts]
     rows = []
     with torch.inference_mode():
@@ -183,6 +185,7 @@ def table(group: Group, device: torch.device, contexts: tuple[int, ...], nodes: 
             rows.append(row)
             if group.rank == 0:
                 show(row)
+                write(out, rows, [])
             torch.cuda.empty_cache()
     return rows
 
@@ -192,6 +195,15 @@ def show(row: dict[str, Any]) -> None:
     share = row["divided_bytes"] / row["whole_bytes"]
     case = f"{row['shape']:26} {row['rows']} x {row['context']:>7,} x {row['nodes']:>2} nodes"
     print(f"{case}: {times} us, {share:.3f} of the bytes, differ {row['differ']:.1e}", flush=True)
+
+
+def write(out: Path | None, rows: list[dict[str, Any]], break_even: list[dict[str, Any]]) -> None:
+    if out is None:
+        return
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    what = {"device": torch.cuda.get_device_name(), **versions, "date": time.strftime("%Y-%m-%d")}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(what | {"rows": rows, "break_even": break_even}, indent=1) + "\n")
 
 
 def follow(seat: Seat, line: Line) -> None:
@@ -213,7 +225,7 @@ def main() -> None:
     followers, device = start(args.ranks, follow), torch.device("cuda", 0)
     try:
         followers.send((contexts, nodes))
-        rows = table(followers.seat.join(device), device, contexts, nodes)
+        rows = table(followers.seat.join(device), device, contexts, nodes, args.out)
         followers.wait("measured")
     finally:
         followers.close()
@@ -223,13 +235,7 @@ def main() -> None:
             even = break_even([row for row in rows if (row["shape"], row["nodes"]) == (shape.name, count)])
             evens.append({"shape": shape.name, "nodes": count, "tokens": even})
             print(f"{shape.name}, {count} nodes: faster from {'no context' if even is None else f'{even:,.0f} tokens'} on")
-    if args.out:
-        result = {
-            "device": torch.cuda.get_device_name(), "ranks": args.ranks, "torch": torch.__version__,
-            "triton": triton.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows, "break_even": evens,
-        }  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, rows, evens)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,8 @@ def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: P
     spec = settings.spec
     assert spec is not None
     head.check(spec)
+    # A round may begin a round's tokens later than the host knows.
+    assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
     return Place(
         spec=spec,
         backend=backend,

@@ -111,7 +111,7 @@ def _settings_table() -> Table:
     table.add_column("meaning", overflow="fold", ratio=3)
     taken = _taken_here()
     for item in fields(EngineOptions):
-        default = "off" if item.default is False else str(item.default)
+        default = ("on" if item.default else "off") if isinstance(item.default, bool) else str(item.default)
         found = taken.get(item.name)
         table.add_row(item.name, Text(f"{default}: {found}" if found else default), Text(setting_of(item).meaning))
     return table

@@ -65,9 +65,15 @@ class Vocabulary(NamedTuple):
         result = (values_Rk - values_Rk[:, :1]) - total_R1, with_offsets(ids_Rk, offsets_V)
         return result if out is None else (out[0].copy_(result[0]), out[1].copy_(result[1]))
 
-    def best(self, values_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(values [R, k] float32, ids [R, k] int64) of the k largest of each row over all ranks.  Ties go to the lower id."""
-        return self._best(values_RW, k)[:2]
+    def best(self, logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of each row: (values [R, k] float32, ids [R, k] int64), best first, ties to the lower id.
+
+        NaN counts as the largest value.
+        """
+        if self.group.size > 1:
+            return self._best(logits_RW, k)[:2]
+        logits_RW = logits_RW.float()
+        return stable_topk(torch.where(logits_RW.isnan(), torch.nan, logits_RW), k)
 
     def largest(self, logits_RW: Tensor) -> Tensor:
         """[R]: the largest logit of each row, NaN if there is one."""

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hot": ({"temperature": 1.7}, {"temperature": 1.8}),
     "top-k": ({"temperature": 0.8, "top_k": 4}, {"temperature": 0.8, "top_k": 3}),
     "top-p": ({"temperature": 1.0, "top_p": 0.8}, {"temperature": 1.0, "top_p": 0.97}),
+    "min-p": ({"temperature": 1.2, "min_p": 0.3}, {"temperature": 1.2, "min_p": 0.1}),
     "top-k, then top-p": ({"temperature": 1.3, "top_k": 5, "top_p": 0.7}, {"temperature": 1.3, "top_k": 5}),
 }
 
