@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from engine_internals import replace_drafter
 from round_8b import TARGET, Case, measure, random_pair
 from torch import Tensor
 
@@ -180,7 +181,7 @@ def write(
     decoder = SpecDecoder(model, head if spec else None, settings, tokenizer)
     if spec and name != "pair":
         assert texts_QX is not None
-        decoder.engine.runner.workers.drafter = Recorded(texts_QX, model.config.vocab_size)
+        replace_drafter(decoder, Recorded(texts_QX, model.config.vocab_size))
     outputs = decoder.generate(prompts, sampling)
     accepted = sum(o.stats.emitted for o in outputs) / max(1, sum(o.stats.rounds for o in outputs))
     decoder.close()

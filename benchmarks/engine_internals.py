@@ -33,6 +33,11 @@ def caches(decoder: SpecDecoder) -> list[KVCache]:
     return [target_cache(decoder)] + ([drafter.cache] if drafter else [])
 
 
+def replace_drafter(decoder: SpecDecoder, drafter: Any) -> None:
+    """From now on rounds ask this drafter."""
+    decoder.engine.runner.workers.drafter = drafter
+
+
 def num_pages(decoder: SpecDecoder) -> int:
     """Pages of the KV pool."""
     return decoder.engine.scheduler.admission.pool.num_pages

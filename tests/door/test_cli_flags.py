@@ -35,6 +35,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "smoke": ([], False),
     "backend": (["transformers"], "transformers"),
     "prefix_caching": ([], True),
+    "deterministic": ([], True),
     "tensor_parallel_size": (["2"], 2),
     "decode_context_parallel_size": (["2"], 2),
     "context_interleave": (["8"], 8),

@@ -11,8 +11,9 @@ from toolkit.models import Zoo
 from toolkit.tokenizers import byte_tokenizer
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.bench.encode import encode_prompts
 from specdec.bench.prompt_file import KEYS, TEXT_KEYS, read_prompts
-from specdec.bench.run import BenchOptions, _encode, _prompt_facts
+from specdec.bench.run import BenchOptions, _prompt_facts
 from specdec.config import SpecConfig
 from specdec.prompts import Tokenizer, encode_prompt
 
@@ -215,6 +216,13 @@ def options(target: Path, prompts: list[Any], chat: bool) -> BenchOptions:
     )  # fmt: skip
 
 
+def encoded_by(given: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids that the benchmark asks for."""
+    return encode_prompts(
+        given.taken, given.prompts_source, given.target, tokenizer, given.effective_sampling, given.engine, chat=given.chat
+    )
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_bench_asks_chats_through_their_template(zoo: Zoo, tmp_path: Path, chat: bool) -> None:
     """Keeps out: messages measured as another text without --chat, or wrapped a second time with it."""
@@ -222,12 +230,12 @@ def test_the_bench_asks_chats_through_their_template(zoo: Zoo, tmp_path: Path, c
     (folder / "config.json").write_bytes((zoo.target("bytes") / "config.json").read_bytes())
     tokenizer = Tokenizer(folder)
     chats, text = options(folder, [CHAT, "yo"], chat), "user:yo\nassistant:" if chat else "yo"
-    encoded = _encode(chats, tokenizer)
+    encoded = encoded_by(chats, tokenizer)
     assert [tokenizer.decode(ids) for ids in encoded] == ["user:hi\u2028there\nassistant:", text]
     assert _prompt_facts(chats, encoded)["chat_template"] is True
     ids = options(folder, [[1, 2]], chat)
     if chat:
         with pytest.raises(ValueError, match="prompt 1 of p.jsonl holds token ids, to which no chat template"):
-            _encode(ids, tokenizer)
+            encoded_by(ids, tokenizer)
     else:
-        assert _encode(ids, tokenizer) == [[1, 2]] and _prompt_facts(ids, [[1, 2]])["chat_template"] is False
+        assert encoded_by(ids, tokenizer) == [[1, 2]] and _prompt_facts(ids, [[1, 2]])["chat_template"] is False
