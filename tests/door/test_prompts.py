@@ -15,6 +15,7 @@ from specdec.bench.encode import encode_prompts
 from specdec.bench.prompt_file import KEYS, TEXT_KEYS, read_prompts
 from specdec.bench.run import BenchOptions, _prompt_facts
 from specdec.config import SpecConfig
+from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer, encode_prompt
 
 SHORT = SamplingParams(max_tokens=4)
@@ -219,7 +220,7 @@ def options(target: Path, prompts: list[Any], chat: bool) -> BenchOptions:
 def encoded_by(given: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
     """The ids that the benchmark asks for."""
     return encode_prompts(
-        given.taken, given.prompts_source, given.target, tokenizer, given.effective_sampling, given.engine, chat=given.chat
+        given.taken, given.prompts_source, given.target, tokenizer, given.effective_sampling, EngineOptions(), chat=given.chat
     )
 
 
