@@ -1,7 +1,7 @@
 """Chooses the target's tokens from its logits: one pass, of which a batch runs the steps that it needs.
 
 For each row of logits the token chosen is the argmax of a score: of the logits themselves where the row is greedy, else of the
-filtered log-probabilities plus noise (Gumbel-max, see ops/gumbel.py).  This module knows no model and no tree.
+filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  This module knows no model and no tree.
 
 Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.sampling import RowSampling, filter_logits
-from specdec.ops.gumbel import gumbel_noise
+from specdec.ops.noise.gumbel import gumbel_noise
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Needs
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.noise.gumbel import Noise, perturb
 from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
 
@@ -55,21 +56,28 @@ class Vocabulary(NamedTuple):
         """[R]: the largest logit of each row, NaN if there is one."""
         return logits_RW.amax(-1) if self.group.size == 1 else self.best(logits_RW.float(), 1)[0][:, 0]
 
-    def greedy(self, logits_RW: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False) -> Tensor:
+    def greedy(
+        self, logits_RW: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False, noise: Noise | None = None
+    ) -> Tensor:
         """[R] int64: as `greedy_tokens` of whole logits.  offsets_V: of the whole vocabulary."""
         if self.group.size == 1:
-            return greedy_tokens(logits_RW, offsets_V, finite=finite)
-        values_R1, ids_R1 = self.best(logits_RW.float(), 1)
+            return greedy_tokens(logits_RW, offsets_V, finite=finite, noise=noise)
+        values_R1, ids_R1 = self.best(self._perturbed(logits_RW, noise, offsets_V), 1)
         tokens_R = with_offsets(ids_R1[:, 0], offsets_V)
         return torch.where(values_R1[:, 0].isfinite(), tokens_R, -1) if finite else tokens_R
 
     def top(
-        self, logits_RW: Tensor, k: int, offsets_V: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
+        self,
+        logits_RW: Tensor,
+        k: int,
+        offsets_V: Tensor | None = None,
+        out: tuple[Tensor, Tensor] | None = None,
+        noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probabilities [R, k] float32, ids [R, k] int64): as `top_tokens` of whole logits.  out: memory for the two."""
         if self.group.size == 1:
-            return top_tokens(logits_RW, k, offsets_V, out)
-        logits_RW = logits_RW.float()
+            return top_tokens(logits_RW, k, offsets_V, out, noise)
+        logits_RW = self._perturbed(logits_RW, noise, offsets_V)
         values_Rk, ids_Rk = self.best(logits_RW, k)
         best_R1 = values_Rk[:, :1]
         total_R = self.group.sum((logits_RW - best_R1).exp().sum(-1))
@@ -79,6 +87,10 @@ class Vocabulary(NamedTuple):
     def part(self, logits_RV: Tensor) -> Tensor:
         """[R, W]: this rank's run of whole logits."""
         return logits_RV[:, self.first : self.first + self.own]
+
+    def _perturbed(self, logits_RW: Tensor, noise: Noise | None, offsets_V: Tensor | None) -> Tensor:
+        """[R, W] float32: this rank's logits with the noise of its own ids, if there is any."""
+        return logits_RW.float() if noise is None else perturb(logits_RW, noise, offsets_V, self.first)
 
     def whole(self, logits_RW: Tensor) -> Tensor:
         """[R, V]: the logits of all ranks."""

@@ -33,7 +33,7 @@ def test_a_near_tie_is_two_tokens_within_four_ulps_of_the_best(logits, dtype, ve
 
 def test_a_near_tie_of_sampled_text_is_one_of_perturbed_scores():
     """Keeps out: sampled text judged by its logits, where the second best token may win by far."""
-    from specdec.ops.gumbel import gumbel_noise
+    from specdec.ops.noise.gumbel import gumbel_noise
 
     sampling = SamplingParams(temperature=0.5, seed=3)
     noise_V = gumbel_noise(torch.tensor([3]), torch.tensor([3]), 8)[0]  # the token after [1, 2] and [9] has position 3
