@@ -30,7 +30,7 @@ from specdec.shipped import draft_folder, prompts_file, target_folder
 
 RULES = {"by_probability": False, "shared_noise": True}
 SHAPES = ((5, 1, 6), (5, 4, 16), (5, 8, 32))
-ROUNDS = (((5, 1, 6), 1), ((5, 8, 32), 1), ((5, 1, 6), 32), ((5, 8, 32), 8))  # shape, batch
+ROUNDS = (((5, 1, 6), 1), ((5, 8, 32), 1), ((5, 1, 6), 32))  # shape, batch
 MODES = {"greedy": (0.0, True), "by_probability": (1.0, False), "shared_noise": (1.0, True)}  # temperature, rule
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6}, {"temperature": 0.8}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
@@ -54,7 +54,7 @@ def measure(decoder: SpecDecoder, prompts: list[Any], tokens: int, seed: int, se
     return found
 
 
-def round_rows(blocks: int = 4, rounds: int = 40) -> list[dict[str, Any]]:
+def round_rows(blocks: int = 3, rounds: int = 50) -> list[dict[str, Any]]:
     """Milliseconds a round: greedy, and at temperature 1 by both rules.  Blocks of rounds take turns, so that all see the same
     clocks."""
     from round_8b import make_decoder, random_pair, random_prompts
