@@ -9,12 +9,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.tree import DraftTree
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
+from specdec.runner.prompts import FirstTokens
 from specdec.steps import RunChunk
 from specdec.verify.tables import tree_tables
 
@@ -50,7 +50,7 @@ def without_prefill(decoder: SpecDecoder) -> None:
     runner: Any = decoder.engine.runner
     state = runner.workers.state
 
-    def run(chunk: RunChunk) -> Tensor:
+    def run(chunk: RunChunk) -> FirstTokens:
         device, parts = state.lens_B.device, chunk.parts
         rows, ends, last = (
             torch.tensor(numbers, device=device)
@@ -60,7 +60,7 @@ def without_prefill(decoder: SpecDecoder) -> None:
         state.level1_tokens_BK[rows] = torch.randint_like(state.level1_tokens_BK[rows], 1000, 90000)
         state.level1_hidden_BH[rows] = torch.randn_like(state.level1_hidden_BH[rows])
         state.start_rows(rows, ends.int(), last.int(), bonus)
-        return bonus
+        return FirstTokens(bonus)
 
     runner.prompts.run = run
 

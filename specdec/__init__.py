@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from specdec.async_decoder import AsyncSpecDecoder
     from specdec.config import SamplingParams, SpecConfig
     from specdec.decoder import SpecDecoder
-    from specdec.generation import Chunk, Generation, Stats
+    from specdec.generation import Chunk, Generation, Stats, TokenLogprob
     from specdec.options import EngineOptions
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "SpecConfig",
     "SpecDecoder",
     "Stats",
+    "TokenLogprob",
 ]
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "Chunk": "specdec.generation",
     "Generation": "specdec.generation",
     "Stats": "specdec.generation",
+    "TokenLogprob": "specdec.generation",
 }
 
 

@@ -5,13 +5,14 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-from specdec.checks import is_array, require_float, require_int, store
-from specdec.limits import MAX_AUTO_STEPS, MAX_PAUSE, MAX_STEPS
+from specdec.checks import is_array, require_bool, require_choice, require_float, require_int, store
+from specdec.limits import MAX_AUTO_STEPS, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
+LogprobsMode = Literal["raw", "processed"]
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
 
@@ -93,10 +94,24 @@ def _candidates(steps: int, topk: int) -> int:
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    max_tokens: the most tokens to generate.  temperature: 0 is greedy.  top_p, top_k: applied in the order temperature,
-    top_k, top_p; top_k=0 keeps all.  seed: equal seeds give equal text, whatever the batch and the draft; None draws one.
+    max_tokens: the most tokens to generate.  temperature: 0 is greedy.  seed: equal seeds give equal text, whatever the batch
+    and the draft; None draws one.
     stop: strings that end the text, and are not part of it.  stop_token_ids: ids that end it, besides the model's own EOS.
-    ignore_eos: go on after the model's EOS.
+    ignore_eos: go on after the model's EOS.  min_tokens: nothing ends the text before so many tokens but max_tokens.
+
+    These change the target's logits, in this order, and greedy decoding too:
+    logit_bias: added to the logits of these ids.
+    repetition_penalty: divides the logits above 0 of tokens in prompt or output, and multiplies those below 0.
+    presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once, and once for each occurrence.
+    bad_words: texts, or lists of ids, that the output does not complete.
+
+    These say what is sampled from, in the order temperature, top_k, top_p, min_p:
+    top_k: the so many best tokens; 0 keeps all.  top_p: the smallest set that reaches this probability.
+    min_p: tokens at least this many times as likely as the best one.
+
+    logprobs: give each token's log-probability, and those of so many likeliest tokens; None gives none.
+    logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
+    was sampled from, or, in greedy decoding, of the changed logits.
     """
 
     max_tokens: int = 128
@@ -107,6 +122,15 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    bad_words: Sequence[str] | Sequence[Sequence[int]] | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
 
     def __post_init__(self) -> None:
         max_tokens = require_int("max_tokens", self.max_tokens, 1)
@@ -116,22 +140,33 @@ class SamplingParams:
         top_p = require_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
         top_k = require_int("top_k", self.top_k, 0, 2**31 - 1)
         seed = None if self.seed is None else require_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
-        if self.stop is not None and not isinstance(self.stop, str | Sequence):
-            raise TypeError(f"stop must be a string or a list of strings, got {self.stop!r} of type {type(self.stop).__name__}")
-        for text in self.stop_strings:
-            if not isinstance(text, str):
-                raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
-            if not text:
-                raise ValueError("stop must not hold an empty string: it would end every text at once; leave it out")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise ValueError(f"stop holds {text!r}, which no text can hold: half of a surrogate pair is no character")
+        require_bool("ignore_eos", self.ignore_eos, False)
         store(self, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        store(self, min_p=require_float("min_p", self.min_p, 0.0, 1.0))
+        store(self, repetition_penalty=require_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
+        for name in ("presence_penalty", "frequency_penalty"):
+            store(self, **{name: require_float(name, getattr(self, name), -2.0, 2.0)})
+        min_tokens = require_int("min_tokens", self.min_tokens, 0)
+        if min_tokens > max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens = {max_tokens}, got {min_tokens}; nearest setting that works: "
+                f"min_tokens={max_tokens}"
+            )
+        store(self, min_tokens=min_tokens)
+        if self.logprobs is not None:
+            store(self, logprobs=require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        require_choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode), "raw")
+        if self.logprobs is None and self.logprobs_mode != "raw":
+            raise ValueError("logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0")
+        _check_stop(self.stop)
         if self.stop is not None and not isinstance(self.stop, str):
             store(self, stop=tuple(self.stop))
         if self.stop_token_ids is not None:
-            store(self, stop_token_ids=_stop_token_ids(self.stop_token_ids))
+            store(self, stop_token_ids=_ids("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None:
+            store(self, logit_bias=_logit_bias(self.logit_bias))
+        if self.bad_words is not None:
+            store(self, bad_words=_bad_words(self.bad_words))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -140,9 +175,54 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def _stop_token_ids(value: Any) -> tuple[int, ...]:
+def _check_stop(stop: Any) -> None:
+    """TypeError or ValueError for anything but a text or texts to stop at."""
+    if stop is None:
+        return
+    for text in (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else stop:
+        if not isinstance(text, str):
+            raise TypeError(f"stop must be a string or a list of strings, got {text!r} of type {type(text).__name__}")
+        if not text:
+            raise ValueError("stop must not hold an empty string: it would end every text at once; leave it out")
+        _check_whole("stop", text)
+
+
+def _check_whole(name: str, text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name} holds {text!r}, which no text can hold: half of a surrogate pair is no character")
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
     """The ids of a sequence or of a one-dimensional array of numpy or torch, checked."""
     ids = value.tolist() if is_array(value) and value.ndim == 1 else value
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise TypeError(f"stop_token_ids must be a list of ints, got {value!r} of type {type(value).__name__}")
-    return tuple(require_int("stop_token_ids", token, 0, 2**31 - 1) for token in ids)
+        raise TypeError(f"{name} must be a list of ints, got {value!r} of type {type(value).__name__}")
+    return tuple(require_int(name, token, 0, 2**31 - 1) for token in ids)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"logit_bias must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")
+    return {
+        require_int("logit_bias", token, 0, 2**31 - 1): require_float(f"logit_bias[{token}]", added, -100.0, 100.0)
+        for token, added in value.items()
+    }
+
+
+def _bad_words(value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
+    """Texts alone, or lists of ids alone."""
+    expected = "bad_words must be a list of strings or a list of lists of ints"
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise TypeError(f"{expected}, got {value!r} of type {type(value).__name__}")
+    if all(isinstance(word, str) for word in value):
+        for word in value:
+            _check_whole("bad_words", word)
+        words: Any = tuple(value)
+    else:
+        for word in value:
+            if not isinstance(word, Sequence) and not is_array(word) or isinstance(word, str | bytes):
+                raise TypeError(f"{expected}, got {word!r} of type {type(word).__name__} among them")
+        words = tuple(_ids("bad_words", word) for word in value)
+    if not all(words):
+        raise ValueError("bad_words must not hold an empty word: every text would hold it; leave it out")
+    return words

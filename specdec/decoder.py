@@ -26,7 +26,7 @@ from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.options import EngineOptions, shows_options
 from specdec.progress import Progress, show_progress
-from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, encode_prompt, is_one_prompt
+from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_source, check_tokens, encode_prompt, is_one_prompt
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
@@ -239,14 +239,12 @@ class SpecDecoder:
             check_source(ids, name, self.settings.longest_source(self.model.config))
             ids, source_ids = list(encoder.start_ids), ids
         check_length(ids, sampling, name, self.settings.max_seq_len)
-        for token in sampling.stop_token_ids or ():
-            if token >= vocab_size:
-                raise ValueError(f"stop_token_ids holds {token}; expected ids in [0, {vocab_size - 1}]")
-        if sampling.stop_strings and not self.tokenizer.is_present:
-            raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+        bad_words = check_tokens(sampling, self.tokenizer, vocab_size)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
-        request = Request.new(ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids)
+        request = Request.new(
+            ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
+        )
         self.engine.check(request)
         return request
 

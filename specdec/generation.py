@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -80,20 +80,39 @@ class Stats:
         return total
 
 
+class TokenLogprob(NamedTuple):
+    """The natural log of an output token's probability, and the likeliest tokens at its place, best first, with theirs.
+
+    token: the id.  top: as many as were asked for; fewer where options left fewer.
+    """
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
 @dataclass(frozen=True)
 class Generation:
-    """One finished request.  token_ids includes the EOS or stop token that ended it; text doesn't show that token."""
+    """One finished request.  token_ids includes the EOS or stop token that ended it; text doesn't show that token.
+
+    logprobs: one for each of token_ids; None if they were not asked for.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
     stats: Stats
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream.  All texts joined are the final text, and all token_ids joined are the final ids."""
+    """A piece of a stream.  All texts joined are the final text, and all token_ids joined are the final ids.
+
+    logprobs: one for each of token_ids; None if they were not asked for.
+    """
 
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None

@@ -1,15 +1,16 @@
-"""Turns what users may hand in as a prompt into token ids.  This module knows a tokenizer and no model."""
+"""Turns prompts, and the words that options name, into token ids.  This module knows a tokenizer and no model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from specdec.checks import PromptTooLong, is_array, is_number
 from specdec.config import SamplingParams
+from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 # str, token ids (a list, a tuple, a one-dimensional array of numpy or torch), or a list of {"role": ..., "content": ...}
 Prompt = Any
@@ -37,6 +38,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text.  ValueError without a tokenizer."""
         return list(self._need("a text prompt").encode(text))
+
+    def encode_word(self, word: str) -> list[list[int]]:
+        """Token ids of a word within a text: at its beginning, and after a space.  ValueError without a tokenizer."""
+        inner = self._need("bad_words as texts")
+        variants = [list(inner.encode(text, add_special_tokens=False)) for text in (word.lstrip(" "), " " + word.lstrip(" "))]
+        if not variants[0]:
+            raise ValueError(f"bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
+        return variants
 
     def encode_chat(self, messages: list[Any], name: str) -> list[int]:
         """Token ids of a chat, up to where the answer begins.  name: what errors call the chat.
@@ -189,6 +198,48 @@ def check_length(ids: list[int], sampling: SamplingParams, name: str, max_seq_le
             f"tokens of {name} + max_tokens must be at most max_seq_len = {max_seq_len}, got {len(ids)} + "
             f"{sampling.max_tokens}; nearest setting that works: max_tokens={max_seq_len - len(ids)}"
         )
+
+
+def check_tokens(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The ids of all bad words.
+
+    ValueError if an option names an id outside the vocabulary, needs a tokenizer that is missing, or names too many words.
+    """
+    for name, ids in (("stop_token_ids", sampling.stop_token_ids or ()), ("logit_bias", sampling.logit_bias or ())):
+        _check_ids(name, ids, vocab_size)
+    if sampling.stop_strings and not tokenizer.is_present:
+        raise ValueError("stop needs a tokenizer, but the target's folder holds none; nearest: stop_token_ids")
+    words = _bad_word_ids(sampling.bad_words or (), tokenizer)
+    for word in words:
+        _check_ids("bad_words", word, vocab_size)
+        if len(word) > MAX_BAD_WORD_TOKENS:
+            raise ValueError(
+                f"bad_words holds a word of {len(word)} tokens, {list(word)}; expected at most {MAX_BAD_WORD_TOKENS}; "
+                f"nearest setting that works: its last {MAX_BAD_WORD_TOKENS} tokens"
+            )
+    if len(phrases := [word for word in words if len(word) > 1]) > MAX_BAD_WORDS:
+        raise ValueError(
+            f"bad_words must hold at most {MAX_BAD_WORDS} words of several tokens, got {len(phrases)} (a text counts twice "
+            "where a space before it changes its tokens); nearest: fewer words"
+        )
+    return words
+
+
+def _bad_word_ids(words: Sequence[str] | Sequence[Sequence[int]], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The distinct words as ids: a text as it stands at the beginning of a text, and as it stands after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if isinstance(word, str):
+            found.update(dict.fromkeys(tuple(ids) for ids in tokenizer.encode_word(word)))
+        else:
+            found[tuple(word)] = None
+    return tuple(found)
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if token >= vocab_size:
+            raise ValueError(f"{name} holds {token}; expected ids in [0, {vocab_size - 1}]")
 
 
 def is_chat(value: Any) -> bool:

@@ -21,20 +21,71 @@ class Needs(NamedTuple):
     A pass runs the steps that are needed, and no other; a step changes nothing in rows without its option.  So any needs
     besides a batch's own would give the same tokens, more slowly.  A CUDA graph is captured for each combination that occurs.
 
-    sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, which sort the logits.
+    sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, which sort the logits.  min_p: min-p.
+    bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
+    logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
+    processed: log-probabilities after the options.
     """
 
     sampled: bool = False
     filtered: bool = False
+    min_p: bool = False
+    bias: bool = False
+    penalties: bool = False
+    bad_words: bool = False
+    ends: bool = False
+    logprobs: int = 0
+    processed: bool = False
+
+    @property
+    def drafts(self) -> Needs:
+        """Those needs that a drafter looks at."""
+        return Needs(self.sampled, self.filtered, self.min_p)
+
+    @property
+    def rules(self) -> bool:
+        """Whether some row has rules for single tokens."""
+        return self.bias or self.penalties or self.bad_words or self.ends
+
+    @property
+    def history(self) -> bool:
+        """Whether the device must know what rows have written."""
+        return self.penalties or self.bad_words
 
 
 class RowOptions(NamedTuple):
-    """How a row chooses its tokens.  Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+    """How a row chooses its tokens, as numbers.  Temperature 0 is greedy; the other defaults change nothing.
+
+    first_end: the first position at which a token of TokenRules.ends may stand.  processed: 1 where log-probabilities are those
+    after the options, else 0.  The others: see SamplingParams.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     top_k: int = 0
     seed: int = 0
+    first_end: int = 0
+    processed: int = 0
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """What a row's options say of single tokens.
+
+    prompt_ids: the tokens before the output, as far as an option looks at them.
+    bias: (id, what is added to its logit); -inf bans the token.
+    bad_words: sequences of two ids or more, whose last id is banned where the text ends with the others.
+    ends: ids that are banned before the position RowOptions.first_end.
+    """
+
+    prompt_ids: Sequence[int] = ()
+    bias: Sequence[tuple[int, float]] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+    ends: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -50,13 +101,15 @@ class Entry:
     """A request that takes a row of the batch.
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
-    speculates: whether draft tokens may be accepted in the row.  source: None for a target without an encoder.
+    speculates: whether draft tokens may be accepted in the row.  rules: None where the row has none.  source: None for a
+    target without an encoder.
     """
 
     row: int
     pages: Sequence[Sequence[int]]
     options: RowOptions
     speculates: bool
+    rules: TokenRules | None = None
     source: Source | None = None
 
 
@@ -179,9 +232,12 @@ class Emitted(NamedTuple):
     tokens: one list for each part of a chunk, or for each row of a round.  A round's list holds the accepted draft tokens and
         then the target's own token.  A chunk's list holds the first output token if the prompt ends with the part, else
         nothing.  A token of -1 says that the target's logits were not finite.
+    logprobs: for each token of these lists (and more, which mean nothing), its log-probability, those of the likeliest tokens,
+        and then these tokens' ids; None where the launch needed none.
     """
 
     tokens: list[list[int]]
+    logprobs: list[list[list[float]]] | None = None
 
 
 class Pending(Protocol):

@@ -16,6 +16,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import HeadsView
 from specdec.batch.choose import choose_tokens
+from specdec.batch.logprobs import token_logprobs
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
@@ -36,6 +37,7 @@ class VerifyResult(NamedTuple):
     base_lens_B: int32, the committed lengths before the round.
     emitted_BX: int64, what the host reads: the accepted count, then the tokens; -1 where the target's logits were not finite.
     features_BEF: the target's features along the path, for the drafter's extend; None if they were not asked for.
+    logprobs_BEX: float64, of the emitted tokens (see logprobs.py); None if they were not asked for.
     """
 
     tokens_BE: Tensor
@@ -43,6 +45,20 @@ class VerifyResult(NamedTuple):
     base_lens_B: Tensor
     emitted_BX: Tensor
     features_BEF: Tensor | None
+    logprobs_BEX: Tensor | None = None
+
+
+class PrefillResult(NamedTuple):
+    """What a chunk of prompts gave.
+
+    first_B: int64, the first token of each prompt; -1 where the logits are not finite.
+    features_TF: the target's features of all tokens.
+    logprobs_BX: float64, of the first tokens; None if they were not asked for.
+    """
+
+    first_B: Tensor
+    features_TF: Tensor
+    logprobs_BX: Tensor | None
 
 
 class TargetVerifier:
@@ -76,13 +92,11 @@ class TargetVerifier:
             assert isinstance(view, HeadsView), f"an encoder's texts need a cache of ordinary heads, got {view}"
             view.write(slots_S, kv_S2KD)
 
-    def prefill(
-        self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """(first tokens [B] int64, -1 where the logits are not finite; features [T, F]).
+    def prefill(self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True) -> PrefillResult:
+        """Runs the target over parts of prompts.
 
-        sampling: the options of each prompt.
-        with_features: if False, the second result is not meant for a drafter.
+        sampling: the options of each prompt, and tables that hold it where `needs` asks for them.
+        with_features: if False, the features are not meant for a drafter.
         """
         attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers), sources=self.sources)
         aux_layers = self.aux_layers if with_features else ()
@@ -94,7 +108,8 @@ class TargetVerifier:
             hidden_BH = out.hidden_TH
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
-        return choose_tokens(logits_BV, sampling, last_positions_B, needs, self.model.vocabulary), self._features(out)
+        chosen = choose_tokens(logits_BV, sampling, last_positions_B, needs, self.model.vocabulary)
+        return PrefillResult(chosen.tokens_R, self._features(out), self._logprobs(chosen.weighed_RW, chosen.tokens_R, needs))
 
     def verify(self, state: BatchState, tree: DraftTree, needs: Needs, with_features: bool = True) -> VerifyResult:
         """One target pass over every tree; accepts, commits KV, and updates lengths and bonus tokens in `state`.
@@ -108,20 +123,35 @@ class TargetVerifier:
         aux_layers = self.aux_layers if with_features else ()
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers)
         logits_TV = self.model.logits(out.hidden_TH)
-        tokens_T = choose_tokens(logits_TV, state.sampling, positions_T, needs, self.model.vocabulary)
-        tokens_BN = tokens_T.view(tree.tokens_BN.shape)
+        chosen = choose_tokens(logits_TV, state.sampling, positions_T, needs, self.model.vocabulary, tree)
+        tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
         accepted, base_lens_B = accept(tree, tokens_BN, state)
+        if needs.history:
+            emitted_B = (accepted.accepted_B + 1) * state.active_B
+            state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)
         if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
             for group, each in tables.items():
                 self.cache.move(each.slots_BN, accepted.path_BE, group)
-        features_BEF = self._path_features(out, tree, accepted.path_BE) if with_features else None
-        return VerifyResult(accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF)
+        features_BEF = self._on_path(self._features(out), tree, accepted.path_BE) if with_features else None
+        weighed = None if chosen.weighed_RW is None else self._on_path(chosen.weighed_RW, tree, accepted.path_BE).flatten(0, 1)
+        logprobs = self._logprobs(weighed, accepted.tokens_BE.flatten(), needs)
+        return VerifyResult(
+            accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF,
+            None if logprobs is None else logprobs.unflatten(0, accepted.tokens_BE.shape),
+        )  # fmt: skip
 
     def _features(self, out: TargetOutput) -> Tensor:
         return out.hidden_TH if out.aux_TA is None else out.aux_TA
 
-    def _path_features(self, out: TargetOutput, tree: DraftTree, path_BE: Tensor) -> Tensor:
-        features_BNF = self._features(out).view(*tree.tokens_BN.shape, -1)
-        return features_BNF if tree.is_chain else take_rows(features_BNF, path_BE)
+    def _on_path(self, x_TF: Tensor, tree: DraftTree, path_BE: Tensor) -> Tensor:
+        """[B, E, F]: the rows of the path's nodes."""
+        x_BNF = x_TF.view(*tree.tokens_BN.shape, x_TF.shape[1])
+        return x_BNF if tree.is_chain else take_rows(x_BNF, path_BE)
+
+    def _logprobs(self, weighed_RW: Tensor | None, tokens_R: Tensor, needs: Needs) -> Tensor | None:
+        """Log-probabilities of tokens; None if they were not asked for.  weighed_RW: see Chosen."""
+        if weighed_RW is None:
+            return None
+        return token_logprobs(weighed_RW, tokens_R, needs.logprobs - 1, self.model.vocabulary)

@@ -1,46 +1,120 @@
 """Chooses the target's tokens from its logits: one pass, of which a batch runs the steps that it needs.
 
 For each row of logits the token chosen is the argmax of a score: of the logits themselves where the row is greedy, else of the
-filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  This module knows no model and no tree.
+filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  Before that, the logits are changed by what the
+row's options say of single tokens (rules.py).  This module knows no model.
 
 Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from specdec.batch.rules import TokenTables, edited_logits
 from specdec.batch.sampling import RowSampling, filter_logits
+from specdec.batch.tree import DraftTree
 from specdec.ops.noise.gumbel import gumbel_noise
+from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Needs
+from specdec.steps import Needs, RowOptions, TokenRules
+
+
+class Chosen(NamedTuple):
+    """The target's tokens.
+
+    tokens_R: int64, the token after the one at each row's absolute position; -1 where the logits are not finite.
+    weighed_RW: the logits whose log-probabilities are asked for; None: none are.
+    """
+
+    tokens_R: Tensor
+    weighed_RW: Tensor | None
 
 
 def choose_tokens(
-    logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, needs: Needs, vocabulary: Vocabulary
-) -> Tensor:
-    """[R] int64: the target's token after the one at each row's absolute position; -1 where the logits are not finite.
+    logits_RW: Tensor,
+    sampling: RowSampling,
+    positions_R: Tensor,
+    needs: Needs,
+    vocabulary: Vocabulary,
+    tree: DraftTree | None = None,
+) -> Chosen:
+    """Runs the steps that are needed.
 
     logits_RW: of this rank's run of the vocabulary.
+    positions_R: int64, of the tokens before those that are to be chosen.
     sampling: the options of each sequence.  A sequence's rows of logits are adjacent, equally many for each sequence.
+    tree: whose nodes the rows are; None: each sequence has one row, after the text that its tables hold.
     """
-    if not needs.sampled:
-        return vocabulary.greedy(logits_RW, finite=True)
-    scores_RW = token_scores(logits_RW, sampling, positions_R, needs, vocabulary)
-    tokens_R = vocabulary.greedy(scores_RW)
-    return tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
+    raw_RW = logits_RW
+    if needs.rules:
+        logits_RW = edited_logits(logits_RW, sampling, positions_R, needs, vocabulary, tree)
+    if needs.sampled:
+        tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, needs, vocabulary))
+        tokens_R = tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
+    else:
+        tokens_R = vocabulary.greedy(logits_RW, finite=True)
+    if not needs.logprobs:
+        return Chosen(tokens_R, None)
+    if not needs.processed:
+        return Chosen(tokens_R, raw_RW)
+    rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
+    if needs.sampled:
+        is_greedy_R1 = (rows.temperature_R == 0)[:, None]
+        logits_RW = torch.where(is_greedy_R1, logits_RW, kept_logits(logits_RW.float(), rows, needs, vocabulary))
+    return Chosen(tokens_R, torch.where(rows.processed_R[:, None] > 0, logits_RW, raw_RW))
 
 
 def token_scores(logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, needs: Needs, vocabulary: Vocabulary) -> Tensor:
-    """[R, W] float32: the scores of which the chosen token has the highest.  Arguments: see `choose_tokens`."""
+    """[R, W] float32: the scores of which the chosen token has the highest.
+
+    logits_RW: after the rules for single tokens.  The other arguments: see `choose_tokens`.
+    """
     logits_RW = logits_RW.float()
     if not needs.sampled:
         return logits_RW
     rows = sampling.expand_rows(logits_RW.shape[0] // sampling.rows)
     greedy_R1 = (rows.temperature_R == 0)[:, None]
-    scaled_RW = logits_RW / torch.where(greedy_R1, 1.0, rows.temperature_R[:, None])
-    if needs.filtered:  # top-k and top-p sort the logits of the whole vocabulary
-        scaled_RW = vocabulary.part(filter_logits(vocabulary.whole(scaled_RW), rows))
+    kept_RW = kept_logits(logits_RW, rows, needs, vocabulary)
     noise_RW = gumbel_noise(rows.seed_R, positions_R + 1, logits_RW.shape[1], vocabulary.first)
-    return torch.where(greedy_R1, logits_RW, scaled_RW + noise_RW)
+    return torch.where(greedy_R1, logits_RW, kept_RW + noise_RW)
+
+
+def scores_after(
+    logits_V: Tensor, options: RowOptions, rules: TokenRules | None, needs: Needs, prompt_tokens: int, output_ids: Sequence[int]
+) -> Tensor:
+    """[V] float32: the scores of a single row after its prompt and this output, as a round computes them.
+
+    logits_V: the target's, after that text.  prompt_tokens: how many tokens the prompt has.
+    """
+    device, vocabulary = logits_V.device, Vocabulary.of(len(logits_V), ALONE)
+    sampling, logits_1V = RowSampling.of([options], device), logits_V[None]
+    before_1 = torch.tensor([prompt_tokens + len(output_ids) - 1], device=device)
+    if rules is not None:
+        tables = TokenTables.neutral(1, len(logits_V), device)
+        tables.enter(0, rules, 0)
+        if output_ids:
+            output_1E = torch.tensor([list(output_ids)], device=device)
+            tables.record(output_1E, torch.tensor([len(output_ids)], device=device), 0)
+        logits_1V = edited_logits(logits_1V, sampling._replace(tables=tables), before_1, needs, vocabulary, None)
+    return token_scores(logits_1V, sampling, before_1, needs, vocabulary)[0]
+
+
+def kept_logits(logits_RW: Tensor, rows: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Tensor:
+    """[R, W] float32: the logits divided by the temperature, -inf where a filter drops the token.
+
+    logits_RW: float32.  rows: one for each row of logits; a greedy row is divided by 1, and its filters are not meant.
+    """
+    temperature_R = rows.temperature_R
+    scaled_RW = logits_RW / torch.where(temperature_R == 0, 1.0, temperature_R)[:, None]
+    kept_RW = scaled_RW
+    if needs.filtered:  # top-k and top-p sort the logits of the whole vocabulary
+        kept_RW = vocabulary.part(filter_logits(vocabulary.whole(scaled_RW), rows))
+    if needs.min_p:
+        least_R = vocabulary.largest(scaled_RW) + rows.min_p_R.log()
+        kept_RW = kept_RW.masked_fill(scaled_RW < least_R[:, None], -torch.inf)
+    return kept_RW

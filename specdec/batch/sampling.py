@@ -10,26 +10,31 @@ Shapes: R rows (one distribution each), V vocabulary, F floats and I integers of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.steps import RowOptions
 
+if TYPE_CHECKING:
+    from specdec.batch.rules import TokenTables
+
 # The columns of a table of options: fields of RowOptions by type.
-FLOATS = ("temperature", "top_p")
-INTS = ("top_k", "seed")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+INTS = ("top_k", "seed", "first_end", "processed")
 
 
 class RowSampling(NamedTuple):
     """How each row samples: the numbers of RowOptions as a table, of which the properties are columns.
 
     floats_RF: float32.  ints_RI: int64.
+    tables: the rows' rules for single tokens; None as long as no row has had any.
     """
 
     floats_RF: Tensor
     ints_RI: Tensor
+    tables: TokenTables | None = None
 
     @classmethod
     def of(cls, rows: Sequence[RowOptions], device: torch.device | str) -> RowSampling:
@@ -47,6 +52,22 @@ class RowSampling(NamedTuple):
         return self.floats_RF[:, FLOATS.index("top_p")]
 
     @property
+    def min_p_R(self) -> Tensor:
+        return self.floats_RF[:, FLOATS.index("min_p")]
+
+    @property
+    def repetition_penalty_R(self) -> Tensor:
+        return self.floats_RF[:, FLOATS.index("repetition_penalty")]
+
+    @property
+    def presence_penalty_R(self) -> Tensor:
+        return self.floats_RF[:, FLOATS.index("presence_penalty")]
+
+    @property
+    def frequency_penalty_R(self) -> Tensor:
+        return self.floats_RF[:, FLOATS.index("frequency_penalty")]
+
+    @property
     def top_k_R(self) -> Tensor:
         return self.ints_RI[:, INTS.index("top_k")]
 
@@ -55,16 +76,27 @@ class RowSampling(NamedTuple):
         return self.ints_RI[:, INTS.index("seed")]
 
     @property
+    def first_end_R(self) -> Tensor:
+        return self.ints_RI[:, INTS.index("first_end")]
+
+    @property
+    def processed_R(self) -> Tensor:
+        return self.ints_RI[:, INTS.index("processed")]
+
+    @property
     def rows(self) -> int:
         return self.ints_RI.shape[0]
 
     def of_rows(self, rows_R: Tensor) -> RowSampling:
         """The table of some of the rows.  rows_R: int64."""
-        return RowSampling(*(column.index_select(0, rows_R) for column in self))
+        tables = None if self.tables is None else self.tables.of_rows(rows_R)
+        return RowSampling(self.floats_RF.index_select(0, rows_R), self.ints_RI.index_select(0, rows_R), tables)
 
     def expand_rows(self, times: int) -> RowSampling:
-        """Each row repeated `times` times; the copies of a row are adjacent."""
-        return self if times == 1 else RowSampling(*(table.repeat_interleave(times, dim=0) for table in self))
+        """Each row's numbers repeated `times` times; the copies of a row are adjacent."""
+        if times == 1:
+            return self
+        return RowSampling(self.floats_RF.repeat_interleave(times, dim=0), self.ints_RI.repeat_interleave(times, dim=0))
 
 
 def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:

@@ -25,9 +25,10 @@ from torch import Tensor
 from specdec.attention.encoder.sources import Sources
 from specdec.attention.pages import PageTable
 from specdec.attention.shared import SharedPrefix
+from specdec.batch.rules import TokenTables
 from specdec.batch.sampling import RowSampling
 from specdec.limits import DUMMY_PAGE
-from specdec.steps import RowOptions
+from specdec.steps import Needs, RowOptions
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class BatchState:
     page_size: tokens per page of both tables.
     group: the group of layers whose pages `pages` and `prompt_pages` are.
     source_size: tokens of the longest text of an encoder; 0: there is none.
+    tables: the rows' rules for single tokens; None as long as no row has had any.
     """
 
     lens_B: Tensor
@@ -76,6 +78,7 @@ class BatchState:
     page_size: int = field(kw_only=True)
     group: int = field(default=0, kw_only=True)
     source_size: int = field(default=0, kw_only=True)
+    tables: TokenTables | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(
@@ -155,7 +158,12 @@ class BatchState:
     @property
     def sampling(self) -> RowSampling:
         """How each row samples; the tensors are the batch's own."""
-        return RowSampling(self.option_floats_BF, self.option_ints_BI)
+        return RowSampling(self.option_floats_BF, self.option_ints_BI, self.tables)
+
+    def sampling_of(self, rows_R: Tensor, needs: Needs) -> RowSampling:
+        """How some rows sample, in copies.  rows_R: int64.  needs: of the pass, which may do without tables."""
+        sampling = self.sampling if needs.rules else self.sampling._replace(tables=None)
+        return sampling.of_rows(rows_R)
 
     @property
     def first_level(self) -> list[Tensor]:
@@ -168,13 +176,22 @@ class BatchState:
         return self.rows, self.shared is not None
 
     def tensors(self) -> list[Tensor]:
-        """All tensors whose first dimension is the rows: every field but `shared`, `group` and the sizes."""
+        """All tensors whose first dimension is the rows: every field but `shared`, `group`, the sizes and `tables`."""
         return [getattr(self, each.name) for each in fields(self) if not each.kw_only]
+
+    def with_tables(self, width: int) -> BatchState:
+        """The same rows with tables for rules, none of which has any yet.  width: this rank's run of the vocabulary."""
+        return replace(self, tables=TokenTables.neutral(self.rows, width, self.lens_B.device))
+
+    def written(self, needs: Needs) -> list[Tensor]:
+        """The tensors that a pass with these needs changes as it chooses tokens."""
+        return [self.lens_B, self.bonus_B, *(self.tables.written if self.tables is not None and needs.history else ())]
 
     def narrow(self, rows: int) -> BatchState:
         """Views of the first `rows` rows, without `shared`: each row reads all its own pages."""
         tensors = (tensor[:rows] for tensor in self.tensors())
-        return BatchState(*tensors, page_size=self.page_size, source_size=self.source_size)
+        tables = None if self.tables is None else self.tables.narrow(rows)
+        return BatchState(*tensors, page_size=self.page_size, source_size=self.source_size, tables=tables)
 
     def of_group(self, group: int) -> BatchState:
         """The same rows as the layers of that group see them.  Only group 0 reads common pages together."""
@@ -197,7 +214,7 @@ class BatchState:
     def enter_rows(
         self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor, source_R2: Tensor | None = None
     ) -> None:
-        """Gives rows their pages and their options.
+        """Gives rows their pages and their options, and no rules for tokens.
 
         rows_R: int64.  pages_RGw: integers of any type, each row's first w pages of each group.  sampling, speculates_R:
         tensors [R] of any types.  source_R2: integers, each row's source_page_B and source_lens_B; None: there is no encoder.
@@ -205,11 +222,27 @@ class BatchState:
         # After its own pages, a row must not name an earlier request's.
         self.prompt_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)
         self.prompt_table_BGW[..., : pages_RGw.shape[2]].index_copy_(0, rows_R, pages_RGw.int())
-        options = list(zip((*self.sampling, self.speculates_B), (*sampling, speculates_R), strict=True))
+        own = self.option_floats_BF, self.option_ints_BI, self.speculates_B
+        options = list(zip(own, (sampling.floats_RF, sampling.ints_RI, speculates_R), strict=True))
         if source_R2 is not None:
             options += zip((self.source_page_B, self.source_lens_B), source_R2.unbind(1), strict=True)
         for tensor, values_R in options:
             tensor.index_copy_(0, rows_R, values_R.to(tensor.dtype))
+        if self.tables is not None:
+            self.tables.clear_rows(rows_R)
+
+    def record(self, tokens_BE: Tensor, counts_B: Tensor, first: int, rows_B: Tensor | None = None) -> None:
+        """Adds the first counts_B tokens of each row to what the tables know of its text.
+
+        first: see TokenTables.enter.  rows_B: int64, which rows these are; None: all of them.
+        """
+        assert self.tables is not None, "a pass that needs the rows' texts has tables"
+        if rows_B is None:
+            return self.tables.record(tokens_BE, counts_B, first)
+        some = self.tables.of_rows(rows_B)
+        some.record(tokens_BE, counts_B, first)
+        for tensor, values in zip(self.tables.written, some.written, strict=True):
+            tensor.index_copy_(0, rows_B, values)
 
     def start_rows(self, rows_R: Tensor, lens_R: Tensor, last_R: Tensor, bonus_R: Tensor) -> None:
         """Makes rows whose prompts are complete running rows.  Rows with the rest of a prompt to come stay padding for rounds.
@@ -229,7 +262,7 @@ class BatchState:
     def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
         """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
         if sources_R.shape[0]:
-            for tensor in self.tensors():
+            for tensor in [*self.tensors(), *(() if self.tables is None else self.tables.tensors())]:
                 tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
 
     def clear_rows(self, rows_R: Tensor) -> None:

@@ -27,14 +27,10 @@ from torch import Tensor
 from specdec.attention.caches.fp8_latent import FP8_LATENTS
 from specdec.attention.caches.int8_keys import INT8_KEYS, rounded_queries
 from specdec.attention.eager.dense import DenseAttention
-from specdec.batch.choose import token_scores
-from specdec.batch.sampling import RowSampling
+from specdec.batch.choose import scores_after
 from specdec.bench.measurement import Divergence
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
-from specdec.engine.needs import needs_of, row_options
-from specdec.parallel.group import ALONE
-from specdec.parallel.vocabulary import Vocabulary
 
 NEAR_TIE_ULPS = 4  # of the top logit, in the dtype the model computes in
 # How far KV in 8 bits moves logits, in standard deviations: benchmarks/kv_quant.py; of latents: benchmarks/latent_quality.py.
@@ -70,7 +66,8 @@ def explain_divergence(
     logits_V = _last_logits(session, [*prompt_ids, *ids_a[:index]])
     dtype, noise = session.settings.dtype, LOGIT_NOISE.get(session.settings.options.kv_cache_dtype, 0.0)
     bound = NEAR_TIE_ULPS * (_ulp(logits_V.max().item(), dtype) + noise * logits_V.std().item())
-    scores_V = _scores(logits_V, sampling, len(prompt_ids) + index)
+    choice = session.choice(prompt_ids, sampling)
+    scores_V = scores_after(logits_V, *choice, len(prompt_ids), ids_a[:index])
     if sampling.temperature > 0:
         bound /= sampling.temperature
     a, b = ids_a[index], ids_b[index]
@@ -97,18 +94,6 @@ def _last_logits(session: Session, ids: list[int]) -> Tensor:
     )
     out = model(ids_T, torch.arange(len(ids), device=device), attn)
     return model.logits(out.hidden_TH[-1:])[0].float()
-
-
-def _scores(logits_V: Tensor, sampling: SamplingParams, position: int) -> Tensor:
-    """The scores of which the chosen token has the highest, computed as a round computes them.
-
-    position: of the chosen token.
-    """
-    assert sampling.temperature == 0 or sampling.seed is not None
-    device, needs = logits_V.device, needs_of([sampling])
-    row = RowSampling.of([row_options(sampling, sampling.seed or 0)], device)
-    before_1 = torch.tensor([position - 1], device=device)
-    return token_scores(logits_V[None], row, before_1, needs, Vocabulary.of(len(logits_V), ALONE))[0]
 
 
 def _ulp(value: float, dtype: torch.dtype) -> float:

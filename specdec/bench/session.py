@@ -17,6 +17,7 @@ from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle import DraftHead
 from specdec.draft.worker import DraftWorker
+from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
 from specdec.generation import Generation
 from specdec.loading.resolve import EngineSettings
@@ -119,6 +120,10 @@ class Session:
     def chunk_budget(self) -> dict[str, float | None]:
         """What a chunk of prompts may cost, in tokens of an empty context, and the context that doubles a token's cost."""
         return asdict(self.decoder.engine.scheduler.budget)
+
+    def choice(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> RowChoice:
+        """How a row with this prompt chooses its tokens."""
+        return self.decoder.new_request(list(prompt_ids), sampling).choice
 
     # ---- forced acceptance ----
 

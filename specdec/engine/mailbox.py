@@ -7,7 +7,7 @@ comes next, so a mailbox never holds more than its request's own output.  This m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from specdec.engine.request import Request
 from specdec.engine.totals import Totals
@@ -53,7 +53,7 @@ class Mailbox:
             chunks.append(self._chunks.popleft())
         if not chunks:
             return None
-        return Chunk("".join(chunk.text for chunk in chunks), [token for chunk in chunks for token in chunk.token_ids])
+        return joined(chunks)
 
     def _count(self, now: float, totals: Totals) -> None:
         """Counts the times of tokens that are new."""
@@ -66,3 +66,10 @@ class Mailbox:
         else:
             totals.between_tokens.add(seconds / new, new)
         self._last, self._seen = now, seen
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Consecutive chunks of one request as one."""
+    logprobs = [each for chunk in chunks for each in chunk.logprobs or ()]
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    return Chunk("".join(chunk.text for chunk in chunks), ids, None if chunks[0].logprobs is None else logprobs)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
 
 from specdec.config import SamplingParams
+from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
-from specdec.generation import Chunk, Generation, Stats
+from specdec.generation import Chunk, Generation, Stats, TokenLogprob
+
+Numbers = Sequence[Sequence[float]]
 
 
 @dataclass(eq=False)
 class Request:
     """A request; two requests are equal only if they are the same object.
 
-    seed: the seed that sampling uses, which was drawn at random if the caller gave none.
     speculate: whether the drafter proposes tokens for this request.
     source_ids: what the target's encoder reads; None for a target without one.
     error: what made this request fail, or None.  Other requests go on.
+    choice: how its row chooses tokens.
+    logprobs: of the output's tokens, if the request asked for them.
     is_submitted: whether an engine's owner has taken it; that can happen once only.
     """
 
     prompt_ids: list[int]
     sampling: SamplingParams
-    seed: int
+    choice: RowChoice
     output: Trimmer
     speculate: bool = True
     stats: Stats = field(default_factory=Stats)
@@ -31,6 +37,7 @@ class Request:
     cancelled: bool = False
     is_submitted: bool = False
     source_ids: list[int] | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     _unread: int = 0
 
     @classmethod
@@ -44,10 +51,16 @@ class Request:
         streaming: bool,
         speculate: bool = True,
         source_ids: list[int] | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> Request:
-        """A request that has no output yet.  eos_ids, decode, streaming: see Trimmer."""
+        """A request that has no output yet.
+
+        seed: the seed that sampling uses, which was drawn at random if the caller gave none.  eos_ids, decode, streaming: see
+        Trimmer.  bad_words: those of `sampling` as ids.
+        """
         output = Trimmer(sampling, eos_ids, decode, prompt_ids, streaming)
-        return cls(prompt_ids, sampling, seed, output, speculate, source_ids=source_ids)
+        choice = RowChoice.of(sampling, seed, prompt_ids, bad_words, eos_ids)
+        return cls(prompt_ids, sampling, choice, output, speculate, source_ids=source_ids)
 
     @property
     def given_ids(self) -> list[int]:
@@ -59,24 +72,38 @@ class Request:
         """Whether the request has finished, failed or been cancelled."""
         return self.output.finish_reason is not None or self.error is not None or self.cancelled
 
-    def take_first(self, token: int) -> None:
-        """Takes the token that prefill sampled.  It belongs to no round."""
+    def take_first(self, token: int, logprobs: Numbers = ()) -> None:
+        """Takes the token that prefill sampled.  It belongs to no round.  logprobs: see `take_round`."""
         self.stats.prefill_tokens += 1
-        self.stats.truncated += 1 - self.output.take([token])
+        self._take([token], logprobs)
 
-    def take_round(self, tokens: Sequence[int], drafted: int, depths: int) -> None:
+    def take_round(self, tokens: Sequence[int], drafted: int, depths: int, logprobs: Numbers = ()) -> None:
         """Takes what one round emitted: the accepted draft tokens and the bonus token.
 
         drafted, depths: how many draft tokens and levels the round's tree had.
+        logprobs: the numbers of each token, as in Emitted; empty: there are none.
         """
         self.stats.count_round(drafted, depths, len(tokens) - 1)
-        self.stats.truncated += len(tokens) - self.output.take(tokens)
+        self._take(tokens, logprobs)
+
+    def _take(self, tokens: Sequence[int], logprobs: Numbers) -> None:
+        kept = self.output.take(tokens)
+        self.stats.truncated += len(tokens) - kept
+        if self.sampling.logprobs is not None:
+            assert len(logprobs) >= kept, "a batch with such a request computes log-probabilities"
+            self.logprobs += map(self._logprob, tokens[:kept], logprobs)
+
+    def _logprob(self, token: int, numbers: Sequence[float]) -> TokenLogprob:
+        half = len(numbers) // 2  # the likeliest tokens' log-probabilities end here, and their ids follow
+        pairs = zip(numbers[1 : half + 1], numbers[half + 1 :], strict=True)
+        likeliest = islice(pairs, self.sampling.logprobs)
+        return TokenLogprob(token, numbers[0], {int(other): logp for logp, other in likeliest if logp > -inf})
 
     def next_chunk(self) -> Chunk:
         """The tokens and the text that came since the last call."""
-        ids = self.output.token_ids[self._unread :]
-        self._unread = len(self.output.token_ids)
-        return Chunk(self.output.new_text(), ids)
+        begin, self._unread = self._unread, len(self.output.token_ids)
+        logprobs = None if self.sampling.logprobs is None else self.logprobs[begin:]
+        return Chunk(self.output.new_text(), self.output.token_ids[begin:], logprobs)
 
     def result(self) -> Generation:
         """The finished generation.  RuntimeError, from the request's own error, if the request failed."""
@@ -85,4 +112,6 @@ class Request:
             raise RuntimeError(f"the request failed while it ran: {reason}") from self.error
         assert self.output.finish_reason is not None, "the request is not finished"
         self.stats.check_identity(len(self.output.token_ids))
-        return Generation(self.given_ids, self.output.token_ids, self.output.text, self.output.finish_reason, self.stats)
+        output, logprobs = self.output, None if self.sampling.logprobs is None else self.logprobs
+        assert output.finish_reason is not None and len(self.logprobs) in (0, len(output.token_ids))
+        return Generation(self.given_ids, output.token_ids, output.text, output.finish_reason, self.stats, logprobs)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, repeat
 
 from specdec.engine.chunks import ChunkBudget, Left
-from specdec.engine.needs import needs_of, row_options
+from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
-from specdec.engine.request import Request
+from specdec.engine.request import Numbers, Request
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
 from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, Needs, PromptPart, RunChunk, RunRound, Source, Step
@@ -102,6 +102,7 @@ class Scheduler:
         self._cleared: set[int] = set()
         self._chunk_is_next = True
         self._arrivals = count()
+        self._batch_needs = BatchNeeds()
 
     @property
     def is_idle(self) -> bool:
@@ -198,8 +199,8 @@ class Scheduler:
             self.waiting.remove(request)
             self.totals.entered(request)
             place = self.admission.places[request]
-            options, source = row_options(request.sampling, request.seed), self._source(request)
-            entries.append(Entry(len(self.seats), place.tables, options, speculates, source))
+            options, rules, _ = request.choice
+            entries.append(Entry(len(self.seats), place.tables, options, speculates, rules, self._source(request)))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -235,13 +236,14 @@ class Scheduler:
             ran = [(tokens, seat.request) for tokens, seat in zip(emitted.tokens, launch.seats, strict=False) if seat]
             accepted = [len(tokens) - 1 for tokens, request in ran if self._speculates(request)]
             self.speculation.observe(step, depths, seconds, accepted)
-        for seat, tokens in zip(launch.seats, emitted.tokens, strict=False):
+        logprobs = emitted.logprobs or repeat(())
+        for seat, tokens, numbers in zip(launch.seats, emitted.tokens, logprobs, strict=False):
             if seat is None or not tokens:
                 continue
             seat.unread -= 1
             if not seat.request.is_done:
                 tree = (drafted, depths) if self._speculates(seat.request) else (0, 0)
-                self._hand_out(seat, tokens, None if isinstance(step, RunChunk) else tree)
+                self._hand_out(seat, tokens, numbers, None if isinstance(step, RunChunk) else tree)
 
     def _next_chunk(self, running: int) -> Launch:
         entering = [(row, seat) for row, seat in enumerate(self.seats) if not seat.runs]
@@ -293,7 +295,7 @@ class Scheduler:
 
     def _needs(self, requests: list[Request]) -> Needs:
         """What a batch of these requests needs to choose its tokens."""
-        return needs_of(request.sampling for request in requests)
+        return self._batch_needs.of(request.choice.needs for request in requests)
 
     def _source(self, request: Request) -> Source | None:
         """What the target's encoder reads for an admitted request, and where it is kept; None without an encoder."""
@@ -309,9 +311,10 @@ class Scheduler:
 
     # ---- endings ----
 
-    def _hand_out(self, seat: Seat, tokens: list[int], tree: tuple[int, int] | None) -> None:
+    def _hand_out(self, seat: Seat, tokens: list[int], logprobs: Numbers, tree: tuple[int, int] | None) -> None:
         """Gives a request its tokens.  If that fails, because of its tokenizer for example, only this request fails.
 
+        logprobs: see Request.take_round.
         tree: how many draft tokens and levels the round's tree had; None: the token is the first after the prompt.
         """
         request, before = seat.request, len(seat.request.output.token_ids)
@@ -323,9 +326,9 @@ class Scheduler:
                     f"{', the first after the prompt' if tree is None else ''}: neither its weights nor its dtype may overflow"
                 )
             if tree is None:
-                request.take_first(tokens[0])
+                request.take_first(tokens[0], logprobs)
             else:
-                request.take_round(tokens, *tree)
+                request.take_round(tokens, *tree, logprobs)
                 self.totals.drafted += tree[0]
                 if tree[1]:
                     self.totals.paths[tree[1], len(tokens) - 1] += 1

@@ -94,6 +94,8 @@ class Trimmer:
         """Adds the piece to the text, and cuts the text where a stop string begins.  Returns whether one was found."""
         seen = len(self.text)
         self.text += piece
+        if len(self.token_ids) < self.sampling.min_tokens:
+            return False
         begin = self._stops.find(self.text, seen)
         if begin is not None:
             self.text = self.text[:begin]

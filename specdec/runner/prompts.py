@@ -31,6 +31,18 @@ class Work(NamedTuple):
     drafted: bool
 
 
+class FirstTokens(NamedTuple):
+    """The first output tokens of a chunk's parts.
+
+    tokens_B: int64, and more rows with padding; -1 if the target's logits are not finite.  Values of parts whose prompt does
+        not end in the chunk, and of padding, mean nothing.
+    logprobs_BX: float64, of these tokens; None if they were not asked for.
+    """
+
+    tokens_B: Tensor
+    logprobs_BX: Tensor | None = None
+
+
 class PromptRunner:
     """Runs chunks.  A chunk's results are written into the rows of the batch; the first tokens of its prompts are returned.
 
@@ -44,11 +56,8 @@ class PromptRunner:
         self._passes: Counter[Work] = Counter()  # eager passes; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
 
-    def run(self, chunk: RunChunk) -> Tensor:
-        """[parts, or more with padding] int64: the first output token of each part whose prompt ends in this chunk.
-
-        The token is -1 if the target's logits are not finite.  Values of other parts and of padding mean nothing.
-        """
+    def run(self, chunk: RunChunk) -> FirstTokens:
+        """Runs the chunk."""
         exact = ChunkShape.of(chunk.parts)
         bucket = bucket_of(exact)
         # A backend that reads lengths on the host needs those of each chunk, so it can't replay another chunk's graph.
@@ -60,14 +69,14 @@ class PromptRunner:
         if work in self.graphs or (passes >= 2 and chunk.may_capture and len(self.graphs) < MOST_GRAPHS):
             return self.replay(chunk, work)
         # The first pass is without padding, too: an fp8 cache takes its scales from what it stores first.
-        first_B = self._eager(chunk, bucket if passes == 1 else exact)
+        first = self._eager(chunk, bucket if passes == 1 else exact)
         self._passes[work] += 1  # counted only now, because a pass that fails may have compiled nothing
-        return first_B
+        return first
 
-    def _eager(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
+    def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
         return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted))
 
-    def replay(self, chunk: RunChunk, work: Work) -> Tensor:
+    def replay(self, chunk: RunChunk, work: Work) -> FirstTokens:
         """Runs the chunk as the graph for that work, which is captured if there is none yet.  The chunk must fit its bucket."""
         flat = self._to_device(chunk, work.shape)
         static = self._inputs.setdefault(work.shape, flat)
@@ -80,18 +89,21 @@ class PromptRunner:
         flat = flat_chunk(chunk.parts, shape, self.workers.state.rows - 1, pinned=device.type == "cuda")
         return flat.to(device, non_blocking=True)
 
-    def _pass(self, flat: Tensor, work: Work) -> Tensor:
+    def _pass(self, flat: Tensor, work: Work) -> FirstTokens:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
         pages = [state.of_group(group).prompt_pages for group in range(state.num_groups)]
         prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
-        sampling = state.sampling.of_rows(prompts.rows_B)
-        first_B, features_TF = verifier.prefill(prompts, sampling, work.needs, work.drafted)
+        sampling = state.sampling_of(prompts.rows_B, work.needs)
+        first_B, features_TF, logprobs_BX = verifier.prefill(prompts, sampling, work.needs, work.drafted)
         bonus_B = first_B.clamp(min=0)
         if work.drafted:
             self.workers.need_drafter().prefill(state, work.needs, prompts, bonus_B, features_TF)
         state.start_rows(prompts.rows_B, prompts.lens_B, prompts.final_B, bonus_B)
-        return first_B
+        if work.needs.history:
+            first_id = verifier.model.vocabulary.first
+            state.record(bonus_B[:, None], prompts.final_B.long(), first_id, prompts.rows_B)
+        return FirstTokens(first_B, logprobs_BX)
 
 
 def bucket_of(exact: ChunkShape) -> ChunkShape:

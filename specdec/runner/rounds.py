@@ -28,11 +28,13 @@ class Round(NamedTuple):
 
     emitted_BX: int64; each row holds the count of its accepted draft tokens, and then the emitted tokens.
     drafted, depths: how many draft tokens and levels the round's tree had.
+    logprobs_BEX: float64, of the emitted tokens; None if they were not asked for.
     """
 
     emitted_BX: Tensor
     drafted: int
     depths: int
+    logprobs_BEX: Tensor | None
 
 
 class RoundRunner:
@@ -57,7 +59,7 @@ class RoundRunner:
             return _round(verifier.verify(state, tree, needs, with_features=False), tree)
 
         with self.clock.phase("decode"):
-            return self.phase_graphs.run(("decode", state.shape, needs), decode, [state.lens_B, state.bonus_B])
+            return self.phase_graphs.run(("decode", state.shape, needs), decode, state.written(needs))
 
     def paused(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
@@ -71,7 +73,7 @@ class RoundRunner:
             return _round(result, tree)
 
         with self.clock.phase("decode"):
-            changed = [state.lens_B, state.bonus_B, state.pending_B]
+            changed = [*state.written(needs), state.pending_B]
             return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
@@ -89,13 +91,13 @@ class RoundRunner:
             state.pending_B.zero_()
 
         with self.clock.phase("extend"):
-            self.phase_graphs.run(("catch up", state.shape, needs), extend, [state.pending_B, *state.first_level])
+            self.phase_graphs.run(("catch up", state.shape, needs.drafts), extend, [state.pending_B, *state.first_level])
 
     def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
         """One speculative round with a tree of shape `spec`.  Updates lengths, bonus tokens and first levels in `state`."""
         if not self._fuses:
             return self._phases(state, spec, needs, self.phase_graphs.run)
-        changed = [state.lens_B, state.bonus_B, *state.first_level]
+        changed = [*state.written(needs), *state.first_level]
 
         def whole() -> Round:
             return self._phases(state, spec, needs, lambda key, phase, changed: phase())
@@ -110,14 +112,14 @@ class RoundRunner:
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
         verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec, needs)
         with self.clock.phase("draft"):
-            tree = run(("draft", *key), lambda: drafter.draft(state, spec, needs), [])
+            tree = run(("draft", state.shape, spec, needs.drafts), lambda: drafter.draft(state, spec, needs), [])
 
         def verify() -> tuple[VerifyResult, Round]:
             result = verifier.verify(state, tree, needs)
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key), verify, [state.lens_B, state.bonus_B])
+            result, done = run(("verify", *key), verify, state.written(needs))
 
         def extend() -> None:
             drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
@@ -128,4 +130,4 @@ class RoundRunner:
 
 
 def _round(result: VerifyResult, tree: DraftTree) -> Round:
-    return Round(result.emitted_BX, tree.num_nodes - 1, tree.max_depth)
+    return Round(result.emitted_BX, tree.num_nodes - 1, tree.max_depth, result.logprobs_BEX)

@@ -83,14 +83,19 @@ class DeviceRunner:
     # ---- what emits tokens ----
 
     def _chunk(self, step: RunChunk) -> Pending:
+        if step.needs.rules:
+            self._need_tables()
         with self.clock.phase("prefill"):
             for part in step.parts:
                 if part.source is not None:
                     self._read_source(part.source)
-            first_B = self.prompts.run(step)
-        return ChunkPending(self.readback.start(first_B[: len(step.parts)]), [part.is_last for part in step.parts])
+            first, parts = self.prompts.run(step), len(step.parts)
+        logprobs = None if first.logprobs_BX is None else self.readback.start(first.logprobs_BX[:parts, None])
+        return ChunkPending(self.readback.start(first.tokens_B[:parts]), logprobs, [part.is_last for part in step.parts])
 
     def _round(self, step: RunRound) -> Pending:
+        if step.needs.rules:
+            self._need_tables()
         state = self._rows(step.rows, step.shared)
         begun = self.readback.mark() if step.timed else None
         if step.kind == "speculative":
@@ -100,12 +105,15 @@ class DeviceRunner:
             launched = self.rounds.paused(state, step.needs)
         else:
             launched = self.rounds.plain(state, step.needs)
-        return RoundPending(self.readback.start(launched.emitted_BX, begun), launched.drafted, launched.depths)
+        logprobs = None if launched.logprobs_BEX is None else self.readback.start(launched.logprobs_BEX)
+        return RoundPending(self.readback.start(launched.emitted_BX, begun), logprobs, launched.drafted, launched.depths)
 
     # ---- what changes rows ----
 
     def _enter(self, step: EnterRows) -> None:
         """Writes the entries into the batch.  All numbers travel in one copy from pinned memory, so nobody waits."""
+        if any(entry.rules is not None for entry in step.entries):
+            self._need_tables()
         groups, most = len(step.entries[0].pages), max(len(entry.pages[0]) for entry in step.entries)
         options = 4 + len(INTS)  # where a row's options begin that are floats
         first = options + len(FLOATS)
@@ -125,6 +133,15 @@ class DeviceRunner:
         pages_RGw, state = numbers_RX[:, first:].unflatten(1, (groups, most)), self.workers.state
         source_R2 = numbers_RX[:, 2:4] if state.source_size else None
         state.enter_rows(numbers_RX[:, 0], pages_RGw, sampling, numbers_RX[:, 1], source_R2)
+        for entry in step.entries:
+            if entry.rules is not None:
+                assert state.tables is not None
+                state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first)
+
+    def _need_tables(self) -> None:
+        """Makes the tables of rules for tokens, if there are none yet: most decoders never need them."""
+        if self.workers.state.tables is None:
+            self.workers.state = self.workers.state.with_tables(self.workers.verifier.model.vocabulary.own)
 
     def _read_source(self, source: Source) -> None:
         """Runs the target's encoder over a text, and keeps what the decoder's layers read of it."""
@@ -175,14 +192,16 @@ class ChunkPending:
 
     drafted = depths = 0
 
-    def __init__(self, ticket: Ticket, last: list[bool]) -> None:
-        self._ticket, self._last = ticket, last
+    def __init__(self, tokens: Ticket, logprobs: Ticket | None, last: list[bool]) -> None:
+        self._tokens, self._logprobs, self._last = tokens, logprobs, last
 
     def read(self) -> Emitted:
-        return Emitted([[token] if last else [] for token, last in zip(self._ticket.read(), self._last, strict=True)])
+        first = [[token] if last else [] for token, last in zip(self._tokens.read(), self._last, strict=True)]
+        return Emitted(first, None if self._logprobs is None else self._logprobs.read())
 
     def drop(self) -> None:
-        self._ticket.drop()
+        for ticket in filter(None, (self._tokens, self._logprobs)):
+            ticket.drop()
 
     def seconds(self) -> float:
         raise AssertionError("only rounds are timed")
@@ -191,18 +210,20 @@ class ChunkPending:
 class RoundPending:
     """The tokens of a round.  drafted, depths: how many draft tokens and levels the round's tree had."""
 
-    def __init__(self, ticket: Ticket, drafted: int, depths: int) -> None:
-        self._ticket, self.drafted, self.depths = ticket, drafted, depths
+    def __init__(self, tokens: Ticket, logprobs: Ticket | None, drafted: int, depths: int) -> None:
+        self._tokens, self._logprobs, self.drafted, self.depths = tokens, logprobs, drafted, depths
 
     def read(self) -> Emitted:
         # A row holds the count of its accepted draft tokens, then those tokens, then the target's own token.
-        return Emitted([row[1 : row[0] + 2] for row in self._ticket.read()])
+        tokens = [row[1 : row[0] + 2] for row in self._tokens.read()]
+        return Emitted(tokens, None if self._logprobs is None else self._logprobs.read())
 
     def drop(self) -> None:
-        self._ticket.drop()
+        for ticket in filter(None, (self._tokens, self._logprobs)):
+            ticket.drop()
 
     def seconds(self) -> float:
-        return self._ticket.seconds()
+        return self._tokens.seconds()
 
 
 def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> SharedPrefix | None:

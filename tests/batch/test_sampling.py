@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from toolkit.oracles.statistics import filtered, p_value
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.batch.choose import choose_tokens
+from specdec.batch.choose import choose_tokens, kept_logits
 from specdec.batch.sampling import RowSampling, filter_logits
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
@@ -20,7 +21,7 @@ FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 
 
 
 def rows_of(count: int, temperature: float, top_k: int, top_p: float) -> RowSampling:
-    return RowSampling.of([RowOptions(temperature, top_p, top_k, seed) for seed in range(count)], "cpu")
+    return RowSampling.of([RowOptions(temperature, top_p, top_k=top_k, seed=seed) for seed in range(count)], "cpu")
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*FILTERS, (1.0, 1, 1.0), (1.0, 0, 1e-6), (2.0, 50, 0.999)])
@@ -35,6 +36,25 @@ def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float
     got = filter_logits(logits / temperature, rows_of(64, temperature, top_k, top_p))
     assert torch.equal(got == -torch.inf, want == -torch.inf)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("min_p", [0.03, 0.3, 1.0])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.6, 7, 0.9)])
+@pytest.mark.parametrize("size", [1, 3])
+def test_min_p_equals_transformers(temperature: float, top_k: int, top_p: float, min_p: float, size: int) -> None:
+    """Keeps out: a threshold of another temperature, of what another filter left, or of one rank's own best token."""
+    logits = 3 * torch.randn(64, 40, generator=torch.Generator().manual_seed(1))
+    want = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        want = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, want))
+    want = MinPLogitsWarper(min_p)(None, want)
+    rows = RowSampling.of([RowOptions(temperature, top_p, min_p, top_k=top_k)] * 64, "cpu")
+
+    def kept(group: ThreadGroup) -> torch.Tensor:
+        vocabulary = Vocabulary.of(40, group)
+        return kept_logits(vocabulary.part(logits), rows, Needs(sampled=True, filtered=top_k > 0, min_p=True), vocabulary)
+
+    torch.testing.assert_close(torch.cat(on_ranks(size, kept), dim=1), want)
 
 
 def test_filters_break_ties_by_id() -> None:
@@ -55,8 +75,8 @@ def test_tokens_follow_their_distribution(top_k: int, top_p: float) -> None:
     logits, count = torch.linspace(-2, 2, V).float(), 20_000
     want = filtered(logits.double().numpy(), 0.8, top_k, top_p)
     sampling, needs, vocabulary = rows_of(count, 0.8, top_k, top_p), Needs(sampled=True, filtered=True), Vocabulary.of(V, ALONE)
-    by_seed = choose_tokens(logits.expand(count, V), sampling, torch.full((count,), 5), needs, vocabulary)
+    by_seed = choose_tokens(logits.expand(count, V), sampling, torch.full((count,), 5), needs, vocabulary).tokens_R
     sampling.seed_R.fill_(-3)
-    by_position = choose_tokens(logits.expand(count, V), sampling, torch.arange(count), needs, vocabulary)
+    by_position = choose_tokens(logits.expand(count, V), sampling, torch.arange(count), needs, vocabulary).tokens_R
     for tokens in (by_seed, by_position):
         assert p_value(np.bincount(tokens.numpy(), minlength=V), want) > LIMIT

@@ -24,7 +24,12 @@ SAMPLINGS = [
     SamplingParams(max_tokens=24),
     SamplingParams(max_tokens=24, temperature=0.9, seed=3),
     SamplingParams(max_tokens=24, temperature=0.8, top_k=7, top_p=0.9, seed=4),
-]
+    SamplingParams(
+        max_tokens=24, temperature=0.9, min_p=0.02, seed=5, logit_bias={1: 2.0, 39: -9.0}, repetition_penalty=1.2,
+        presence_penalty=0.3, frequency_penalty=0.2, bad_words=[[3], [38], [0, 1], [30, 31, 32]], min_tokens=4, logprobs=3,
+        logprobs_mode="processed",
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

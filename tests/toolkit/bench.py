@@ -11,6 +11,7 @@ import torch
 from specdec.attention.kinds import FULL
 from specdec.bench.session import Session
 from specdec.config import SpecConfig
+from specdec.engine.needs import RowChoice
 from specdec.generation import Generation, Stats
 from specdec.options import EngineOptions
 
@@ -78,6 +79,9 @@ class StubSession(Session):
     @property
     def forces_acceptance(self) -> bool:
         return self.synthetic
+
+    def choice(self, prompt_ids, sampling):
+        return RowChoice.of(sampling, sampling.seed or 0, prompt_ids)
 
     @contextmanager
     def timed_phases(self):

@@ -18,9 +18,9 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.pages import PageTable
 from specdec.batch.tree import DraftTree
+from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
-from specdec.steps import Needs
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
@@ -331,16 +331,19 @@ class Driver(Hooks):
     def draft(self, rows: int, spec: SpecConfig) -> DraftTree:
         """The next tree of the first rows.  Drafting changes nothing of the batch but slots after the committed tokens."""
         with torch.inference_mode():
-            return self.drafter.draft(self._workers.state.narrow(rows), spec, Needs())
+            return self.drafter.draft(
+                self._workers.state.narrow(rows), spec, union(request.choice.needs for request in self.running)
+            )
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
-        """Runs draft, verify and extend of one round, without the engine."""
+        """Runs draft, verify and extend of one round, without the engine, with what the running requests need."""
         state = self._workers.state.narrow(rows)
         with torch.inference_mode():
-            tree = self.drafter.draft(state, spec, Needs())
-            result = self._workers.verifier.verify(state, tree, Needs())
+            needs = union(request.choice.needs for request in self.running)
+            tree = self.drafter.draft(state, spec, needs)
+            result = self._workers.verifier.verify(state, tree, needs)
             extended = result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF
-            self.drafter.extend(state, Needs(), *extended)
+            self.drafter.extend(state, needs, *extended)
 
     def num_graphs(self, kind: Literal["round", "phase", "prefill"]) -> int:
         """How many CUDA graphs there are of whole rounds, of single phases, or of chunks of prompts."""
