@@ -177,7 +177,7 @@ class DraftWorker:
 
     def _noise(self, lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise | None:
         """The noise of the next tree's first level, one position after the bonus token; None where the target adds none."""
-        return noise_of(lens_B, sampling) if needs.sampled and self.shares_noise else None
+        return noise_of(lens_B, sampling, needs) if needs.sampled and self.shares_noise else None
 
     def _set_first_level(self, state: BatchState, noise: Noise | None) -> None:
         """Computes the next tree's first level, K tokens a row, from the hidden states in `state`."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.noise.floor import bin_counts, floor_of
 from specdec.ops.noise.gumbel import Noise, perturb
 from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
@@ -90,7 +91,13 @@ class Vocabulary(NamedTuple):
 
     def _perturbed(self, logits_RW: Tensor, noise: Noise | None, offsets_V: Tensor | None) -> Tensor:
         """[R, W] float32: this rank's logits with the noise of its own ids, if there is any."""
-        return logits_RW.float() if noise is None else perturb(logits_RW, noise, offsets_V, self.first)
+        if noise is None:
+            return logits_RW.float()
+        floor_R = None
+        if noise.filters is not None:
+            largest_R = self.largest(logits_RW).float()
+            floor_R = floor_of(self.group.sum(bin_counts(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
+        return perturb(logits_RW, noise, offsets_V, self.first, floor_R)
 
     def whole(self, logits_RW: Tensor) -> Tensor:
         """[R, V]: the logits of all ranks."""

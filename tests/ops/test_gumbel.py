@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
+from specdec.ops.noise.floor import Filters, least_logits
 from specdec.ops.noise.gumbel import Noise, gumbel_noise, perturb, token_noise
 from specdec.ops.topk import greedy_tokens, top_tokens
 
@@ -57,6 +58,20 @@ def test_perturbed_logits_by_their_definition() -> None:
         torch.testing.assert_close(got[row], 1.5 * logits[row] + 1.2 * heat * own if heat else logits[row])
     assert torch.equal(got[2:4], logits[2:4])
     assert torch.equal(perturb(logits[:, 20:31], noise, offsets, 20), got[:, 20:31])
+
+
+def test_logits_below_the_floor_count_more() -> None:
+    """Keeps out: a filter that changes tokens it keeps, or greedy rows; a ban of what only the drafter holds for unlikely."""
+    plain = noise_of(0.7, 0.0)
+    logits = torch.randn(4, V, generator=torch.Generator().manual_seed(2)) * 3
+    few, ones = torch.tensor([5, 5]), torch.ones(2)
+    filters = Filters(plain.temperature_B, few, ones, 0 * ones)
+    floor = least_logits(logits, filters)[:2, None]
+    below = (floor - logits[:2]).clamp(min=0)
+    assert bool((below > 0).any(-1).all()) and bool(((below == 0).sum(-1) >= 5).all())
+    got = perturb(logits, plain._replace(floor_weight=2.0, filters=filters))
+    torch.testing.assert_close(got[:2], perturb(logits, plain)[:2] - 1.5 * 2 * below)
+    assert torch.equal(got[2:], logits[2:])
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.noise.floor import Filters, least_logits
 
 # SplitMix64's constants (Steele, Lea, Flood 2014), as signed 64-bit numbers.  Integer products wrap, as SplitMix64 wants.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -51,6 +52,8 @@ class Noise(NamedTuple):
     temperature_B: float32.  A sequence of temperature 0 gets no noise, and its logits stay as they are.
     seed_B: int64.  lens_B: int32.  ahead: the tokens stand at position lens_B + ahead.
     logit_weight, noise_weight: factors of the logits, and of temperature times noise.
+    filters: what keeps tokens from being sampled; None: nothing does.  floor_weight: how many times more the distance counts by
+    which a logit lies below the least one that the filters keep.
     """
 
     temperature_B: Tensor
@@ -59,22 +62,29 @@ class Noise(NamedTuple):
     ahead: int
     logit_weight: float
     noise_weight: float
+    floor_weight: float = 0.0
+    filters: Filters | None = None
 
     def at(self, ahead: int) -> Noise:
         """The noise of tokens at position lens_B + ahead."""
         return self._replace(ahead=ahead)
 
 
-def perturb(logits_RW: Tensor, noise: Noise, offsets_V: Tensor | None = None, first: int = 0) -> Tensor:
-    """[R, W] float32: weighed logits plus weighed noise; on a GPU one kernel launch.
+def perturb(
+    logits_RW: Tensor, noise: Noise, offsets_V: Tensor | None = None, first: int = 0, floor_R: Tensor | None = None
+) -> Tensor:
+    """[R, W] float32: weighed logits plus weighed noise; on a GPU one kernel launch, or two with filters.
 
     logits_RW: of the W ids from `first` on.  A sequence's rows are adjacent, equally many for each sequence.
     offsets_V: int64, what is added to an id to make it the id whose noise is meant.
+    floor_R: float32, `least_logits` of rows of which these are a run; None: these are all their logits.
     """
+    if noise.filters is not None and floor_R is None:
+        floor_R = least_logits(logits_RW, noise.filters)
     if use_kernels(logits_RW):
         from specdec.ops.noise.gumbel_triton import launch_perturb
 
-        return launch_perturb(logits_RW, noise, offsets_V, first)
+        return launch_perturb(logits_RW, noise, offsets_V, first, floor_R)
     R, W = logits_RW.shape
     each = R // noise.seed_B.shape[0]
     tokens_W = torch.arange(first, first + W, device=logits_RW.device)
@@ -84,4 +94,8 @@ def perturb(logits_RW: Tensor, noise: Noise, offsets_V: Tensor | None = None, fi
     temperature_B1 = noise.temperature_B[:, None]
     weight_B1 = torch.where(temperature_B1 > 0, noise.logit_weight, 1.0)
     added_BW = noise_BW * (temperature_B1 * noise.noise_weight)
-    return logits_RW.float() * weight_B1.repeat_interleave(each, 0) + added_BW.repeat_interleave(each, 0)
+    logits_RW = logits_RW.float()
+    if floor_R is not None:
+        below_RW = logits_RW - floor_R[:, None]
+        logits_RW = torch.where(below_RW < 0, logits_RW + noise.floor_weight * below_RW, logits_RW)
+    return logits_RW * weight_B1.repeat_interleave(each, 0) + added_BW.repeat_interleave(each, 0)
