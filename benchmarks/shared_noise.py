@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from round_8b import make_decoder, random_pair, random_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.bench.profile import Work, full_rounds
@@ -33,8 +34,8 @@ SHAPES = ((5, 1, 6), (5, 4, 16), (5, 8, 32))
 ROUNDS = (((5, 1, 6), 1), ((5, 8, 32), 1), ((5, 1, 6), 32))  # shape, batch
 MODES = {"greedy": (0.0, True), "by_probability": (1.0, False), "shared_noise": (1.0, True)}  # temperature, rule
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.6}, {"temperature": 0.8}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.6}, {"temperature": 0.8}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
 )  # fmt: skip
 
 
@@ -57,8 +58,6 @@ def measure(decoder: SpecDecoder, prompts: list[Any], tokens: int, seed: int, se
 def round_rows(blocks: int = 3, rounds: int = 50) -> list[dict[str, Any]]:
     """Milliseconds a round: greedy, and at temperature 1 by both rules.  Blocks of rounds take turns, so that all see the same
     clocks."""
-    from round_8b import make_decoder, random_pair, random_prompts
-
     model, head = random_pair(4096, torch.device("cuda", 0))
     rows = []
     for shape, batch in ROUNDS:
