@@ -13,12 +13,15 @@ Llama-3.1-8B shape of round_8b.py with random weights, where three of four draft
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import platform
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from round_8b import make_decoder, random_pair, random_prompts
@@ -43,16 +46,34 @@ def texts(outputs: list[Generation]) -> list[list[int]]:
     return [out.token_ids for out in outputs]
 
 
-def measure(decoder: SpecDecoder, prompts: list[Any], tokens: int, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
-    """Accept lengths of both rules.  Fails if one of them changes a text."""
-    params = [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed + i, **setting) for i in range(len(prompts))]
-    plain, found = texts(decoder.generate(prompts, params, speculate=False)), {}
-    for name, shares in RULES.items():
-        Session(decoder).share_noise(shares)
-        outputs = decoder.generate(prompts, params)
-        assert texts(outputs) == plain, f"{name} changed a text"
-        found[name] = Stats.total([out.stats for out in outputs]).accept_length
-    return found
+class Case(NamedTuple):
+    """One line of the table.  target, draft, file: paths of both models and the prompts."""
+
+    pair: str
+    target: str
+    draft: str
+    file: str
+    shape: tuple[int, int, int]
+    setting: dict[str, Any]
+
+
+def measure(case: Case, count: int, tokens: int, seed: int) -> dict[str, Any]:
+    """Accept lengths of both rules, on one thread.  Fails if one of them changes a text."""
+    torch.set_num_threads(1)
+    lines = [json.loads(line) for line in Path(case.file).read_text().splitlines()[:count]]
+    prompts = [line.get("token_ids") or line["prompt"] for line in lines]
+    params = [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed + i, **case.setting) for i in range(len(prompts))]
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch_size": len(prompts)}
+    with SpecDecoder.from_pretrained(case.target, case.draft, SpecConfig(*case.shape), **options) as decoder:
+        plain, found = texts(decoder.generate(prompts, params, speculate=False)), {}
+        for name, shares in RULES.items():
+            Session(decoder).share_noise(shares)
+            outputs = decoder.generate(prompts, params)
+            assert texts(outputs) == plain, f"{name} changed a text"
+            found[name] = Stats.total([out.stats for out in outputs]).accept_length
+    old, new = found["by_probability"], found["shared_noise"]
+    print(f"{case.pair} {case.shape} {case.setting}: {old:.2f} -> {new:.2f} ({new / old - 1:+.0%})", flush=True)
+    return {"pair": case.pair, "shape": case.shape, **case.setting, **found}
 
 
 def round_rows(blocks: int = 3, rounds: int = 50) -> list[dict[str, Any]]:
@@ -87,6 +108,7 @@ def write(out: Path | None, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", nargs=4, action="append", metavar=("NAME", "TARGET", "DRAFT", "PROMPTS"))
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
@@ -96,18 +118,11 @@ def main() -> None:
     if args.rounds:
         write(args.out, {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "rows": round_rows()})
         return
-    rows = []
-    for name, target, draft, file in args.pair or [("shipped", target_folder(), draft_folder(), prompts_file())]:
-        lines = [json.loads(line) for line in Path(file).read_text().splitlines()[: args.prompts]]
-        prompts = [line.get("token_ids") or line["prompt"] for line in lines]
-        for shape in SHAPES:
-            options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch_size": len(prompts)}
-            with SpecDecoder.from_pretrained(target, draft, SpecConfig(*shape), **options) as decoder:
-                for setting in SETTINGS:
-                    row = measure(decoder, prompts, args.tokens, args.seed, setting)
-                    rows.append({"pair": name, "shape": shape, **setting, **row})
-                    old, new = row["by_probability"], row["shared_noise"]
-                    print(f"{name} {shape} {setting}: {old:.2f} -> {new:.2f} ({new / old - 1:+.0%})", flush=True)
+    shipped = ["shipped", str(target_folder()), str(draft_folder()), str(prompts_file())]
+    cases = [Case(*pair, *each) for pair in args.pair or [shipped] for each in itertools.product(reversed(SHAPES), SETTINGS)]
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        waits = [pool.submit(measure, case, args.prompts, args.tokens, args.seed) for case in cases]
+        rows = [wait.result() for wait in waits]
     write(args.out, {
         "device": "cpu", "dtype": "float32", "prompts": args.prompts, "tokens": args.tokens, "seed": args.seed, "rows": rows,
     })  # fmt: skip

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.ops.index import use_index_kernels
 from specdec.ops.launch import use_kernels
 from specdec.ops.noise.floor import Filters, least_logits
 
@@ -34,7 +35,14 @@ def mix_64(x: Tensor) -> Tensor:
 
 
 def gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int = 0) -> Tensor:
-    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id), of the V ids from `first` on."""
+    """[R, V] float32 standard Gumbel noise, a pure function of (seed, position, token id), of the V ids from `first` on.
+
+    seed_R, position_R: int64.
+    """
+    if use_index_kernels(seed_R):
+        from specdec.ops.noise.gumbel_triton import launch_gumbel_noise
+
+        return launch_gumbel_noise(seed_R, position_R, vocab_size, first)
     return token_noise(seed_R, position_R, torch.arange(first, first + vocab_size, device=seed_R.device))
 
 

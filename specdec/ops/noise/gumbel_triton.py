@@ -1,5 +1,6 @@
-"""The kernel of gumbel.py, and the noise as a function for other kernels.
+"""The kernels of gumbel.py, and the noise as a function for other kernels.
 
+The noise with which the target samples is computed in float64, as its definition says, since texts depend on its last bits.
 A drafter's noise need not equal the target's to the last bit, since it only ranks drafts.  So kernels compute the logarithms in
 float32 and with the GPU's own instruction, which is fast on every GPU; the result is within 1e-5 of `gumbel_noise`.
 
@@ -41,15 +42,38 @@ def _log(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def gumbel(seed, position, token_N, ASM: tl.constexpr):
-    """float32: `gumbel.token_noise`.  seed: int64, a scalar; position: a scalar; token_N: int64.  ASM: see `_log`."""
+def noise_bits(seed, position, token_N):
+    """int64: the 52 random bits of each token.  seed: int64, a scalar; position: a scalar; token_N: int64."""
     key = mix_64(mix_64(seed.to(tl.uint64, bitcast=True) + _GOLDEN) + position.to(tl.uint64) * _GOLDEN)
-    return gumbel_of_bits((mix_64(key + (token_N + 1).to(tl.uint64) * _GOLDEN) >> 12).to(tl.int64), ASM)
+    return (mix_64(key + (token_N + 1).to(tl.uint64) * _GOLDEN) >> 12).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["stride_seed", "stride_position", "first"])
+def gumbel_noise_kernel(
+    seeds,  # [R] int64
+    positions,  # [R] int64
+    out,  # [R, V] float32
+    stride_seed,
+    stride_position,
+    first,
+    width,  # V
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token_N = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position = tl.load(positions + row * stride_position)
+    bits_N = noise_bits(tl.load(seeds + row * stride_seed), position, first + token_N.to(tl.int64))
+    uniform_N = (bits_N.to(tl.float64) + 0.5) * 2.0**-52
+    tl.store(out + row * width + token_N, -tl.log(-tl.log(uniform_N)).to(tl.float32), mask=token_N < width)
 
 
 @triton.jit
 def gumbel_of_bits(bits_N, ASM: tl.constexpr):
-    """float32: the noise of int64 numbers of 52 random bits."""
+    """float32: the noise of `noise_bits`, in float32 arithmetic.  ASM: see `_log`."""
     # The uniform number x is (bits + 1/2) / 2**52.  Whichever of x and 1 - x is smaller loses no digit in float32.
     is_small_N = bits_N < 2**51
     least_N = (tl.where(is_small_N, bits_N, 2**52 - 1 - bits_N).to(tl.float32) + 0.5) * 2.0**-52
@@ -73,7 +97,8 @@ def perturbation(
     id_N = first + token_N.to(tl.int64)
     if HAS_OFFSETS:
         id_N += tl.load(offsets + id_N, mask=ok_N, other=0)
-    noise_N = gumbel(tl.load(seeds + b * stride_seed), tl.load(lens + b) + ahead, id_N, ASM)
+    bits_N = noise_bits(tl.load(seeds + b * stride_seed), tl.load(lens + b) + ahead, id_N)
+    noise_N = gumbel_of_bits(bits_N, ASM)
     return tl.where(heat > 0.0, LOGIT_WEIGHT, 1.0), noise_N * (heat * NOISE_WEIGHT)
 
 
@@ -122,6 +147,19 @@ def perturb_kernel(
     if FLOOR_WEIGHT > 0:
         x_N = steepened(x_N, tl.load(floor + row), FLOOR_WEIGHT)
     tl.store(out + row * width + token_N, x_N * weight + noise_N, mask=ok_N)
+
+
+def launch_gumbel_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int, first: int) -> Tensor:
+    """`gumbel.gumbel_noise`."""
+    R = seed_R.shape[0]
+    assert seed_R.dtype == position_R.dtype == torch.int64 and position_R.shape == (R,)
+    out = torch.empty(R, vocab_size, dtype=torch.float32, device=seed_R.device)
+    if out.numel():
+        gumbel_noise_kernel[(R, triton.cdiv(vocab_size, BLOCK))](
+            seed_R, position_R, out, seed_R.stride(0), position_R.stride(0), first, vocab_size, BLOCK=BLOCK, num_warps=4,
+            **chained(seed_R.device),
+        )  # fmt: skip
+    return out
 
 
 def noise_arguments(noise: Noise) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int]]:
