@@ -57,8 +57,10 @@ def without_prefill(decoder: SpecDecoder) -> None:
             for numbers in ([p.row for p in parts], [p.end for p in parts], [int(p.is_last) for p in parts])
         )
         bonus = torch.randint(1000, 100000, (len(parts),), device=device)
-        state.level1_tokens_BK[rows] = torch.randint_like(state.level1_tokens_BK[rows], 1000, 90000)
-        state.level1_hidden_BH[rows] = torch.randn_like(state.level1_hidden_BH[rows])
+        kept = runner.workers.drafter.rows if runner.workers.drafter else None
+        if kept is not None:
+            kept.level1_tokens_BK[rows] = torch.randint_like(kept.level1_tokens_BK[rows], 1000, 90000)
+            kept.level1_hidden_BH[rows] = torch.randn_like(kept.level1_hidden_BH[rows])
         state.start_rows(rows, ends.int(), last.int(), bonus)
         return FirstTokens(bonus)
 

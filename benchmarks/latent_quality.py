@@ -28,7 +28,7 @@ from specdec.generation import Generation, Stats
 from specdec.models.kv import cache_layout
 from specdec.train.head import train_head
 from specdec.train.settings import HeadRun
-from specdec.train.text import load_documents
+from specdec.train.text.heldout import load_corpus
 
 SHAPES = ((5, 1, 6), (5, 4, 16))
 CACHES = ("auto", "fp8_ds_mla")
@@ -119,11 +119,21 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    train, held = load_documents([args.text], HEAD.held_out)
+    corpus = load_corpus([args.text], HEAD.held_out, "stories")
+    train, held = ([document.text for document in part] for part in corpus[:2])
     if not (args.pair / "target").is_dir():
         train_target(tokenizer, train, args.pair / "target")
     if not (args.pair / "head").is_dir():
-        train_head(HEAD, args.pair / "target", [args.text], args.pair / "head", aux_layers=(1, 2, 3), device="cpu", threads=1)
+        train_head(
+            HEAD,
+            args.pair / "target",
+            [args.text],
+            args.pair / "head",
+            split="stories",
+            aux_layers=(1, 2, 3),
+            device="cpu",
+            threads=1,
+        )
     random.Random(0).shuffle(held)
     openings = [text[:OPENING] for text in held if len(text) > OPENING][: args.prompts]
     prompts = [[1, *tokenizer(text, add_special_tokens=False).input_ids] for text in openings]

@@ -30,7 +30,8 @@ from specdec.bench.profile import Work, full_rounds, rounds_in
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead, Eagle3Head, HeadConfig
+from specdec.draft.eagle.head import DraftHead, Eagle3Head
+from specdec.draft.eagle.spec import HeadSpec
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
@@ -103,7 +104,7 @@ def random_pair(
 ) -> tuple[CausalLM, DraftHead]:
     """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs."""
     model = build(lambda: CausalLM(target, max_positions), device, torch.bfloat16)
-    shape = HeadConfig(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", aux_layers, TARGET.hidden_size, DRAFT_VOCAB)
+    shape = HeadSpec(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", aux_layers, TARGET.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
     for parameter in {*model.parameters(), *head.parameters()}:

@@ -26,9 +26,10 @@ from specdec.attention.kinds import FULL
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
-from specdec.draft.branches import fork
-from specdec.draft.build_tree import best_nodes
-from specdec.draft.expand import Candidates, expand, first_level
+from specdec.draft.eagle.rows import EagleRows
+from specdec.draft.tree.branches import fork
+from specdec.draft.tree.build_tree import best_nodes
+from specdec.draft.tree.expand import Candidates, expand, first_level
 from specdec.ops import index, launch
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens, top_tokens
@@ -40,22 +41,29 @@ DEVICE = torch.device("cuda")
 Stage = tuple[int, Callable[[], Any]]  # how often a round runs it; the stage
 
 
-def random_state(B: int, K: int, lookahead: int) -> BatchState:
+def random_state(B: int, lookahead: int) -> BatchState:
     pages = (CONTEXT + lookahead) // PAGE + 1
-    state = BatchState.empty(B, pages, K, HIDDEN, page_size=PAGE, device=DEVICE, dtype=torch.bfloat16)
+    state = BatchState.empty(B, pages, page_size=PAGE, device=DEVICE)
     state.lens_B.fill_(CONTEXT - 3)
     state.speculates_B.fill_(1)
     state.pages.table.copy_(torch.randperm(B * pages, device=DEVICE).add_(1).view(B, pages))
-    state.level1_logp_BK.copy_(-torch.rand(B, K, device=DEVICE).sort(dim=1).values)
-    state.level1_tokens_BK.random_(DRAFT_VOCAB)
     return state
+
+
+def random_rows(B: int, K: int) -> EagleRows:
+    rows = EagleRows.empty(B, K, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+    rows.level1_logp_BK.copy_(-torch.rand(B, K, device=DEVICE).sort(dim=1).values)
+    rows.level1_tokens_BK.random_(DRAFT_VOCAB)
+    return rows
 
 
 def random_bf16(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
 
-def draft_stages(state: BatchState, spec: SpecConfig, d2t_V: torch.Tensor) -> tuple[dict[str, Stage], DraftTree]:
+def draft_stages(
+    state: BatchState, rows: EagleRows, spec: SpecConfig, d2t_V: torch.Tensor
+) -> tuple[dict[str, Stage], DraftTree]:
     """The stages of one draft, and a tree that it could have drawn."""
     B, K, S, N = state.rows, spec.topk, spec.num_steps, spec.num_draft_tokens
     logits_RV, hidden_RH = random_bf16(B * K, DRAFT_VOCAB), random_bf16(B * K, HIDDEN)
@@ -68,13 +76,13 @@ def draft_stages(state: BatchState, spec: SpecConfig, d2t_V: torch.Tensor) -> tu
             "draft: stack": (1, lambda: torch.stack([state.bonus_B, *[tokens_B] * S], dim=1)),
         }, tree
     candidates = Candidates.empty(B, K, S, DEVICE)
-    beam = first_level(candidates, state.level1_tokens_BK, state.level1_logp_BK)
+    beam = first_level(candidates, rows.level1_tokens_BK, rows.level1_logp_BK)
     for level in range(2, S + 1):
         beam = expand(candidates, level, beam, random_bf16(B * K, DRAFT_VOCAB), d2t_V)
     ancestors = torch.zeros(B * K, S - 2, dtype=torch.int32, device=DEVICE)
     pages, lens = state.pages, state.lens_B
     return {
-        "draft: first level": (1, lambda: first_level(candidates, state.level1_tokens_BK, state.level1_logp_BK)),
+        "draft: first level": (1, lambda: first_level(candidates, rows.level1_tokens_BK, rows.level1_logp_BK)),
         "draft: fork": (S - 1, lambda: fork(pages, lens, beam.parents_BK, hidden_RH, ancestors)),
         "draft: scan + expand": (S - 1, lambda: expand(candidates, S, beam, logits_RV, d2t_V)),
         "build: best nodes": (1, lambda: best_nodes(candidates, state.bonus_B, N, S)),
@@ -83,8 +91,8 @@ def draft_stages(state: BatchState, spec: SpecConfig, d2t_V: torch.Tensor) -> tu
 
 def round_stages(B: int, spec: SpecConfig) -> dict[str, Stage]:
     K, N, E = spec.topk, spec.num_draft_tokens, spec.num_steps + 1
-    state, d2t_V = random_state(B, K, spec.lookahead), torch.arange(DRAFT_VOCAB, device=DEVICE) * 3
-    stages, tree = draft_stages(state, spec, d2t_V)
+    state, rows, d2t_V = random_state(B, spec.lookahead), random_rows(B, K), torch.arange(DRAFT_VOCAB, device=DEVICE) * 3
+    stages, tree = draft_stages(state, rows, spec, d2t_V)
     logits_TV, level1_BV = random_bf16(B * N, VOCAB), random_bf16(B, DRAFT_VOCAB)
     targets_BN = torch.gather(tree.tokens_BN, 1, torch.randint(N, (B, N), device=DEVICE))
     features_BNF, hidden_BEH = random_bf16(B, N, 3 * HIDDEN), random_bf16(B, E, HIDDEN)
@@ -101,8 +109,8 @@ def round_stages(B: int, spec: SpecConfig) -> dict[str, Stage]:
         stages["verify: move KV"] = (1, lambda: cache.move(slots_BN, path_BE))
         stages["verify: features"] = (1, lambda: take_rows(features_BNF, path_BE))
     stages["extend: tables"] = (1, lambda: state.pages.next_tokens(state.lens_B, E))
-    stages["extend: last row"] = (1, lambda: take_rows(hidden_BEH, last_B1, state.level1_hidden_BH[:, None]))
-    out = state.level1_logp_BK, state.level1_tokens_BK
+    stages["extend: last row"] = (1, lambda: take_rows(hidden_BEH, last_B1, rows.level1_hidden_BH[:, None]))
+    out = rows.level1_logp_BK, rows.level1_tokens_BK
     stages["extend: first level"] = (1, lambda: top_tokens(level1_BV, K, d2t_V, out))
     return stages
 

@@ -34,7 +34,7 @@ from specdec.bench.profile import Work
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
+from specdec.draft.eagle.head import DraftHead
 from specdec.loading.resolve import resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.options import EngineOptions

@@ -1,4 +1,4 @@
-"""The draft side: EAGLE heads, the worker that runs them step by step, and the growth of draft trees.
+"""The draft side: one folder for each kind of drafter, and the growth of draft trees.
 
 This package uses attention and does not know the verifier.
 """

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specdec.config import SamplingParams, SpecConfig
     from specdec.decoder import SpecDecoder
     from specdec.generation import Chunk, Generation, Stats, TokenLogprob
+    from specdec.lossless.verification import Verification
     from specdec.options import EngineOptions
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "SpecDecoder",
     "Stats",
     "TokenLogprob",
+    "Verification",
 ]
 
 _HOMES = {
@@ -37,6 +39,7 @@ _HOMES = {
     "Generation": "specdec.generation",
     "Stats": "specdec.generation",
     "TokenLogprob": "specdec.generation",
+    "Verification": "specdec.lossless.verification",
 }
 
 

@@ -6,12 +6,13 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from specdec.checks import is_array, require_bool, require_choice, require_float, require_int, store
-from specdec.limits import MAX_AUTO_STEPS, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
+from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
+LARGEST_SEED = 2**63 - 1
 LogprobsMode = Literal["raw", "processed"]
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
@@ -112,6 +113,8 @@ class SamplingParams:
     logprobs: give each token's log-probability, and those of so many likeliest tokens; None gives none.
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
+
+    n: generations of each prompt; the one of number j, from 0 on, has the seed + j.
     """
 
     max_tokens: int = 128
@@ -131,6 +134,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    n: int = 1
 
     def __post_init__(self) -> None:
         max_tokens = require_int("max_tokens", self.max_tokens, 1)
@@ -139,7 +143,7 @@ class SamplingParams:
             raise ValueError(f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}; nearest: 0")
         top_p = require_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
         top_k = require_int("top_k", self.top_k, 0, 2**31 - 1)
-        seed = None if self.seed is None else require_int("seed", self.seed, -(2**63), 2**63 - 1)
+        seed = None if self.seed is None else require_int("seed", self.seed, -(2**63), LARGEST_SEED)
         require_bool("ignore_eos", self.ignore_eos, False)
         store(self, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         store(self, min_p=require_float("min_p", self.min_p, 0.0, 1.0))
@@ -158,6 +162,11 @@ class SamplingParams:
         require_choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode), "raw")
         if self.logprobs is None and self.logprobs_mode != "raw":
             raise ValueError("logprobs_mode would do nothing without logprobs; nearest setting that works: logprobs=0")
+        n = require_int("n", self.n, 1, MAX_CHOICES)
+        if seed is not None and seed + n - 1 > LARGEST_SEED:
+            nearest = f"nearest setting that works: seed={LARGEST_SEED - n + 1}"
+            raise ValueError(f"seed + n - 1 must be at most {LARGEST_SEED}, got {seed} + {n} - 1; {nearest}")
+        store(self, n=n)
         _check_stop(self.stop)
         if self.stop is not None and not isinstance(self.stop, str):
             store(self, stop=tuple(self.stop))
@@ -167,6 +176,10 @@ class SamplingParams:
             store(self, logit_bias=_logit_bias(self.logit_bias))
         if self.bad_words is not None:
             store(self, bad_words=_bad_words(self.bad_words))
+
+    def of_choice(self, number: int) -> SamplingParams:
+        """The options of one of the n generations, from 0 on."""
+        return self if self.n == 1 else replace(self, n=1, seed=None if self.seed is None else self.seed + number)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -11,16 +11,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from specdec.checks import require_bool
 from specdec.config import SamplingParams, SpecConfig
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
 from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
+from specdec.loading.drafters import smoke_check
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
@@ -30,6 +31,9 @@ from specdec.prompts import Tokenizer, as_prompt_list, check_length, check_sourc
 from specdec.runner.runner import DeviceRunner
 from specdec.startup import STARTUP
 
+if TYPE_CHECKING:
+    from specdec.lossless.verification import Verification
+
 SHOW_SECONDS = 0.1  # between two looks at the numbers that a progress bar shows
 
 
@@ -37,14 +41,14 @@ class Parts(NamedTuple):
     """What takes memory, and is let go by `close`."""
 
     model: Target
-    head: DraftHead | None
+    head: DraftModel | None
     engine: Engine[DeviceRunner]
 
 
 class SpecDecoder:
-    """A target model, usually with an EAGLE head that drafts for it.  The output is the target's own.
+    """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
 
-    model, head, settings: both models on their device, and what the options were resolved to.  tokenizer: the target's.
+    model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -53,7 +57,7 @@ class SpecDecoder:
     def __init__(
         self,
         model: Target,
-        head: DraftHead | None,
+        head: DraftModel | None,
         settings: EngineSettings,
         tokenizer: Tokenizer,
         ranks: Ranks | None = None,
@@ -79,9 +83,10 @@ class SpecDecoder:
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> SpecDecoder:
-        """Loads a Hugging Face causal LM and, if given, an EAGLE head for it.
+        """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids; draft None: plain autoregressive decoding.
+        target, draft: folders or hub ids.  draft may also be "ngram", a drafter without a checkpoint that repeats what followed
+        the last tokens earlier in the text; None: plain autoregressive decoding.
         spec: the draft tree's shape; None: SpecConfig().
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
@@ -95,6 +100,8 @@ class SpecDecoder:
             model, head, resolved, folder = ranks.load()
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
+            smoke_check(model, head, tokenizer, resolved)
+            STARTUP.lap("look at the draft")
             return cls(model, head, resolved, tokenizer, ranks)
 
     # ---- what it is made of ----
@@ -104,7 +111,7 @@ class SpecDecoder:
         return self._open().model
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> DraftModel | None:
         return self._open().head
 
     @property
@@ -157,7 +164,7 @@ class SpecDecoder:
         speculate: bool = True,
         progress: bool = False,
     ) -> list[Generation]:
-        """Generates for one prompt or many; results are in the order of the prompts.
+        """Generates for one prompt or many; results are in the order of the prompts, and of each prompt's n generations.
 
         prompts: a string, a list of token ids, chat messages, or a list of such prompts.
         sampling: one SamplingParams for all prompts, or a list with one for each; None: SamplingParams().
@@ -169,10 +176,12 @@ class SpecDecoder:
         """
         require_bool("progress", progress, False)
         listed = as_prompt_list(prompts)
-        requests = [
-            self.new_request(prompt, params, "prompt" if is_one_prompt(prompts) else f"prompts[{index}]", speculate=speculate)
-            for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True))
-        ]
+        requests: list[Request] = []
+        for index, (prompt, params) in enumerate(zip(listed, _per_prompt(sampling, len(listed)), strict=True)):
+            name = "prompt" if is_one_prompt(prompts) else f"prompts[{index}]"
+            for number in range(params.n):
+                requests.append(self.new_request(prompt, params.of_choice(number), name, speculate=speculate))
+                prompt = requests[-1].given_ids  # a text is encoded once
         # A queue, because an interrupt at the wrong moment leaves a semaphore or an event of `threading` locked for ever.
         ended: SimpleQueue[None] = SimpleQueue()
         try:
@@ -183,6 +192,23 @@ class SpecDecoder:
             for request in requests:
                 self.owner.cancel(request)
         return [request.result() for request in requests]
+
+    def verify(
+        self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
+    ) -> Verification:
+        """Generates with and without speculation, and compares every token with a reference of higher precision.
+
+        prompts, sampling, progress: see `generate`.  Whoever samples gives a seed.
+
+        Other requests wait while the reference runs: it needs the weights of the target in a wider dtype, a layer at a time.
+        ValueError if this decoder has nothing to compare, beside those of `generate`.
+        """
+        from specdec.lossless.verify import verify
+
+        require_bool("progress", progress, False)
+        listed = as_prompt_list(prompts)
+        with show_progress("verify", "prompts") if progress else nullcontext(lambda *_: None) as show:
+            return verify(self, listed, _per_prompt(sampling, len(listed)), show)
 
     def stream(
         self, prompt: Any, sampling: SamplingParams | None = None, *, speculate: bool = True
@@ -233,6 +259,11 @@ class SpecDecoder:
         """
         self.owner.check_open()
         require_bool("speculate", speculate, True)
+        if sampling.n != 1:
+            raise ValueError(
+                f"n must be 1 where one generation is asked for, got {sampling.n}; nearest thing that works: "
+                "SpecDecoder.generate, or several calls with different seeds"
+            )
         vocab_size = self.model.config.vocab_size
         ids, source_ids, encoder = encode_prompt(prompt, name, self.tokenizer, vocab_size), None, self.model.config.encoder
         if encoder is not None:  # the encoder reads the prompt, and the decoder's text begins with tokens of its own

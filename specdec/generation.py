@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -80,7 +80,8 @@ class Stats:
         return total
 
 
-class TokenLogprob(NamedTuple):
+@dataclass(frozen=True)
+class TokenLogprob:
     """The natural log of an output token's probability, and the likeliest tokens at its place, best first, with theirs.
 
     token: the id.  top: as many as were asked for; fewer where options left fewer.

@@ -176,6 +176,30 @@ class EngineOptions:
         metavar="N",
     )
 
+    draft_format: str = option(
+        "auto",
+        "layout of the draft head's folder; auto: by its config and tensor names; `specdec inspect` says which that is",
+        choices=("auto", "safeailab", "specforge", "speculators", "modelopt"),
+    )
+    draft_pickle: bool = option(
+        False,
+        "read the draft head's weights from pytorch_model.bin where it has no safetensors file",
+        details="A pickle is opened without running code of its own (weights_only), but it is a format that can hold code.",
+    )
+    beyond_trained: str = option(
+        "draft",
+        "where a text is longer than the draft head was trained on: go on (draft), read so many of the last tokens alone "
+        "(window), or decode plainly (stop)",
+        choices=("draft", "window", "stop"),
+    )
+    smoke: bool = option(
+        True,
+        "compare the draft head with the target on a short text when it is loaded, and warn if they rarely agree",
+        details="The warning names the reading of the head's files that would have been better, if there is one: other "
+        "layers, norms in other places, another vocabulary map.  It takes some passes over about 100 tokens, and the target's "
+        "tokenizer.",
+    )
+
     def __post_init__(self) -> None:
         checked = {
             item.name: setting_of(item).check(item.name, getattr(self, item.name), item.default) for item in fields(self)

@@ -27,6 +27,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._inner: Any = None
+        self._pieces: dict[int, str] = {}
         if any((folder / name).is_file() for name in VOCABULARY_FILES):
             from transformers import AutoTokenizer
 
@@ -66,6 +67,19 @@ class Tokenizer:
         if self._inner is None:
             return ""
         return self._inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def piece(self, token_id: int) -> str:
+        """The text of one token within a text, of a special token too; "token_id:5" without a tokenizer."""
+        if self._inner is None:
+            return f"token_id:{token_id}"
+        if token_id not in self._pieces:
+            before = self._inner.encode("a", add_special_tokens=False)  # decoders strip the space of a text's first token
+            alone, both = (
+                self._inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                for ids in (before, [*before, token_id])
+            )
+            self._pieces[token_id] = both[len(alone) :] if both.startswith(alone) else self._inner.decode([token_id])
+        return self._pieces[token_id]
 
     @property
     def is_present(self) -> bool:

@@ -215,6 +215,13 @@ class LeaveRows:
 
 
 @dataclass(frozen=True)
+class StopDrafting:
+    """These rows go on without the drafter: no draft token is accepted in them any more."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CopyPages:
     """In all layers of a group, page targets[i] becomes what page sources[i] was before this step.  No target occurs twice."""
 
@@ -223,7 +230,7 @@ class CopyPages:
     targets: tuple[int, ...]
 
 
-Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | CopyPages
+Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | StopDrafting | CopyPages
 
 
 class Emitted(NamedTuple):

@@ -66,7 +66,7 @@ class TargetVerifier:
 
     sources: the cache of the encoder's texts; None for a target without an encoder.
     aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
-        state.
+        state; None: nobody wants features.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TargetVerifier:
         model: Target,
         cache: KVCache,
         backend: Backend,
-        aux_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] | None = None,
         sources: KVCache | None = None,
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
@@ -99,12 +99,12 @@ class TargetVerifier:
         with_features: if False, the features are not meant for a drafter.
         """
         attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers), sources=self.sources)
-        aux_layers = self.aux_layers if with_features else ()
-        if with_features and not aux_layers:  # the drafter reads the final hidden state of every token
+        aux_layers = self.aux_layers if with_features else None
+        if aux_layers == ():  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
             hidden_BH = out.hidden_TH.index_select(0, prompts.last_B)
         else:
-            out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers, prompts.last_B)
+            out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or (), prompts.last_B)
             hidden_BH = out.hidden_TH
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
@@ -120,8 +120,8 @@ class TargetVerifier:
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
         attn = PagedAttention(self.backend, self.cache, *passes, sources=self.sources)
-        aux_layers = self.aux_layers if with_features else ()
-        out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers)
+        aux_layers = self.aux_layers if with_features else None
+        out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers or ())
         logits_TV = self.model.logits(out.hidden_TH)
         chosen = choose_tokens(logits_TV, state.sampling, positions_T, needs, self.model.vocabulary, tree)
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
@@ -134,7 +134,7 @@ class TargetVerifier:
         if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
             for group, each in tables.items():
                 self.cache.move(each.slots_BN, accepted.path_BE, group)
-        features_BEF = self._on_path(self._features(out), tree, accepted.path_BE) if with_features else None
+        features_BEF = None if aux_layers is None else self._on_path(self._features(out), tree, accepted.path_BE)
         weighed = None if chosen.weighed_RW is None else self._on_path(chosen.weighed_RW, tree, accepted.path_BE).flatten(0, 1)
         logprobs = self._logprobs(weighed, accepted.tokens_BE.flatten(), needs)
         return VerifyResult(

@@ -20,11 +20,11 @@ from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysView
 from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
 from specdec.attention.kernels.int8_triton import nearest_step, scale_and_inverse, size_of
 from specdec.ops.launch import chained
+from specdec.ops.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
 
 MOST_FP8 = tl.constexpr(FP8_MAX)
 StoredView = MHAView | QuantView | Int8KeysView
-FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -124,7 +124,7 @@ def rope_store_kernel(
             tl.store(to_XE + HALF, high_XE.to(kv.dtype.element_ty), mask=ok_narrow_XE)
 
 
-def launch_rope_store(qkv_TXD: Tensor, view: StoredView, slots_T: Tensor, prep: HeadPrep) -> Tensor:
+def launch_rope_store(qkv_TXD: Tensor, view: StoredView, slots_T: Tensor, prep: HeadPrep, numerics: Numerics = FAST) -> Tensor:
     """Norms and rotates heads, stores keys and values, and returns the queries [T, Q, D], a view of the input.
 
     slots_T: int64.  An fp8 view without a scale gets its scale from these keys and values.
@@ -147,22 +147,23 @@ def launch_rope_store(qkv_TXD: Tensor, view: StoredView, slots_T: Tensor, prep: 
     assert v.dtype == qkv_TXD.dtype or isinstance(view, QuantView)
     assert scales is not None and (not quant or scales.is_contiguous())
     strides = k.stride(0), (v.data_ptr() - k.data_ptr()) // k.itemsize, k.stride(1)
-    _launch(qkv_TXD, k, strides, scales, slots_T.contiguous(), prep, quant)
+    _launch(qkv_TXD, k, strides, scales, slots_T.contiguous(), prep, quant, numerics)
     return qkv_TXD[:, :Q]
 
 
-def launch_rope(q_TQD: Tensor, prep: HeadPrep) -> Tensor:
+def launch_rope(q_TQD: Tensor, prep: HeadPrep, numerics: Numerics = FAST) -> Tensor:
     """Norms and rotates queries in place, of a layer that has no keys and values, and returns them.  prep: of 0 kv heads."""
     assert prep.num_kv_heads == 0 and q_TQD.stride()[1:] == (q_TQD.shape[2], 1)
     if len(q_TQD) and (prep.rotation is not None or prep.norm_HD is not None):
         slots_T = q_TQD if prep.rotation is None else prep.rotation.positions_T.contiguous()  # not read
-        _launch(q_TQD, q_TQD, q_TQD.stride(), q_TQD, slots_T, prep, "")
+        _launch(q_TQD, q_TQD, q_TQD.stride(), q_TQD, slots_T, prep, "", numerics)
     return q_TQD
 
 
 def _launch(
-    qkv_TXD: Tensor, kv: Tensor, strides: tuple[int, ...], scales: Tensor, slots_T: Tensor, prep: HeadPrep, quant: str
-) -> None:
+    qkv_TXD: Tensor, kv: Tensor, strides: tuple[int, ...], scales: Tensor, slots_T: Tensor, prep: HeadPrep, quant: str,
+    numerics: Numerics,
+) -> None:  # fmt: skip
     """Launches the kernel.  With 0 kv heads, any tensors and strides may stand for kv, strides, scales and slots_T.
 
     kv: the keys.  strides: of a slot, from a key to its value, and of a kv head, all in elements of kv.
@@ -172,7 +173,7 @@ def _launch(
     rotation, norm = prep.rotation, prep.norm_HD
     table, positions_T = (qkv_TXD, slots_T) if rotation is None else (rotation.table_P2D, rotation.positions_T)
     assert rotation is None or table.is_contiguous()
-    block = triton.next_power_of_2(X) if T > FEW_TOKENS else min(8, triton.next_power_of_2(X))
+    block = numerics.heads_a_program(T, X)
     rope_store_kernel[(T, triton.cdiv(X, block))](
         qkv_TXD, kv, slots_T, positions_T.contiguous(), table, table if norm is None else norm, scales, prep.eps,
         qkv_TXD.stride(0), *strides,

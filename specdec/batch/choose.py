@@ -84,24 +84,31 @@ def token_scores(logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, 
     return torch.where(greedy_R1, logits_RW, kept_RW + noise_RW)
 
 
-def scores_after(
-    logits_V: Tensor, options: RowOptions, rules: TokenRules | None, needs: Needs, prompt_tokens: int, output_ids: Sequence[int]
+def scores_at(
+    logits_RV: Tensor,
+    choice: tuple[RowOptions, TokenRules | None, Needs],
+    prompt_tokens: int,
+    output_ids: Sequence[int],
+    places: Sequence[int],
 ) -> Tensor:
-    """[V] float32: the scores of a single row after its prompt and this output, as a round computes them.
+    """[R, V] float32: the scores of one row's tokens at these places of its output, as rounds compute them.
 
-    logits_V: the target's, after that text.  prompt_tokens: how many tokens the prompt has.
-    """
-    device, vocabulary = logits_V.device, Vocabulary.of(len(logits_V), ALONE)
-    sampling, logits_1V = RowSampling.of([options], device), logits_V[None]
-    before_1 = torch.tensor([prompt_tokens + len(output_ids) - 1], device=device)
+    logits_RV: the target's, after the text before each place.  prompt_tokens: how many tokens the prompt has.
+    """  # fmt: skip
+    (options, rules, needs), device = choice, logits_RV.device
+    sampling, vocabulary = RowSampling.of([options], device), Vocabulary.of(logits_RV.shape[1], ALONE)
+    before_R = torch.tensor(places, device=device) + prompt_tokens - 1
     if rules is not None:
-        tables = TokenTables.neutral(1, len(logits_V), device)
-        tables.enter(0, rules, 0)
-        if output_ids:
-            output_1E = torch.tensor([list(output_ids)], device=device)
-            tables.record(output_1E, torch.tensor([len(output_ids)], device=device), 0)
-        logits_1V = edited_logits(logits_1V, sampling._replace(tables=tables), before_1, needs, vocabulary, None)
-    return token_scores(logits_1V, sampling, before_1, needs, vocabulary)[0]
+        edited = []
+        for logits_1V, before_1, place in zip(logits_RV.split(1), before_R.split(1), places, strict=True):
+            tables = TokenTables.neutral(1, vocabulary.size, device)
+            tables.enter(0, rules, 0)
+            if place:
+                output_1E = torch.tensor([list(output_ids[:place])], device=device)
+                tables.record(output_1E, torch.tensor([place], device=device), 0)
+            edited.append(edited_logits(logits_1V, sampling._replace(tables=tables), before_1, needs, vocabulary, None))
+        logits_RV = torch.cat(edited)
+    return token_scores(logits_RV, sampling, before_R, needs, vocabulary)
 
 
 def kept_logits(logits_RW: Tensor, rows: RowSampling, needs: Needs, vocabulary: Vocabulary) -> Tensor:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTS = ("top_k", "seed", "first_end", "processed")
 
+_BEST = 2.0**40  # the weight of a row's best token; that of a token 28 below it in logits is 1
+
 
 class RowSampling(NamedTuple):
     """How each row samples: the numbers of RowOptions as a table, of which the properties are columns.
@@ -110,8 +112,10 @@ def filter_logits(logits_RV: Tensor, sampling: RowSampling) -> Tensor:
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     top_k_R1 = torch.where(sampling.top_k_R > 0, sampling.top_k_R, logits_RV.shape[-1])[:, None]
     sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, -torch.inf)
-    probs_RV = sorted_RV.softmax(-1)
-    before_RV = probs_RV.cumsum(-1) - probs_RV
+    # Sums of integers are exact in any order.  A sum of floats has an order that depends on the number of rows, by which
+    # a token at top-p's border could depend on the batch.
+    weights_RV = ((sorted_RV - sorted_RV[:, :1]).exp() * _BEST).long()
+    sums_RV = weights_RV.cumsum(-1)
     top_p_R1 = sampling.top_p_R[:, None]
-    outside = (before_RV >= top_p_R1) & (top_p_R1 < 1) & (rank_V > 0)
+    outside = (sums_RV - weights_RV >= top_p_R1 * sums_RV[:, -1:].double()) & (top_p_R1 < 1) & (rank_V > 0)
     return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV.masked_fill(outside, -torch.inf))

@@ -11,8 +11,10 @@ The last row of the runner's state is always padding: the padding of a chunk of 
 A row has a page table for each group of layers: all layers of both models, or the layers that read all keys, and then those
 that read a span of keys only.
 
-Shapes: B rows, G groups of layers, W pages per row, K topk, H hidden size of the drafter, P the most tokens of a pause, F width
-of a token's features, R some of the rows.  The floats and integers of options are F and I of RowSampling.
+What a drafter keeps of each row is the drafter's own.
+
+Shapes: B rows, G groups of layers, W pages per row, R some of the rows.  The floats and integers of options are F and I of
+RowSampling.
 """
 
 from __future__ import annotations
@@ -41,15 +43,8 @@ class BatchState:
     page_table_BGW: int32, the pages that rounds read and write: a running row's own, else the dummy page.
     prompt_table_BGW: int32, the pages that the row has owned or borrowed since it entered; chunks of prompts use these.
     speculates_B: int32, 1 where draft tokens may be accepted, else 0.  The drafter computes the other rows too, where it may
-        read keys and values that nobody wrote; so their first levels are any token ids, with any scores.
+        read keys and values that nobody wrote; so their drafts are any token ids, with any scores.
     option_floats_BF, option_ints_BI: how the row samples; see RowSampling.
-    level1_tokens_BK: int64 ids of the target's vocabulary, the first level of the next tree, left by the last extend.
-    level1_logp_BK: float32, the log-probabilities of these tokens.
-    level1_hidden_BH: the drafter's hidden state from which they were computed.
-    pending_B: int64, how many tokens the drafter has not seen yet, because their rounds were paused; always 0 in a row that
-        does not speculate.
-    pending_tokens_BP: int64, these tokens.
-    pending_features_BPF: for each of these tokens, the target's features of the token before it.
     source_page_B, source_lens_B: int32, the text of an encoder that the row reads; see Sources.  0 without an encoder.
     shared: the pages of group 0 that rows read together; None: each row reads all its own pages.
     page_size: tokens per page of both tables.
@@ -66,12 +61,6 @@ class BatchState:
     speculates_B: Tensor
     option_floats_BF: Tensor
     option_ints_BI: Tensor
-    level1_tokens_BK: Tensor
-    level1_logp_BK: Tensor
-    level1_hidden_BH: Tensor
-    pending_B: Tensor
-    pending_tokens_BP: Tensor
-    pending_features_BPF: Tensor
     source_page_B: Tensor
     source_lens_B: Tensor
     shared: SharedPrefix | None = field(default=None, kw_only=True)
@@ -85,21 +74,15 @@ class BatchState:
         cls,
         rows: int,
         pages: int,
-        topk: int,
-        draft_hidden: int,
         *,
         page_size: int,
         groups: int = 1,
         source_size: int = 0,
-        max_pause: int = 0,
-        features: int = 0,
         device: torch.device | str,
-        dtype: torch.dtype,
     ) -> BatchState:
         """A batch of `rows` rows, all of them padding.
 
-        pages: W.  page_size: tokens per page.  groups: G.  source_size: see the class.  topk, draft_hidden: K and H; 0 without
-        a drafter.  max_pause, features: P and F; 0 if no round is ever paused.  dtype: of hidden states and features.
+        pages: W.  page_size: tokens per page.  groups: G.  source_size: see the class.
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -119,12 +102,6 @@ class BatchState:
             speculates_B=zeros(rows, dtype=torch.int32),
             option_floats_BF=neutral.floats_RF,
             option_ints_BI=neutral.ints_RI,
-            level1_tokens_BK=zeros(rows, topk, dtype=torch.int64),
-            level1_logp_BK=zeros(rows, topk, dtype=torch.float32),
-            level1_hidden_BH=zeros(rows, draft_hidden, dtype=dtype),
-            pending_B=zeros(rows, dtype=torch.int64),
-            pending_tokens_BP=zeros(rows, max_pause, dtype=torch.int64),
-            pending_features_BPF=zeros(rows, max_pause, features, dtype=dtype),
             source_page_B=zeros(rows, dtype=torch.int32),
             source_lens_B=zeros(rows, dtype=torch.int32),
             page_size=page_size,
@@ -166,11 +143,6 @@ class BatchState:
         return sampling.of_rows(rows_R)
 
     @property
-    def first_level(self) -> list[Tensor]:
-        """The tensors that an extend leaves for the next draft."""
-        return [self.level1_tokens_BK, self.level1_logp_BK, self.level1_hidden_BH]
-
-    @property
     def shape(self) -> tuple[int, bool]:
         """What a CUDA graph captured with this state depends on, besides the values of its tensors."""
         return self.rows, self.shared is not None
@@ -200,16 +172,6 @@ class BatchState:
     def sharing(self, shared: SharedPrefix) -> BatchState:
         """The same rows, which read common pages together.  shared: of at least as many rows."""
         return replace(self, shared=shared.narrow(self.rows))
-
-    def keep_pending(self, tokens_B: Tensor, features_BF: Tensor) -> None:
-        """Records the one token of a paused round for the drafter; only running rows that speculate count it.
-
-        tokens_B: int64.  features_BF: the target's features of the token before it.
-        """
-        rows_B = torch.arange(self.rows, device=tokens_B.device)
-        self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
-        self.pending_features_BPF[rows_B, self.pending_B] = features_BF
-        self.pending_B.add_(self.active_B * self.speculates_B)
 
     def enter_rows(
         self, rows_R: Tensor, pages_RGw: Tensor, sampling: RowSampling, speculates_R: Tensor, source_R2: Tensor | None = None
@@ -255,7 +217,6 @@ class BatchState:
         self.lens_B.index_copy_(0, rows_R, lens_R * last_R)
         self.active_B.index_copy_(0, rows_R, last_R)
         self.bonus_B.index_copy_(0, rows_R, bonus_R)
-        self.pending_B.index_fill_(0, rows_R, 0)
         own_RGW = self.prompt_table_BGW.index_select(0, rows_R)
         self.page_table_BGW.index_copy_(0, rows_R, torch.where(last_R[:, None, None] > 0, own_RGW, DUMMY_PAGE))
 
@@ -267,8 +228,6 @@ class BatchState:
 
     def clear_rows(self, rows_R: Tensor) -> None:
         """Makes rows (int64) padding.  Other values of theirs may stay, because inactive rows use the dummy page only."""
-        for tensor in (
-            self.active_B, self.lens_B, self.pending_B, self.speculates_B, self.sampling.temperature_R, self.source_lens_B,
-        ):  # fmt: skip
+        for tensor in (self.active_B, self.lens_B, self.speculates_B, self.sampling.temperature_R, self.source_lens_B):
             tensor.index_fill_(0, rows_R, 0)
         self.page_table_BGW.index_fill_(0, rows_R, DUMMY_PAGE)

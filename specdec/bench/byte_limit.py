@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from specdec.bench.budget import RoundBytes
 from specdec.config import SpecConfig
-from specdec.draft.eagle import DraftHead, Eagle3Head
+from specdec.draft.drafter import DraftModel
 from specdec.models.config import ModelConfig
 from specdec.models.kv import kv_read_bytes
+from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 
@@ -29,7 +30,7 @@ READ_COLUMNS = 16384
 
 
 def byte_limit(
-    model: Target, head: DraftHead | None, spec: SpecConfig | None, batch: int, context: float, kv_cache_dtype: str = "auto"
+    model: Target, head: DraftModel | None, spec: SpecConfig | None, batch: int, context: float, kv_cache_dtype: str = "auto"
 ) -> RoundBytes:
     """Bytes of a round of `spec`, or of a plain step if it is None.  context: committed tokens of each of `batch` sequences."""
     nodes = batch * (spec.num_draft_tokens if spec else 1)
@@ -38,11 +39,12 @@ def byte_limit(
     if spec is None:
         return RoundBytes(target, target_kv)
     assert head is not None
-    passes = spec.max_steps
+    passes = head.passes(spec)
+    if not passes:
+        return RoundBytes(target, target_kv)
     rows = batch * (spec.topk * (passes - 1) + passes + 1)  # of all passes: the tree's branches, then the extend's
-    once = head.fc.num_bytes if isinstance(head, Eagle3Head) else 0  # features are fused in the extend only
-    draft = passes * (_weights(head) - once) + once + rows * _row_bytes(head)
-    draft_kv = int(passes * batch * _kv_bytes(head, head.config.model, kv_cache_dtype, context))
+    draft = passes * (_weights(head) - head.once_bytes) + head.once_bytes + rows * _row_bytes(head)
+    draft_kv = int(passes * batch * sum(_kv_bytes(head, config, kv_cache_dtype, context) for config in head.needs.models))
     return RoundBytes(target, target_kv, draft, draft_kv, passes)
 
 
@@ -84,22 +86,23 @@ def _host_seconds(work: Callable[[], Tensor], repeats: int) -> float:
     return median(seconds)
 
 
-def _weights(module: Target | DraftHead) -> int:
+def _weights(module: Target | DraftModel) -> int:
     """Bytes of all weights that a pass reads, shared ones once.  An embedding table counts if it is the output layer too."""
     tensors = {tensor.data_ptr(): tensor for tensor in module.parameters()}
+    matrices = [part for part in module.modules() if isinstance(part, Linear)]
     for table in _tables(module):
-        if not module.lm_head.holds(table):
+        if not any(matrix.holds(table) for matrix in matrices):
             tensors.pop(table.data_ptr(), None)
     return sum(map(_bytes, tensors.values()))
 
 
-def _tables(module: Target | DraftHead) -> list[Tensor]:
+def _tables(module: Target | DraftModel) -> list[Tensor]:
     """All embedding tables: of tokens, and in some models of positions, or of tokens for each layer."""
     tables = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
     return list({table.data_ptr(): table for table in tables}.values())
 
 
-def _row_bytes(module: Target | DraftHead) -> int:
+def _row_bytes(module: Target | DraftModel) -> int:
     """Bytes of one row of each embedding table."""
     return sum(_bytes(table[0]) for table in _tables(module))
 

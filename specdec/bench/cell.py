@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from specdec.bench.measurement import Cell, Divergence, Memory, Outputs, Phases, PlainCell, Side, repeat_ratio
-from specdec.bench.near_tie import explain_divergence, first_divergence
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
+from specdec.lossless.near_tie import explain_divergence, first_divergence
 
 WARM_UPS = 6  # at most; a graph that a short run captures late, a long run captured long before its end
 CHUNK_USES = 3  # a chunk of prompts is captured at its third use, so that with graphs fewer warm-ups say nothing
@@ -151,16 +151,20 @@ def _compare(
     baseline: list[list[Generation]],
     speculative: list[list[Generation]],
 ) -> Outputs:
-    """Every pass of one side against the same pass of the other.  A difference seen in several passes is listed once."""
+    """Every pass of one side against the same pass of the other.  A difference seen in several passes is explained once."""
     if session.forces_acceptance:  # the speculative text is nobody's, but the baseline's is the target's own
         return Outputs(len(prompts), len(baseline), [], is_synthetic=True, empty=_empty_prompts(session, baseline))
-    found: dict[tuple[int, int, int | None, int | None], Divergence] = {}
+    found: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Divergence] = {}
     for plain, fast in zip(baseline, speculative, strict=True):
         for i, (a, b) in enumerate(zip(plain, fast, strict=True)):
-            if first_divergence(a.token_ids, b.token_ids) is not None:
+            index = first_divergence(a.token_ids, b.token_ids)
+            if index is None:
+                continue
+            key = i, index, tuple(a.token_ids[index : index + 1]), tuple(b.token_ids[index : index + 1])
+            if key not in found:
                 part = explain_divergence(session, i, prompts[i], a.token_ids, b.token_ids, params[i])
                 assert part is not None
-                found.setdefault((i, part.index, part.token_baseline, part.token_speculative), part)
+                found[key] = part
     empty = _empty_prompts(session, [*baseline, *speculative])
     return Outputs(len(prompts), len(baseline), list(found.values()), empty=empty)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from specdec.bench.budget import BUDGET_DEFINITIONS, PHASES, Budget
 from specdec.generation import Stats
+from specdec.lossless.verification import Divergence
 
 REPEAT_N = 6  # tokens of an n-gram, about four or five words
 REPEAT_FLAG = 0.3
@@ -37,8 +38,9 @@ DEFINITIONS = {
     "accept_length; sequences end after different numbers of rounds, so that the last rounds run half empty, and tokens after "
     "the end are cut off. prefill: both sides' prefill, which the draft makes longer. other: from the pass that waits for "
     "phases to the timed repeats, noise included",
-    "outputs": "each prompt's ids of each pass (warm-up, repeats, phases), speculative against baseline. near-tie: both "
-    "tokens' scores of a plain forward are within the bound of its best score; never accepted in float32. DIVERGED: anything "
+    "outputs": "each prompt's ids of each pass (warm-up, repeats, phases), speculative against baseline. near-tie: by "
+    "the logits of a dense pass in a wider dtype both tokens lie within the bound of the best, where the bound is twice what "
+    "rounding moves such logits on the same text without speculation; never accepted in float32. DIVERGED: anything "
     "else, also where a mixture of experts in 16 bit parts by more because a router flipped between two passes. EMPTY: some "
     "prompt's output held nothing, on either side, so that being equal would prove nothing",
     "failures": "batch sizes and tree shapes in which a request or the engine failed; message says how",
@@ -111,25 +113,6 @@ class SpeedUpFactors(NamedTuple):
     uneven_ends: float
     prefill: float
     other: float
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where two outputs of one prompt part.  Ranks (1 is best) and margin are of a fresh plain forward over the common part.
-
-    margin: how far the worse of the two tokens scores below the best of all.  bound: the largest margin that is a near-tie.
-    Scores are logits, or when sampling logits / temperature + noise.  None where nothing could be compared.
-    """
-
-    prompt: int
-    index: int
-    token_baseline: int | None
-    token_speculative: int | None
-    rank_baseline: int | None = None
-    rank_speculative: int | None = None
-    margin: float | None = None
-    bound: float | None = None
-    verdict: Literal["near-tie", "DIVERGED"] = "DIVERGED"
 
 
 @dataclass(frozen=True)

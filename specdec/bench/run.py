@@ -22,6 +22,7 @@ import torch
 from specdec import __version__
 from specdec.bench.byte_limit import read_bandwidth
 from specdec.bench.cell import measure_cell, measure_plain
+from specdec.bench.encode import encode_prompts
 from specdec.bench.measurement import Failure, Measurement
 from specdec.bench.profile import profile_work, rounds_in
 from specdec.bench.prompt_file import FilePrompt
@@ -29,17 +30,17 @@ from specdec.bench.session import Session
 from specdec.checks import require_float, require_int
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
+from specdec.draft.drafter import DraftModel
 from specdec.loading.doctor import machine_facts, steal_and_total, versions
+from specdec.loading.drafters import drafter_line, smoke_check
 from specdec.loading.load import load_pair
 from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
-from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.progress import Progress
-from specdec.prompts import Tokenizer, check_length, encode_prompt, is_chat
+from specdec.prompts import Tokenizer, is_chat
 
 MAX_SEED = 2**63 - 1
 USUAL_PROMPTS = 8  # taken where nobody says how many, unless a batch needs more
@@ -183,13 +184,22 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     """Every batch size with every tree shape."""
     on_progress("loading", 0, 1)
     tokenizer = Tokenizer(resolve_folder(options.target, "target"))
-    prompts = _encode(options, tokenizer)
+    prompts = encode_prompts(
+        options.taken,
+        options.prompts_source,
+        options.target,
+        tokenizer,
+        options.effective_sampling,
+        options.engine,
+        chat=options.chat,
+    )
     model, head, settings = _load(options, max(map(len, prompts)))
+    smoke_check(model, head, tokenizer, settings)
     forced = options.synthetic_acceptance
     result = Measurement(
         machine_facts(settings.device),
         versions() | {"specdec": __version__},  # what runs, which need not be what is installed, if anything is
-        _settings(options, settings, model.config),
+        _settings(options, settings, model.config) | {"drafter": drafter_line(head, settings) if head else None},
         _prompt_facts(options, prompts),
         synthetic_acceptance=None if forced is None else list(map(float, forced)),
     )
@@ -246,28 +256,7 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
     on_progress(f"batch {size}, {name}: {what}", number * passes + index, len(options.work) * passes)
 
 
-def _encode(options: BenchOptions, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of all prompts, checked against the model's limits before its weights are read."""
-    config = choose_target(resolve_folder(options.target, "target"), options.engine.backend).config
-    if config.encoder is not None:
-        raise ValueError(
-            f"the benchmark's target must be a decoder-only model, such as a Llama, got {options.target}, a {config.family} "
-            "model: near-ties are checked over one model's text, not over what an encoder read besides"
-        )
-    encoded = []
-    for i, prompt in enumerate(options.taken):
-        name = f"prompt {i + 1} of {options.prompts_source}"
-        if options.chat and not isinstance(prompt, str) and not is_chat(prompt):
-            raise ValueError(f"{name} holds token ids, to which no chat template can be applied; leave --chat out")
-        is_message = options.chat and isinstance(prompt, str)
-        asked = [{"role": "user", "content": prompt}] if is_message else prompt
-        ids = encode_prompt(asked, name, tokenizer, config.vocab_size)
-        check_length(ids, options.effective_sampling, name, options.engine.max_seq_len or config.max_position)
-        encoded.append(ids)
-    return encoded
-
-
-def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead | None, EngineSettings]:
+def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftModel | None, EngineSettings]:
     """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead, default=SpecConfig())  # without a draft it is not looked at
     length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
@@ -275,8 +264,7 @@ def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftHead
     model, head, settings, _ = load_pair(options.target, options.draft, widest, engine)
     for spec in options.specs:
         assert head is not None
-        if spec.topk > head.config.draft_vocab_size:
-            raise ValueError(f"topk must be at most the draft vocabulary {head.config.draft_vocab_size}, got {spec.topk}")
+        head.check(spec)
         if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
             raise ValueError(
                 f"synthetic_acceptance needs a token that no branch holds: topk must be below the vocabulary "

@@ -15,8 +15,8 @@ from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import DraftHead
-from specdec.draft.worker import DraftWorker
+from specdec.draft.drafter import DraftModel
+from specdec.draft.eagle.worker import DraftWorker
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
 from specdec.generation import Generation
@@ -89,7 +89,7 @@ class Session:
         return self.decoder.model
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> DraftModel | None:
         return self.decoder.head
 
     @property

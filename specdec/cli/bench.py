@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.flags import (
     SPEC_HELP,
     add_engine_flags,
+    add_prompt_flags,
     add_sampling_flags,
     engine_of,
     floats,
@@ -35,16 +36,11 @@ DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shapes = " and ".join(s.label for s in DEFAULT_SPECS)
-    lines = "text, one prompt a line, or .jsonl with one of these keys a line: token_ids, prompt, text, question, task, turns, "
-    lines += "messages; default: held-out prompts of the shipped pair"
-    add("--prompts", type=not_empty, metavar="FILE", help=lines)
-    add("--num-prompts", type=int, metavar="N", help="the file's first N; default: 8, or as many as the largest batch")
+    add_prompt_flags(parser, num_prompts="8, or as many as the largest batch")
     spec = f"{SPEC_HELP}; may be given several times; default: {shapes}"
     add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
     add("--batch-sizes", type=ints, default=(1, 8), metavar="N,N", help="requests that run at once; default: 1,8")
-    add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
     add("--repeats", type=int, default=3, metavar="N", help="timed passes a side; default: %(default)s")
-    add("--chat", action="store_true", help="apply the target's chat template to the prompts")
     add("--profile", action="store_true", help="print where each millisecond of a round goes, beside the byte limit")
     forced = "force acceptance, one probability a level, for capacity planning; the numbers are marked SYNTHETIC"
     add("--synthetic-acceptance", type=floats, metavar="P,P,..", help=forced)

@@ -12,19 +12,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, serve
+from specdec.cli import bench, doctor, generate, inspect, plan, serve, verify
 from specdec.cli.flags import Parser
 from specdec.cli.output import complain
 
 EPILOG = """exit codes:
   0    done
-  1    bench: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed
+  1    bench, verify: outputs of the two sides differ beyond near-ties or are empty, or a part of the run failed
   2    something that was given is wrong, or the run failed; one line on stderr says what
   130  interrupted by Ctrl-C
   141  whoever read the output stopped reading (specdec bench | head)
 
 SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
 INTERRUPTED, BROKEN_PIPE = 130, 141
+COMMANDS = (
+    ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
+    ("doctor", doctor),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +67,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="specdec", description="Speculative decoding with EAGLE heads.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in (("bench", bench), ("generate", generate), ("serve", serve), ("doctor", doctor)):
+    for name, command in COMMANDS:
         added = commands.add_parser(name, help=command.HELP, description=command.HELP, epilog=EPILOG)
         command.add_flags(added)
         added.set_defaults(run=command.run, parser=added)

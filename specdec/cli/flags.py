@@ -43,7 +43,24 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+# ---- prompts ----
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, num_prompts: str) -> None:
+    """What commands that run a file of prompts share.  num_prompts: how many they run if nobody says."""
+    add = parser.add_argument
+    lines = "text, one prompt a line, or .jsonl with one of these keys a line: token_ids, prompt, text, question, task, turns, "
+    lines += "messages; default: held-out prompts of the shipped pair"
+    add("--prompts", type=not_empty, metavar="FILE", help=lines)
+    add("--num-prompts", type=int, metavar="N", help=f"the file's first N; default: {num_prompts}")
+    add("--max-tokens", type=int, default=64, metavar="N", help="output tokens of a prompt; default: %(default)s")
+    add("--chat", action="store_true", help="apply the target's chat template to the prompts")
+
+
 # ---- sampling ----
+
+NOT_GREEDY = ("top_p", "top_k", "min_p", "seed")  # flags that greedy decoding would not look at
+RULES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")  # flags that it does
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +68,32 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together have this probability")
     add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the likeliest")
     add("--seed", type=int, metavar="N", help="bench samples with 0 unless told otherwise, generate with a random one")
     add("--ignore-eos", action="store_true", help="go on after the end of text")
+    add("--repetition-penalty", type=float, metavar="X", help="divide logits above 0 of tokens in prompt or output by X")
+    add("--presence-penalty", type=float, metavar="X", help="take X off the logits of tokens in the output")
+    add("--frequency-penalty", type=float, metavar="X", help="take X off a token's logit for each time the output holds it")
+    bias = "add NUMBER to a token's logit; may be given several times"
+    add("--logit-bias", type=_bias, action="append", metavar="ID=NUMBER", help=bias)
+    bad_word = "a text that the output does not complete; may be given several times"
+    add("--bad-word", type=not_empty, action="append", metavar="TEXT", help=bad_word)
+    add("--min-tokens", type=int, metavar="N", help="nothing ends the text before N tokens")
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """Flags that greedy decoding would not look at are errors: nothing is ignored."""
-    given = {name: getattr(args, name) for name in ("top_p", "top_k", "seed") if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in NOT_GREEDY if getattr(args, name) is not None}
     idle = given.keys() - ({"seed"} if getattr(args, "synthetic_acceptance", None) else set())  # forced draws have one
     if args.temperature == 0 and idle:
         flags = ", ".join(flag_of(name) for name in given if name in idle)
         raise ValueError(f"{flags} would do nothing at --temperature 0 (greedy); give a temperature, or leave it out")
-    return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos, **given)
+    given |= {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
+    bias = None if args.logit_bias is None else dict(args.logit_bias)
+    if bias is not None and len(bias) < len(args.logit_bias):
+        raise ValueError("--logit-bias names a token twice; give each token once")
+    always = dict(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos)
+    return SamplingParams(**always, logit_bias=bias, bad_words=args.bad_word, **given)
 
 
 # ---- models and engine ----
@@ -74,12 +105,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
-    draft = "folder or hub id of its EAGLE head; without one, a --target decodes plainly"
+    draft = "folder or hub id of its EAGLE head, or ngram, which needs none; without it, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
     add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
 
 
-def add_option_flags(group: argparse._ArgumentGroup, options: type, without: Sequence[str]) -> None:
+def add_option_flags(group: argparse._ActionsContainer, options: type, without: Sequence[str]) -> None:
     """A flag for every field of a class of options, but for those without one."""
     for item in fields(options):
         if item.name not in without:
@@ -122,7 +153,8 @@ def _flag_details(item: Field[Any]) -> dict[str, Any]:
     setting = setting_of(item)
     meaning = setting.meaning.replace("%", "%%")
     if isinstance(item.default, bool):
-        return {"action": "store_true", "help": meaning}
+        action = argparse.BooleanOptionalAction if item.default else "store_true"
+        return {"action": action, "default": item.default, "help": meaning}
     details: dict[str, Any] = {"default": item.default, "help": meaning}
     if item.default is not None:
         details["help"] += f"; default: {item.default}"
@@ -177,6 +209,15 @@ def tree_shape(text: str) -> SpecConfig:
         return SpecConfig(**given)  # type: ignore[arg-type]  # "auto" is the first alone
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """ID=NUMBER."""
+    token, _, added = text.partition("=")
+    try:
+        return int(token), float(added)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ID=NUMBER such as 50=-100, got {text!r}") from None
 
 
 def ints(text: str) -> tuple[int, ...]:

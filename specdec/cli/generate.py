@@ -1,10 +1,11 @@
-"""`specdec generate`: streams one text to stdout, and nothing else there."""
+"""`specdec generate`: writes texts to stdout, and nothing else there; a single one while it is generated."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,13 @@ from specdec.cli.flags import (
     tree_shape,
 )
 from specdec.config import SamplingParams
+from specdec.generation import Generation, Stats
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
 
 HELP = "stream a text"
+MOST_ROWS = 32  # texts that are generated at once
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,25 +38,44 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
     add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")
+    add(
+        "--n",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts, one after the other with a line ---- between; default: %(default)s",
+    )
+    add("--logprobs", type=int, metavar="N", help="print each token's log-probability to stderr, and those of the N likeliest")
+    mode = "probabilities before the sampling options (raw, the default) or after them (processed)"
+    add("--logprobs-mode", choices=("raw", "processed"), help=mode)
     add("--stats", action="store_true", help="print accept length, tok/s and the seconds of the start to stderr")
     add_sampling_flags(parser)
     add_engine_flags(parser, "generate")
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = replace(sampling_of(args), stop=args.stop, stop_token_ids=args.stop_token_id)
+    sampling = replace(sampling_of(args), stop=args.stop, stop_token_ids=args.stop_token_id, n=args.n)
+    mode = {"logprobs_mode": args.logprobs_mode} if args.logprobs_mode else {}
+    sampling = replace(sampling, logprobs=args.logprobs, **mode)
     target, draft = _pair(args)
-    options, prompt = engine_of(args, max_batch_size=1), _read_prompt(args.prompt)
+    options, prompt = engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
     from specdec.decoder import SpecDecoder
 
     decoder = SpecDecoder.from_pretrained(target, draft, args.spec, options=options)
     if not decoder.tokenizer.is_present:
         raise ValueError(f"{target} holds no tokenizer, and specdec generate is about text")
-    stats = _stream(decoder, [{"role": "user", "content": prompt}] if args.chat else prompt, sampling)
+    start, asked = time.perf_counter(), [{"role": "user", "content": prompt}] if args.chat else prompt
+    generations = [_stream(decoder, asked, sampling)] if sampling.n == 1 else _write_all(decoder, asked, sampling)
+    seconds = time.perf_counter() - start
+    for generation in generations:
+        _show_logprobs(decoder, generation)
     if args.stats:
+        from specdec.loading.drafters import drafter_line
         from specdec.startup import STARTUP
 
-        print(f"{stats}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
+        draft = f"\ndraft: {drafter_line(decoder.head, decoder.settings)}" if decoder.head is not None else ""
+        about = _about(decoder, generations, seconds)
+        print(f"{about}{draft}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
     return 0
 
 
@@ -77,21 +99,37 @@ def _read_prompt(argument: str | None) -> str:
     return prompt
 
 
-def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams) -> str:
-    """Writes the text to stdout as it comes; returns a line about it."""
-    start = time.perf_counter()
+def _stream(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams) -> Generation:
+    """Writes the text to stdout as it comes."""
     stream = decoder.stream(prompt, sampling)
     while True:
         try:
             print(next(stream).text, end="", flush=True)
         except StopIteration as end:  # a finished stream hands over its Generation
-            generation = end.value
-            break
-    print(flush=True)
-    seconds, stats, tokens = time.perf_counter() - start, generation.stats, len(generation.token_ids)
+            print(flush=True)
+            return end.value
+
+
+def _write_all(decoder: SpecDecoder, prompt: Any, sampling: SamplingParams) -> list[Generation]:
+    """Writes the texts of all generations to stdout, once they are finished."""
+    generations = decoder.generate(prompt, sampling)
+    print("\n----\n".join(generation.text for generation in generations), flush=True)
+    return generations
+
+
+def _show_logprobs(decoder: SpecDecoder, generation: Generation) -> None:
+    """A line a token on stderr: its text and log-probability, and then those of the likeliest tokens."""
+    for each in generation.logprobs or ():
+        likeliest = "".join(f"  {decoder.tokenizer.piece(token)!r} {logprob:.4f}" for token, logprob in each.top.items())
+        print(f"{decoder.tokenizer.piece(each.token)!r:<16} {each.logprob:9.4f} {likeliest}", file=sys.stderr)
+
+
+def _about(decoder: SpecDecoder, generations: Sequence[Generation], seconds: float) -> str:
+    """A line about what was generated."""
+    stats, tokens = Stats.total([each.stats for each in generations]), sum(len(each.token_ids) for each in generations)
     line = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s (prefill included, nothing warmed up)"
     if decoder.settings.options.prefix_caching:
-        line += f", {stats.cached_tokens} of {len(generation.prompt_token_ids)} prompt tokens cached"
+        line += f", {stats.cached_tokens} of {sum(len(each.prompt_token_ids) for each in generations)} prompt tokens cached"
     if decoder.settings.target_backend != "native":
         line += f", target by {decoder.settings.target_backend}"
     if decoder.head is None:

@@ -1,4 +1,4 @@
-"""One request while it runs: its prompt, its output so far, its counters.  This module knows no tensor and no page."""
+"""One request while it runs: its prompt, its output so far, its counters, its row.  This module knows no tensor and no page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import islice
 from math import inf
 
 from specdec.config import SamplingParams
+from specdec.engine.chunks import Left
 from specdec.engine.needs import RowChoice
 from specdec.engine.trim import Trimmer
 from specdec.generation import Chunk, Generation, Stats, TokenLogprob
@@ -21,6 +22,7 @@ class Request:
 
     speculate: whether the drafter proposes tokens for this request.
     source_ids: what the target's encoder reads; None for a target without one.
+    drafted_until: how many tokens of the text the drafter knows, since it stopped there; None: it goes on.
     error: what made this request fail, or None.  Other requests go on.
     choice: how its row chooses tokens.
     logprobs: of the output's tokens, if the request asked for them.
@@ -37,6 +39,7 @@ class Request:
     cancelled: bool = False
     is_submitted: bool = False
     source_ids: list[int] | None = None
+    drafted_until: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     _unread: int = 0
 
@@ -115,3 +118,30 @@ class Request:
         output, logprobs = self.output, None if self.sampling.logprobs is None else self.logprobs
         assert output.finish_reason is not None and len(self.logprobs) in (0, len(output.token_ids))
         return Generation(self.given_ids, output.token_ids, output.text, output.finish_reason, self.stats, logprobs)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
+
+    done: how many prompt tokens are in the cache or in chunks that have been planned.
+    arrival: how many requests entered before this one.
+    runs: whether chunks have been planned for the whole prompt, so that the row takes part in rounds.
+    unread: launches that emit tokens for the request and have not been read yet.
+    """
+
+    request: Request
+    done: int
+    arrival: int
+    runs: bool = False
+    unread: int = 0
+
+    @property
+    def left(self) -> Left:
+        """The part of the prompt that no chunk has been planned for."""
+        return Left(self.done, len(self.request.prompt_ids) - self.done)
+
+    @property
+    def tokens_left(self) -> int:
+        """The most tokens the request can still take; each launch that is not read yet emits at least one."""
+        return self.request.sampling.max_tokens - len(self.request.output.token_ids) - self.unread

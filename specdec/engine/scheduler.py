@@ -12,46 +12,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count, repeat
 
-from specdec.engine.chunks import ChunkBudget, Left
+from specdec.engine.chunks import ChunkBudget
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
-from specdec.engine.request import Numbers, Request
+from specdec.engine.request import Numbers, Request, Seat
 from specdec.engine.speculation import Speculation
 from specdec.engine.totals import Totals
-from specdec.steps import Emitted, EnterRows, Entry, LeaveRows, Needs, PromptPart, RunChunk, RunRound, Source, Step
+from specdec.steps import (
+    Emitted,
+    EnterRows,
+    Entry,
+    LeaveRows,
+    Needs,
+    PromptPart,
+    RunChunk,
+    RunRound,
+    Source,
+    Step,
+    StopDrafting,
+)
 
 # Capturing a chunk's graph takes as long as an eager pass, and only then does the graph run.  So between rounds of running
 # rows, only chunks that cost at most a quarter of the budget are captured: the rows wait no longer for such a chunk than for a
 # chunk that uses the whole budget.
 CAPTURE_SHARE = 4
-
-
-@dataclass(eq=False)
-class Seat:
-    """A request that holds a row of the batch; the seat's index in `Scheduler.seats` is the row.
-
-    done: how many prompt tokens are in the cache or in chunks that have been planned.
-    arrival: how many requests entered before this one.
-    runs: whether chunks have been planned for the whole prompt, so that the row takes part in rounds.
-    unread: launches that emit tokens for the request and have not been read yet.
-    """
-
-    request: Request
-    done: int
-    arrival: int
-    runs: bool = False
-    unread: int = 0
-
-    @property
-    def left(self) -> Left:
-        """The part of the prompt that no chunk has been planned for."""
-        return Left(self.done, len(self.request.prompt_ids) - self.done)
-
-    @property
-    def tokens_left(self) -> int:
-        """The most tokens the request can still take; each launch that is not read yet emits at least one."""
-        return self.request.sampling.max_tokens - len(self.request.output.token_ids) - self.unread
 
 
 @dataclass(frozen=True)
@@ -61,11 +46,13 @@ class Launch:
     before: steps that must run before it.
     seats: who held each part of the chunk, or each row of the round, when it was planned; None for a row of a round that does
         not run.
+    speculates: of a round, which of its rows may accept draft tokens.
     """
 
     before: list[Step]
     step: RunChunk | RunRound
     seats: list[Seat | None]
+    speculates: tuple[bool, ...] = ()
 
     @property
     def emits(self) -> bool:
@@ -185,6 +172,8 @@ class Scheduler:
         """
         entries: list[Entry] = []
         for request in list(self.waiting):
+            if self._is_too_long(len(request.prompt_ids)):
+                request.drafted_until = 0
             speculates = self._speculates(request)
             found = self.admission.find(request, speculates) if len(self.seats) < self.rows else None
             if found is None:
@@ -233,16 +222,16 @@ class Scheduler:
         self.totals.rounds += isinstance(step, RunRound)
         self.totals.chunks += isinstance(step, RunChunk)
         if isinstance(step, RunRound) and seconds is not None:
-            ran = [(tokens, seat.request) for tokens, seat in zip(emitted.tokens, launch.seats, strict=False) if seat]
-            accepted = [len(tokens) - 1 for tokens, request in ran if self._speculates(request)]
+            accepted = [len(tokens) - 1 for tokens, drafts in zip(emitted.tokens, launch.speculates, strict=False) if drafts]
             self.speculation.observe(step, depths, seconds, accepted)
+        rows = zip(launch.seats, launch.speculates or (False,) * len(launch.seats), strict=True)
         logprobs = emitted.logprobs or repeat(())
-        for seat, tokens, numbers in zip(launch.seats, emitted.tokens, logprobs, strict=False):
+        for (seat, speculates), tokens, numbers in zip(rows, emitted.tokens, logprobs, strict=False):
             if seat is None or not tokens:
                 continue
             seat.unread -= 1
             if not seat.request.is_done:
-                tree = (drafted, depths) if self._speculates(seat.request) else (0, 0)
+                tree = (drafted, depths) if speculates else (0, 0)
                 self._hand_out(seat, tokens, numbers, None if isinstance(step, RunChunk) else tree)
 
     def _next_chunk(self, running: int) -> Launch:
@@ -275,9 +264,10 @@ class Scheduler:
         while seats[-1] is None:  # rows after the last running one need not be computed
             seats.pop()
         rows = min(self.rows, 1 << (len(seats) - 1).bit_length()) if self.pads_rows else len(seats)
-        before: list[Step] = []
+        before: list[Step] = self._stop_drafting(seats)
         running = [seat.request for seat in seats if seat is not None]
-        speculating = sum(map(self._speculates, running))
+        speculates = tuple(seat is not None and self._speculates(seat.request) for seat in seats)
+        speculating = sum(speculates)
         if self.sharing is not None and self.sharing.group is None:
             # A page that is read for many rows at once reaches all of them if it holds NaN.  So while the drafter runs, rows
             # share no page that it has not written, although only rows that do not speculate would read that page.
@@ -291,7 +281,30 @@ class Scheduler:
         for seat in seats:
             if seat is not None:
                 seat.unread += 1
-        return Launch(before, step, seats)
+        return Launch(before, step, seats, speculates)
+
+    def _stop_drafting(self, seats: list[Seat | None]) -> list[Step]:
+        """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
+        rows = []
+        for row, seat in enumerate(seats):
+            if seat is None or not self._speculates(seat.request):
+                continue
+            length = len(seat.request.prompt_ids) + len(seat.request.output.token_ids)
+            if self._is_too_long(length):
+                seat.request.drafted_until = length - self.speculation.pause
+                rows.append(row)
+        self._end_pause()
+        return [StopDrafting(tuple(rows))] if rows else []
+
+    def _is_too_long(self, tokens: int) -> bool:
+        """Whether nothing is drafted in a text of so many tokens."""
+        most = self.speculation.most_tokens
+        return most is not None and tokens >= most
+
+    def _end_pause(self) -> None:
+        """Forgets the pause if no running row speculates: then no token is left that the drafter has not seen."""
+        if not any(seat.runs and self._speculates(seat.request) for seat in self.seats):
+            self.speculation.pause = 0
 
     def _needs(self, requests: list[Request]) -> Needs:
         """What a batch of these requests needs to choose its tokens."""
@@ -307,7 +320,7 @@ class Scheduler:
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""
-        return request.speculate and self.speculation.spec is not None
+        return request.speculate and self.speculation.spec is not None and request.drafted_until is None
 
     # ---- endings ----
 
@@ -352,12 +365,13 @@ class Scheduler:
             speculates = self._speculates(request)
             unseen = self.speculation.pause if speculates else 0  # tokens at the end that the drafter may not have seen
             reach = len(written) + self.admission.lookahead * max(1, seat.unread)  # what launches in flight may write
+            if request.drafted_until:  # later pages lack the drafter's keys and values
+                written, speculates = written[: request.drafted_until], True
             self.admission.keep(request, written[: max(0, len(written) - unseen)], speculates, reach)
         self.admission.leave(request)
         self._ended(request)
         self._rows_changed()
-        if not any(seat.runs and self._speculates(seat.request) for seat in self.seats):
-            self.speculation.pause = 0
+        self._end_pause()
         if not self.seats:
             self._chunk_is_next = True
 

@@ -18,12 +18,13 @@ class Speculation:
 
     spec: the tree's shape; None: there is no drafter.
     new_shape_seconds: see StepChooser.
+    most_tokens: of a text, beyond which nothing is drafted; None: there is no such length.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
 
-    def __init__(self, spec: SpecConfig | None, new_shape_seconds: float) -> None:
-        self.spec = spec
+    def __init__(self, spec: SpecConfig | None, new_shape_seconds: float, most_tokens: int | None = None) -> None:
+        self.spec, self.most_tokens = spec, most_tokens
         self.chooser = StepChooser(spec.max_steps, new_shape_seconds) if spec and spec.is_auto else None
         self.pause = 0
 

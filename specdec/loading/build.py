@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from specdec.attention.attend import make_backend
+from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.kinds import FULL
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.batch.state import BatchState
-from specdec.draft.eagle import DraftHead
-from specdec.draft.worker import DraftWorker
+from specdec.draft.drafter import DraftModel, Place
 from specdec.engine.chunks import ChunkBudget
 from specdec.engine.loop import Engine
 from specdec.engine.pages.sharing import RowSharing
@@ -31,7 +31,7 @@ from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_oper
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.runner.runner import DeviceRunner, shared_room
-from specdec.runner.workers import Drafter, Workers
+from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
 from specdec.verify.verifier import TargetVerifier
 
@@ -51,19 +51,19 @@ LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
 ATTENTION_EFFICIENCY = 0.55  # operations per second in attention over long contexts / those in a layer's matrix products
 
 
-def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings) -> Engine[DeviceRunner]:
+def build_engine(model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
     """Makes the KV pool, caches, workers, runner and scheduler around loaded models.
 
     head: None for plain decoding only.  ValueError if the memory holds no KV pages, or topk is above the draft vocabulary.
     """
-    plan = pool_plan([model.config] + ([head.config.model] if head else []), settings)
+    plan = plan_pool(model, head, settings)
     runner = build_runner(model, head, settings, plan)
     spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
         admission,
         chunk_budget(model.config, settings, admission.max_chunk_tokens),
-        Speculation(spec, CAPTURE_SECONDS if graphs else 0.0),
+        Speculation(spec, CAPTURE_SECONDS if graphs else 0.0, _most_drafted(head, settings)),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
         sharing=None if runner.shared is None else RowSharing(settings.options.page_size, LEAST_SAVED[device]),
@@ -71,7 +71,19 @@ def build_engine(model: Target, head: DraftHead | None, settings: EngineSettings
     return Engine(scheduler, runner, DEPTH[device])
 
 
-def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
+def _most_drafted(head: DraftModel | None, settings: EngineSettings) -> int | None:
+    """The length of a text beyond which nothing is drafted; None: there is no such length."""
+    return head.trained_length if head and settings.options.beyond_trained == "stop" else None
+
+
+def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
+    """The KV pool for both models."""
+    if head is None:
+        return pool_plan([model.config], settings)
+    return pool_plan([model.config, *head.needs.models], settings, slot_bytes=head.needs.slot_bytes)
+
+
+def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
@@ -80,37 +92,39 @@ def build_runner(model: Target, head: DraftHead | None, settings: EngineSettings
     return DeviceRunner(workers, settings.cuda_graphs, most_captured_cost(model, head), shared)
 
 
-def _workers(model: Target, head: DraftHead | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
+def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
     backend = make_backend(settings.attention_backend)
-    aux_layers = head.config.aux_layers if head else ()
-    caches, longest = [_cache(model, model.config, plan, settings)], settings.longest_source(model.config)
+    cache, longest = _cache(model, model.config, plan, settings), settings.longest_source(model.config)
     sources = _source_cache(model.config, settings) if longest else None
-    verifier = TargetVerifier(model, caches[0], backend, aux_layers, sources)
-    drafter: Drafter | None = None
-    spec = settings.spec if head else None
-    if head is not None:
-        assert spec is not None
-        most = head.config.draft_vocab_size
-        if spec.topk > most:
-            raise ValueError(
-                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
-            )
-        caches.append(_cache(head, head.config.model, plan, settings))
-        drafter = DraftWorker(head, caches[1], backend, spec.topk)
+    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, sources)
+    rows = settings.options.max_batch_size + 1  # the last row is always padding
+    drafter = head.worker(_place(head, backend, settings, plan, rows)) if head else None
     state = BatchState.empty(
-        settings.options.max_batch_size + 1,  # the last row is always padding
+        rows,
         settings.pages_per_sequence,
-        spec.topk if spec else 0,
-        head.config.model.hidden_size if head else 0,
         page_size=settings.options.page_size,
         groups=len(plan.groups),
         source_size=longest,
-        max_pause=MAX_PAUSE if spec and spec.is_auto else 0,
-        features=head.config.feature_size if head else 0,
+        device=settings.device,
+    )
+    return Workers(verifier, drafter, state)
+
+
+def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> Place:
+    spec = settings.spec
+    assert spec is not None
+    head.check(spec)
+    return Place(
+        spec=spec,
+        backend=backend,
+        caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
+        slots=plan.num_pages[0] * settings.options.page_size,
+        span=plan.groups[0].span,
+        rows=rows,
+        max_pause=MAX_PAUSE if spec.is_auto else 0,
         device=settings.device,
         dtype=settings.dtype,
     )
-    return Workers(verifier, drafter, state, tuple(caches))
 
 
 # ---- chunks of prompts ----
@@ -145,12 +159,12 @@ def free_memory(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def most_captured_cost(model: Target, head: DraftHead | None) -> int:
+def most_captured_cost(model: Target, head: DraftModel | None) -> int:
     """The largest cost of a chunk that is captured: up to it, a GPU computes the chunk faster than a slow host launches it.
 
     The time to launch a layer does not depend on the layer's size, while the time of its kernels grows with its weights.
     """
-    layers = model.config.num_layers + (head.config.model.num_layers if head else 0)
+    layers = sum(config.num_layers for config in (model.config, *(head.needs.models if head else ())))
     weights = sum(p.numel() for p in {*model.parameters(), *(head.parameters() if head else ())} if p.dim() > 1)
     most = int(layers * LAUNCH_SECONDS_A_LAYER * PRODUCTS_A_SECOND / max(1, weights))
     most = min(most, CHUNK_COST["cuda"][2])

@@ -22,6 +22,8 @@ from specdec import __version__, shipped
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
+from specdec.draft.eagle.formats.detect import FORMATS
+from specdec.draft.kinds import WITHOUT_CHECKPOINT
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
@@ -85,8 +87,15 @@ def run_doctor(console: Console) -> None:
     console.print()
     console.print(_settings_table())
     console.print()
+    _print_pairs(console, "Drafters", drafter_rows())
     pair = "complete" if shipped.is_complete() else "incomplete: bench and generate need --target and --draft"
     _print_pairs(console, "Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)])
+
+
+def drafter_rows() -> list[tuple[str, str]]:
+    """What can be named as a draft: each layout of heads with the kinds that are read, and each kind without a checkpoint."""
+    layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
+    return [*layouts, *((name, "without a checkpoint, by this name") for name in WITHOUT_CHECKPOINT)]
 
 
 def _settings_table() -> Table:

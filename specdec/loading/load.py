@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle import DraftHead
-from specdec.draft.load import load_head
+from specdec.draft.drafter import DraftModel
+from specdec.draft.kinds import find_drafter
 from specdec.loading.resolve import EngineSettings, choose_attention, resolve_settings
 from specdec.loading.threads import allowed_threads, threads_for, use_threads
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -24,10 +24,11 @@ from specdec.startup import STARTUP
 
 def load_pair(
     target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions, group: Group = ALONE
-) -> tuple[Target, DraftHead | None, EngineSettings, Path]:
+) -> tuple[Target, DraftModel | None, EngineSettings, Path]:
     """Both models on their device, the settings that they run with, and the target's folder (for its tokenizer).
 
-    target, draft: folders or hub ids; draft None: no head is loaded, and spec is not used.
+    target, draft: folders or hub ids, or the name of a drafter without a checkpoint; draft None: no drafter is loaded, and
+        spec is not used.
     group: the ranks of which each loads a share of both.
 
     TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
@@ -35,7 +36,7 @@ def load_pair(
     if not isinstance(spec, SpecConfig):
         raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
     STARTUP.lap("imports")
-    folder, draft_folder = resolve_folder(target, "target"), None if draft is None else resolve_folder(draft, "draft")
+    folder, load_drafter = resolve_folder(target, "target"), find_drafter(draft, options)
     chosen = choose_target(folder, options.backend)
     settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
     device, dtype = settings.device, settings.dtype
@@ -43,9 +44,9 @@ def load_pair(
     model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs), group)
     set_threads(model, settings)
     STARTUP.lap("target")
-    head = None if draft_folder is None else load_head(draft_folder, model, max_positions, device, dtype)
+    head = None if load_drafter is None else load_drafter(model, max_positions, device, dtype)
     if head is not None:
-        choice = choose_attention(settings, chosen.config, head.config.model)
+        choice = choose_attention(settings, chosen.config, *head.needs.models)
         settings = replace(settings, attention_backend=choice)
     STARTUP.lap("draft")
     return model, head, settings, folder

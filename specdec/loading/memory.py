@@ -60,19 +60,22 @@ class PoolPlan(NamedTuple):
         return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
 
 
-def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: float | None = None) -> PoolPlan:
+def pool_plan(
+    configs: Sequence[ModelConfig], settings: EngineSettings, memory: float | None = None, slot_bytes: int = 0
+) -> PoolPlan:
     """The KV pool for a full batch of longest sequences, or as much as the memory holds; then requests wait for pages.
 
     With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
     KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.
 
     configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; None: what the device has to give.
+    slot_bytes: what a drafter keeps of each token beside keys and values, in the first group.
     ValueError if the memory holds no page.
     """
     options, longest = settings.options, settings.pages_per_sequence
-    spans = [kind.span for config in configs for kind in config.layer_kinds]
-    groups = page_groups(spans, settings.lookahead, options.page_size, longest, options.prefix_caching)
-    page_bytes = kv_page_bytes(configs, settings, groups)
+    groups = layer_groups(configs, settings)
+    first, *others = kv_page_bytes(configs, settings, groups)
+    page_bytes = (first + slot_bytes * options.page_size, *others)
     needed = [(group.ring or longest) + 1 for group in groups]
     wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]
     if options.prefix_caching:
@@ -88,6 +91,12 @@ def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: 
         also = ", max_batch_size or max_seq_len, by which an encoder's texts take memory" if configs[0].encoder else ""
         raise ValueError(f"no memory is left on {settings.device} for KV pages; use a smaller model or dtype{also}")
     return plan
+
+
+def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[Group, ...]:
+    """Which layers of these models share page tables."""
+    spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
+    return page_groups(spans, settings.lookahead, options.page_size, settings.pages_per_sequence, options.prefix_caching)
 
 
 def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:

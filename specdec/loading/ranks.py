@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle import DraftHead
-from specdec.loading.build import build_runner
+from specdec.draft.drafter import DraftModel
+from specdec.loading.build import build_runner, plan_pool
 from specdec.loading.load import load_pair
-from specdec.loading.memory import pool_plan
 from specdec.loading.resolve import EngineSettings, resolve_device
 from specdec.models.target import Target
 from specdec.options import EngineOptions
@@ -42,7 +41,7 @@ class Ranks:
             raise ValueError(f"tensor_parallel_size must be 1 on a GPU, got {size}; nearest setting that works: device='cpu'")
         self._followers = Followers(size, run_rank, wanted) if size > 1 else None
 
-    def load(self) -> tuple[Target, DraftHead | None, EngineSettings, Path]:
+    def load(self) -> tuple[Target, DraftModel | None, EngineSettings, Path]:
         """This rank's share, as of `load_pair`.  RankFailed if another rank could not load its own."""
         group = ALONE if self._followers is None else self._followers.join()
         loaded = load_pair(*self._wanted, group)
@@ -74,5 +73,4 @@ def start_ranks(target: str | Path, draft: str | Path | None, spec: SpecConfig, 
 def run_rank(seat: Seat, wanted: Wanted, steps: Iterator[Step]) -> None:
     """What the process of another rank does: loads its share, and runs the first rank's steps."""
     model, head, settings, _ = load_pair(*wanted, seat.join())
-    plan = pool_plan([model.config] + ([head.config.model] if head else []), settings)
-    follow(build_runner(model, head, settings, plan), steps)
+    follow(build_runner(model, head, settings, plan_pool(model, head, settings)), steps)

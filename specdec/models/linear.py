@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from specdec.ops.numerics import FAST, Numerics
 from specdec.ops.products.linear import gated_linear, linear
 from specdec.parallel.shard import Shard
 
@@ -73,6 +74,7 @@ class Linear(nn.Module):
     Ranks that share a model hold a cut of a matrix each.  `column`: some rows of each part, so that a rank has some of the
     outputs.  `row`: some columns, so that each rank's product is one of the terms of the output.  All sizes are the rank's own.
     unread: endings of tensors of the checkpoint of which this rank holds nothing.
+    numerics: the policy that chooses the product for each number of rows.
     """
 
     def __init__(self, in_features: int, parts: int | Mapping[str, int], bias: bool = False) -> None:
@@ -83,6 +85,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
         self._cuts = {part: _Cut(0, 0, size) for part, size in self.parts.sizes.items()}
         self.unread: tuple[str, ...] = ()
+        self.numerics: Numerics = FAST
 
     @classmethod
     def column(
@@ -126,11 +129,11 @@ class Linear(nn.Module):
         return shared
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.numerics)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
-        return gated_linear(x_TI, self.weight, self.bias)
+        return gated_linear(x_TI, self.weight, self.bias, self.numerics)
 
     def by_head(self, heads: int) -> Tensor:
         """The weight [heads, O / heads, I], for products with each head's rows."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from specdec.batch.state import BatchState
@@ -63,41 +62,31 @@ class RoundRunner:
 
     def paused(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
-        verifier = self.workers.verifier
+        verifier, drafter = self.workers.verifier, self.workers.need_drafter()
 
         def decode() -> Round:
             tree = DraftTree.chain(state.bonus_B[:, None])
             result = verifier.verify(state, tree, needs)
-            assert result.features_BEF is not None
-            state.keep_pending(result.tokens_BE[:, 0].clamp(min=0), result.features_BEF[:, 0])
+            features_BF = None if result.features_BEF is None else result.features_BEF[:, 0]
+            drafter.keep(state, result.base_lens_B, result.tokens_BE[:, 0].clamp(min=0), features_BF)
             return _round(result, tree)
 
         with self.clock.phase("decode"):
-            changed = [*state.written(needs), state.pending_B]
+            changed = [*state.written(needs), *drafter.changed(state)]
             return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
-        """Runs the drafter over all tokens of a pause at once.  A row without such tokens keeps its first level as it is."""
+        """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
-
-        def extend() -> None:
-            has_some_B1 = state.pending_B[:, None] > 0
-            before = [tensor.clone() for tensor in state.first_level]
-            base_lens_B = state.lens_B - state.pending_B.int()
-            last_B = (state.pending_B - 1).clamp(min=0)
-            drafter.extend(state, needs, base_lens_B, state.pending_tokens_BP, last_B, state.pending_features_BPF)
-            for tensor, old in zip(state.first_level, before, strict=True):
-                tensor.copy_(torch.where(has_some_B1, tensor, old))
-            state.pending_B.zero_()
-
         with self.clock.phase("extend"):
-            self.phase_graphs.run(("catch up", state.shape, needs.drafts), extend, [state.pending_B, *state.first_level])
+            key = "catch up", state.shape, needs.drafts
+            self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), drafter.changed(state))
 
     def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
-        """One speculative round with a tree of shape `spec`.  Updates lengths, bonus tokens and first levels in `state`."""
+        """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
         if not self._fuses:
             return self._phases(state, spec, needs, self.phase_graphs.run)
-        changed = [*state.written(needs), *state.first_level]
+        changed = [*state.written(needs), *self.workers.need_drafter().changed(state)]
 
         def whole() -> Round:
             return self._phases(state, spec, needs, lambda key, phase, changed: phase())
@@ -125,7 +114,7 @@ class RoundRunner:
             drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)
 
         with self.clock.phase("extend"):
-            run(("extend", *key), extend, state.first_level)
+            run(("extend", *key), extend, drafter.changed(state))
         return done
 
 

@@ -34,6 +34,7 @@ from specdec.steps import (
     ShareRows,
     Source,
     Step,
+    StopDrafting,
 )
 
 
@@ -64,6 +65,7 @@ class DeviceRunner:
             CatchUp: self._catch_up,
             ShareRows: self._share,
             LeaveRows: self._leave,
+            StopDrafting: self._stop_drafting,
             CopyPages: self._copy,
         }
 
@@ -161,8 +163,12 @@ class DeviceRunner:
         moves = len(step.moves)
         rows = [source for source, _ in step.moves] + [target for _, target in step.moves] + list(step.cleared)
         rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        self.workers.state.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
-        self.workers.state.clear_rows(rows_R[2 * moves :])
+        self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
+        self.workers.clear_rows(rows_R[2 * moves :])
+
+    def _stop_drafting(self, step: StopDrafting) -> None:
+        rows_R = torch.tensor(step.rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        self.workers.stop_drafting(rows_R)
 
     def _copy(self, step: CopyPages) -> None:
         pages_2N = torch.tensor([step.sources, step.targets], pin_memory=self.device.type == "cuda")

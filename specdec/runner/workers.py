@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from specdec.attention.caches.kv_cache import KVCache
-from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
-from specdec.batch.tree import DraftTree
-from specdec.config import SpecConfig
-from specdec.steps import Needs
+from specdec.draft.drafter import Drafter, Paged
 from specdec.verify.verifier import TargetVerifier
-
-
-class Drafter(Protocol):
-    """What rounds and prompts need of a drafter.  `DraftWorker` implements it, and so do the drafters of tests.
-
-    draft: grows a tree for each row from the row's first level.
-    extend: runs over the accepted tokens with the target's features, and leaves the next first level in `state`.
-    prefill: runs over a chunk of prompts with the target's features.
-    needs: how the target will choose the rows' tokens.
-    """
-
-    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree: ...
-    def extend(
-        self, state: BatchState, needs: Needs, base_lens_B: Tensor, tokens_BE: Tensor, last_B: Tensor, features_BEF: Tensor
-    ) -> None: ...
-    def prefill(
-        self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor
-    ) -> None: ...
 
 
 @dataclass
 class Workers:
-    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding.
-
-    caches: those of both models.
-    """
+    """verifier: runs the target.  drafter: None where there is plain decoding only.  state: all rows, then one of padding."""
 
     verifier: TargetVerifier
     drafter: Drafter | None
     state: BatchState
-    caches: tuple[KVCache, ...]
+
+    @property
+    def caches(self) -> Sequence[Paged]:
+        """What both models keep by slot."""
+        return (self.verifier.cache, *(self.drafter.caches if self.drafter else ()))
+
+    def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
+        """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
+        self.state.move_rows(sources_R, targets_R)
+        if self.drafter:
+            self.drafter.move_rows(sources_R, targets_R)
+
+    def stop_drafting(self, rows_R: Tensor) -> None:
+        """Lets rows (int64) accept no draft tokens any more."""
+        self.state.speculates_B.index_fill_(0, rows_R, 0)
+        self.need_drafter().clear_rows(rows_R)
+
+    def clear_rows(self, rows_R: Tensor) -> None:
+        """Makes rows (int64) padding."""
+        self.state.clear_rows(rows_R)
+        if self.drafter:
+            self.drafter.clear_rows(rows_R)
 
     def need_drafter(self) -> Drafter:
         """The drafter, for steps that only occur with one."""

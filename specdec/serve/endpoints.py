@@ -85,4 +85,4 @@ class Endpoints:
                 return EventStream(door, plan, place.requests, heading, held.pop_all(), entry)
             generations = await door.unless_gone(run_all(door.decoder, place.requests), request.receive)
         entry.finished(plan, generations, door.options.log_prompts)
-        return JSONResponse(whole_answer(heading, plan, generations))
+        return JSONResponse(whole_answer(heading, plan, generations, door.decoder.decoder.tokenizer.piece))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import TaskGroup
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specdec.async_decoder import AsyncSpecDecoder
 from specdec.checks import PromptTooLong
@@ -13,6 +14,8 @@ from specdec.generation import Generation
 from specdec.serve.wire.errors import ApiError, engine_failed, request_failed, wrong
 from specdec.serve.wire.fields import COMPLETIONS
 from specdec.serve.wire.requests import Plan
+
+TOKEN_FIELDS = ("stop_token_ids", "stop", "logit_bias", "bad_words")  # checked against the vocabulary
 
 
 async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) -> list[Request]:
@@ -26,7 +29,7 @@ async def make_requests(decoder: AsyncSpecDecoder, plan: Plan, cap: int | None) 
     for index, prompt in enumerate(plan.prompts):
         max_tokens = plan.max_tokens
         if max_tokens is None:
-            probe = await _checked(decoder, plan, prompt, plan.sampling_of(0, 1), index)
+            probe = await _checked(decoder, plan, prompt, replace(plan.sampling, max_tokens=1), index)
             prompt = probe.given_ids
             most = decoder.decoder.engine.longest_text(decoder.decoder.settings.max_seq_len)
             left = max(1, most - len(probe.prompt_ids))
@@ -49,7 +52,7 @@ async def _checked(decoder: AsyncSpecDecoder, plan: Plan, prompt: object, sampli
         if plan.is_chat and not decoder.decoder.tokenizer.has_chat_template:
             path = f"{COMPLETIONS} with a prompt"
             raise wrong("messages", f"this model has no chat template; nearest thing that works: {path}") from None
-        about = next((name for name in ("stop_token_ids", "stop") if str(error).startswith(f"{name} ")), plan.prompt_field)
+        about = next((name for name in TOKEN_FIELDS if str(error).startswith(f"{name} ")), plan.prompt_field)
         raise wrong(about, str(error)) from None
     except RuntimeError as error:
         raise failure_of(decoder, error) from error

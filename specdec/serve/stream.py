@@ -45,7 +45,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._door, self._plan, self._entry, self._place = door, plan, entry, place
         self._streams = [door.decoder.chunks(request) for request in requests]
-        self._writer = ChunkWriter(heading, plan)
+        self._writer = ChunkWriter(heading, plan, door.decoder.decoder.tokenizer.piece)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._place:
@@ -77,10 +77,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self._writer.end(generations)})
 
     def _event(self, index: int, chunk: Chunk | None) -> bytes:
-        """What is written of a choice's news; None: it has ended.  Tokens without text yet are not worth an event."""
+        """What is written of a choice's news; None: it has ended."""
         if chunk is None:
             return self._writer.finish(index, self._streams[index].result().finish_reason)
-        return self._writer.text(index, chunk.text) if chunk.text else b""
+        return self._writer.chunk(index, chunk)
 
     async def _last_word(self, send: Send, error: ApiError) -> None:
         """Writes the error as the last event, unless the reader has stopped reading."""

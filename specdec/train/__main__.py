@@ -14,7 +14,12 @@ from typing import TypeVar
 from specdec.train.settings import HeadRun, TargetRun, meaning_of
 
 Run = TypeVar("Run", HeadRun, TargetRun)
-
+SPLITS = ("auto", "gaps", "paragraphs", "lines", "stories", "file")
+TEXT = "files of UTF-8 text or .jsonl, plain or packed as .xz or .gz"
+SPLIT = (
+    "where documents end in text without <|endoftext|>: at two or more empty lines (gaps), at empty lines (paragraphs), at "
+    "each line, before what opens a story, or with the file; default: gaps if there are any, else paragraphs"
+)
 
 THREADS = "threads on a CPU; default: as many as torch takes by itself, since a training step has work for all of them"
 AUX_LAYERS = "target layers, counted from 0, whose outputs are the head's features; default: 1, N//2 - 1, N - 4 of N layers"
@@ -38,10 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
 def _head_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="DIR", help="the target's folder or hub id")
-    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text whose beginnings are prompts; plain, .xz or .gz")
+    add("--text", nargs="+", required=True, metavar="FILE", help=f"what prompts are made of: {TEXT}, texts or chats")
+    add("--eval-text", nargs="+", default=[], metavar="FILE", help="held-out text; default: the last documents of each --text")
     add("--out", required=True, metavar="DIR", help="the finished head's folder")
     add("--aux-layers", type=_layers, metavar="I,J,K", help=AUX_LAYERS)
     add("--resume", action="store_true", help="go on from DIR's checkpoint and self-generated text")
+    _text_flags(parser)
     add("--device", default="auto", help="where it trains; default: the GPU if there is one")
     add("--threads", type=int, metavar="N", help=THREADS)
     _setting_flags(parser, HeadRun)
@@ -49,16 +56,22 @@ def _head_flags(parser: argparse.ArgumentParser) -> None:
 
 def _target_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text, plain, .xz or .gz")
+    add("--text", nargs="+", required=True, metavar="FILE", help=TEXT)
     add("--extra-text", nargs="*", default=[], metavar="FILE", help="more text, read in the early part of the run only")
     add("--out", required=True, metavar="DIR", help="the finished model's folder")
     add("--checkpoint", metavar="FILE", help="where the run saves itself; default: DIR/checkpoint.pt")
     add("--resume", action="store_true", help="go on from the checkpoint")
+    _text_flags(parser)
     add("--device", help="where it trains; default: cuda where there is one, else cpu")
     add("--threads", type=int, metavar="N", help=THREADS)
     add("--compile", action="store_true", help="compile the layers with torch.compile, which is worth it on a GPU")
     add("--prompts", type=int, default=0, metavar="N", help="write N held-out openings, as prompts for specdec bench")
     _setting_flags(parser, TargetRun)
+
+
+def _text_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--split", choices=list(SPLITS), default="auto", help=SPLIT)
+    parser.add_argument("--overwrite", action="store_true", help="replace the model or the run that DIR holds")
 
 
 def _setting_flags(parser: argparse.ArgumentParser, run: type[HeadRun] | type[TargetRun]) -> None:
@@ -85,8 +98,8 @@ def _head(args: argparse.Namespace) -> None:
     from specdec.train.head import train_head
 
     train_head(
-        run, args.target, args.text, args.out, aux_layers=args.aux_layers, resume=args.resume, device=args.device,
-        threads=args.threads,
+        run, args.target, args.text, args.out, eval_texts=args.eval_text, split=args.split, aux_layers=args.aux_layers,
+        resume=args.resume, overwrite=args.overwrite, device=args.device, threads=args.threads,
     )  # fmt: skip
 
 
@@ -102,7 +115,7 @@ def _target(args: argparse.Namespace) -> None:
     done = train_target(
         run, args.text, args.out, extra=args.extra_text, checkpoint=args.checkpoint, resume=args.resume,
         device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"), compile_layers=args.compile,
-        prompts=args.prompts, threads=args.threads,
+        prompts=args.prompts, threads=args.threads, split=args.split, overwrite=args.overwrite,
     )  # fmt: skip
     print(f"best held-out loss {done.best_loss:.4f} at step {done.best_step}, {done.seconds:.0f} s -> {args.out}")
 
@@ -112,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 2
     return 0

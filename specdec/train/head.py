@@ -8,17 +8,20 @@ runs the optimizer.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle import Eagle3Head, HeadConfig
-from specdec.draft.load import default_aux_layers
+from specdec.draft.eagle.formats.body import default_aux_layers
+from specdec.draft.eagle.head import Eagle3Head
+from specdec.draft.eagle.spec import HeadSpec
 from specdec.generation import Stats
 from specdec.loading.threads import set_training_threads
 from specdec.models.causal_lm import CausalLM
@@ -26,10 +29,13 @@ from specdec.models.checkpoints.loader import build
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
 from specdec.models.target import Target
+from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
+from specdec.train.head_files import save_head
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
-from specdec.train.selftext import frequent_ids, prompt_ids, write_rows
+from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
-from specdec.train.text import load_documents
+from specdec.train.text.documents import Document
+from specdec.train.text.heldout import load_corpus
 from specdec.train.unroll import head_loss
 
 
@@ -39,46 +45,99 @@ def train_head(
     texts: Sequence[str | Path],
     out: str | Path,
     *,
-    aux_layers: tuple[int, ...] | None = None,
+    eval_texts: Sequence[str | Path] = (),
+    split: str = "auto",
+    aux_layers: Sequence[int] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     device: str = "auto",
     threads: int | None = None,
 ) -> Progress:
     """Trains a head, saves it in the folder `out`, and measures its accept length.
 
-    target: the target's folder or hub id.  texts: files of UTF-8 text (plain, .xz or .gz); their documents open the rows that
+    target: the target's folder or hub id.  texts: files as text/documents.py describes them; their documents open the rows that
     the target writes.  Held-out documents are used for nothing but the final accept length.
+    eval_texts: files of held-out documents; without them the last documents of each of the texts are held out.
+    split: how text without separators falls into documents.
     out: gets config.json and model.safetensors of the weights with the lowest evaluation loss, training.json with the settings
     and results, and the two files that `resume` reads: checkpoint.pt and self_text.pt.
     aux_layers: 0-based numbers of the target layers whose outputs are the head's features; None stands for EAGLE-3's choice.
+    overwrite: whether a head or a run that `out` holds may be replaced.
     threads: of torch, for a run on a CPU; None for as many as torch takes by itself.
 
-    Returns the progress at the end.  ValueError for text, settings or files that can't work.
+    Returns the progress at the end.  ValueError for text, settings or files that can't work; it comes before any text is
+    written.
     """
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus(texts, run.held_out, split, eval_texts)
+    folder = prepare_out(out, resume, overwrite, keep=[target])
     torch.manual_seed(run.seed)
-    train, held = load_documents(texts, run.held_out)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
-    if decoder.model.config.encoder is not None:
-        raise ValueError(
-            f"target must be a decoder-only model, such as a Llama, got {target}, a {decoder.model.config.family} model: "
-            "training reads texts of one model, not what an encoder read besides"
-        )
-    if refusal := decoder.model.config.features_refusal:
-        raise ValueError(f"target: an EAGLE-3 head can't be trained for {target}: {refusal}")
+    layers = _check(run, decoder.model, str(target), aux_layers)
+    prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
+    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, decoder.model)]
+    print("\n".join(notes), flush=True)
     set_training_threads(decoder.settings.device, threads)
-    rows = _rows(decoder, train, run, folder / "self_text.pt", resume).to(decoder.settings.device)
     model = decoder.model
+    made_of = {
+        "target": fingerprint([model.embed_tokens.weight, *model.lm_head.parameters()]),
+        "text": text_fingerprint(document.text for document in corpus.train),
+    }
+    rows = _rows(decoder, corpus.train, run, made_of, folder / "self_text.pt", resume).to(decoder.settings.device)
     draft_ids_V = frequent_ids(rows.cpu(), run.draft_vocab_size or model.config.vocab_size, model.config.vocab_size)
-    head = new_head(model, aux_layers or default_aux_layers(model.config.num_layers), draft_ids_V, run)
+    head = new_head(model, layers, draft_ids_V, run)
     schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
-    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule))
+    begun: dict[str, Any] = {**vars(run), **made_of, "aux_layers": layers}
+    checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
     progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save_head(head, folder))
-    _report(decoder, folder, held, run, progress)
+    _report(decoder, folder, prompts, run, progress)
+    print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
+
+
+def _check(run: HeadRun, model: Target, target: str, aux_layers: Sequence[int] | None) -> tuple[int, ...]:
+    """The layers whose outputs are the features, ascending.  ValueError if no head of these settings fits the target."""
+    config = model.config
+    if config.encoder is not None:
+        raise ValueError(
+            f"target must be a decoder-only model, such as a Llama, got {target}, a {config.family} model: "
+            "training reads texts of one model, not what an encoder read besides"
+        )
+    if refusal := config.features_refusal:
+        raise ValueError(f"target: an EAGLE-3 head can't be trained for {target}: {refusal}")
+    if run.draft_vocab_size > config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size: expected at most {config.vocab_size}, the target's vocabulary, got {run.draft_vocab_size}"
+        )
+    if aux_layers is None and config.num_layers < 7:  # 1, N//2 - 1, N - 4 ascend from here on
+        raise ValueError(
+            f"aux_layers: expected layer numbers for a target of {config.num_layers} layers, such as 1,2,3, got none"
+        )
+    layers = default_aux_layers(config.num_layers, target) if aux_layers is None else tuple(aux_layers)
+    if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < config.num_layers for layer in layers):
+        raise ValueError(f"aux_layers: expected distinct layer numbers in [0, {config.num_layers - 1}], got {list(layers)}")
+    return tuple(sorted(layers))
+
+
+def _memory(run: HeadRun, model: Target) -> str:
+    """A line that says how much memory a step takes, about."""
+    config = model.config
+    H, width = config.hidden_size, run.intermediate_size or config.intermediate_size
+    vocab = run.draft_vocab_size or config.vocab_size
+    attention = H * config.head_dim * (3 * config.num_heads + 4 * config.num_kv_heads)  # of two inputs of H, and one output
+    numbers = 3 * H * H + attention + 3 * H * width + vocab * H
+    target = sum(weight.nbytes for weight in {id(weight): weight for weight in model.parameters()}.values())
+    logits = (
+        4 * run.batch * (run.width - 2) * vocab * (3 * run.num_steps + 2)  # logits, their softmax, a gradient
+    )  # of each step: logits, their softmax, a gradient
+    sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
+    parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
+    return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {parts}"
+
+
+def _command(target: str | Path, folder: Path) -> str:
+    return f"specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}"
 
 
 def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> Eagle3Head:
@@ -92,7 +151,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
         config, num_layers=1, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False,
         mlp_bias=False, intermediate_size=run.intermediate_size or config.intermediate_size,
     )  # fmt: skip
-    head_config = HeadConfig(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
+    head_config = HeadSpec(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
     device = model.embed_tokens.weight.device
     head = build(lambda: Eagle3Head(head_config, run.width), device, torch.float32)
     head.embed_tokens = model.embed_tokens
@@ -111,18 +170,20 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     return head
 
 
-def _rows(decoder: SpecDecoder, documents: list[str], run: HeadRun, path: Path, resume: bool) -> Tensor:
-    """The rows [texts, width] that the target writes.  They are saved as they come, so a resumed run writes only the rest."""
-    made_of = {name: getattr(run, name) for name in ("texts", "width", "longest_prompt", "greedy_share", "seed")}
+def _rows(
+    decoder: SpecDecoder, documents: list[Document], run: HeadRun, origin: dict[str, str], path: Path, resume: bool
+) -> Tensor:
+    """The rows [texts, width] that the target writes.  They are saved as they come, so a resumed run writes only the rest.
+
+    origin: which target and which text they are made of.
+    """
+    made_of = {name: getattr(run, name) for name in ("texts", "width", "longest_prompt", "greedy_share", "seed")} | origin
     rows = torch.full((run.texts, run.width), -1, dtype=torch.int64)
     if resume and path.is_file():
         saved = torch.load(path, weights_only=True)
-        if saved["made_of"] != made_of:
-            raise ValueError(
-                f"resume: {path} was written with {saved['made_of']}, this run has {made_of}; start without --resume"
-            )
+        check_same(path, saved["made_of"], made_of)
         rows = saved["rows"]
-    prompts = prompt_ids(decoder, documents, run.texts, run.longest_prompt, run.seed)
+    prompts = train_prompts(decoder, documents, run.texts, run)
     write_rows(decoder, prompts, rows, run.greedy_share, run.seed, lambda: torch.save({"made_of": made_of, "rows": rows}, path))
     return rows
 
@@ -133,8 +194,6 @@ def _objective(
     """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     kept = min(256, max(1, len(rows) // 20))
     train, test = rows[:-kept], rows[-kept:]
-    if not len(train):
-        raise ValueError(f"texts: expected at least 2, got {len(rows)}")
 
     def loss_at(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step)
@@ -151,62 +210,28 @@ def _objective(
     return loss_at, evaluate
 
 
-def save_head(head: Eagle3Head, folder: Path) -> None:
-    """Writes config.json and model.safetensors (bfloat16) in the layout of the EAGLE-3 heads that SafeAILab publishes."""
-    from safetensors.torch import save_file
-
-    model, Vd = head.config.model, head.config.draft_vocab_size
-    raw = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size, "num_hidden_layers": 1,
-        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size, "draft_vocab_size": Vd, "rms_norm_eps": model.rms_norm_eps,
-        "max_position_embeddings": model.max_position, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(head.config.aux_layers), "use_aux_hidden_state": True,
-            "norm_before_residual": False, "norm_output": False,
-        },
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
-    tensors = {name: tensor.to(torch.bfloat16).contiguous().cpu() for name, tensor in split_weights(head).items()}
-    assert head.d2t_V is not None
-    tensors["d2t"] = head.d2t_V.cpu()
-    tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool)
-    tensors["t2d"][tensors["d2t"] + torch.arange(Vd)] = True
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def split_weights(head: Eagle3Head) -> dict[str, Tensor]:
-    """The head's weights by the tensor names of SafeAILab's heads, with fused projections split into their parts."""
-    attention, mlp = head.self_attn, head.mlp
-    matrices = {"fc": head.fc, "lm_head": head.lm_head}
-    matrices |= {"midlayer.self_attn.o_proj": attention.o_proj, "midlayer.mlp.down_proj": mlp.down_proj}
-    weights = {name: matrix.tensors()["weight"].tensor for name, matrix in matrices.items()}
-    for prefix, fused in {"midlayer.self_attn": attention.qkv_proj, "midlayer.mlp": mlp.gate_up_proj}.items():
-        weights |= {f"{prefix}.{part}": fused.tensors(part)["weight"].tensor for part in fused.parts.sizes}
-    weights |= {"norm": head.norm.weight.detach()}
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        weights[f"midlayer.{name}"] = getattr(head, name).weight.detach()
-    return {f"{name}.weight": weight for name, weight in weights.items()}
-
-
-def _report(decoder: SpecDecoder, folder: Path, held: list[str], run: HeadRun, progress: Progress) -> None:
-    """Measures the saved head with the runtime on openings of held-out documents; prints and saves the accept lengths."""
-    from specdec.draft.load import load_head
+def _report(decoder: SpecDecoder, folder: Path, prompts: list[list[int]], run: HeadRun, progress: Progress) -> None:
+    """Measures the saved head with the runtime on held-out prompts; prints and saves the accept lengths."""
+    from specdec.draft.eagle.load import load_head
 
     settings = decoder.settings
     head = load_head(folder, decoder.model, run.width, settings.device, settings.dtype)
-    prompts = prompt_ids(decoder, held, run.eval_prompts, run.longest_prompt, run.seed + 1)
     found = {}
     for spec in MEASURED:
         lookahead = spec.lookahead
         measured = replace(settings.with_options(max_batch_size=32), spec=spec, max_seq_len=run.width - lookahead)
         pair = SpecDecoder(decoder.model, head, measured, decoder.tokenizer)
-        sampling = SamplingParams(max_tokens=run.width - run.longest_prompt - lookahead)
+        sampling = [SamplingParams(max_tokens=run.width - len(prompt) - lookahead) for prompt in prompts]
         stats = Stats.total([output.stats for output in pair.generate(prompts, sampling)])
         name = f"S={spec.num_steps} k={spec.topk} nd={spec.num_draft_tokens}"
         by_depth = " ".join(f"{share:.3f}" for share in stats.acceptance_by_depth)
         print(f"held-out accept length at {name}: {stats.accept_length:.3f} (by depth {by_depth})", flush=True)
         found[name] = {"accept_length": stats.accept_length, "acceptance_by_depth": stats.acceptance_by_depth}
-    record = {"run": vars(run), "best_step": progress.best_step, "held_out_loss": progress.best_loss, "accept": found}
+    record = {
+        "run": vars(run),
+        "eval_prompts": len(prompts),
+        "best_step": progress.best_step,
+        "held_out_loss": progress.best_loss,
+        "accept": found,
+    }
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -9,12 +9,18 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
+
+from specdec.train.folder import check_same
+
+TIMED = 20  # steps after which a run says how long it will take
 
 
 @dataclass(frozen=True)
@@ -67,21 +73,31 @@ class Checkpoint:
     """Model, optimizer and progress of a run in one file.
 
     A save writes another file and then renames it, so a run that is killed leaves its last complete checkpoint.
+    made_of: the run's settings; only a run with the same ones goes on from the file (see folder.check_same).
     """
 
-    def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.path, self.model, self.optimizer = path, model, optimizer
+    def __init__(
+        self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, made_of: Mapping[str, Any]
+    ) -> None:
+        self.path, self.model, self.optimizer, self.made_of = path, model, optimizer, dict(made_of)
 
     def save(self, progress: Progress) -> None:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "progress": vars(progress)}
+        state = {
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "progress": vars(progress),
+            "made_of": self.made_of,
+        }  # fmt: skip
         torch.save(state, self.path.with_suffix(".part"))
         self.path.with_suffix(".part").replace(self.path)
 
     def load(self) -> Progress:
-        """Fills model and optimizer from the file.  ValueError if there is no file, or one of a model of another shape."""
+        """Fills model and optimizer from the file.  ValueError if there is no file, or one of another run or shape."""
         if not self.path.is_file():
             raise ValueError(f"resume: expected a checkpoint at {self.path}, got no file; start without --resume")
-        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
+            raise ValueError(f"resume: expected a checkpoint at {self.path}, got a file that can't be read: {error}") from error
+        check_same(self.path, state.get("made_of", {}), self.made_of)
         try:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:
@@ -94,14 +110,16 @@ class Checkpoint:
 def reporter(total: int, start: int) -> Iterator[Callable[[int, str, bool], None]]:
     """Gives the function report(step, text, milestone), which shows the progress of a run of `total` steps.
 
-    On a terminal a bar shows every step, and the text of the last milestone.  Elsewhere each milestone is one line.
-    start: the step that the run begins at.
+    On a terminal a bar shows every step, and the text of the last milestone.  Elsewhere each milestone is one line, and so is
+    the step after which the time of a step is known.  start: the step that the run begins at.
     """
     if not sys.stderr.isatty():
+        begun = time.monotonic()
 
         def report_line(step: int, text: str, milestone: bool) -> None:
-            if milestone:
-                print(f"step {step}/{total} {text}", flush=True)
+            if milestone or step == start + TIMED:
+                left = (time.monotonic() - begun) / max(1, step - start) * (total - step) / 60
+                print(f"step {step}/{total} {text}" + (f" (about {left:.0f} min left)" if left >= 1 else ""), flush=True)
 
         yield report_line
         return

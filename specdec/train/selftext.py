@@ -13,22 +13,62 @@ from torch import Tensor
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.train.loop import reporter
+from specdec.train.settings import HeadRun
+from specdec.train.text.documents import Document
 
 ROUND = 512  # prompts of one call of generate; progress is saved and shown after each call
 
 
-def prompt_ids(decoder: SpecDecoder, documents: Sequence[str], count: int, longest: int, seed: int) -> list[list[int]]:
-    """The token ids of `count` prompts, each the first 4 to `longest` tokens of a random document.
+def train_prompts(decoder: SpecDecoder, documents: Sequence[Document], count: int, run: HeadRun) -> list[list[int]]:
+    """The token ids of `count` prompts of random documents: 4 to run.longest_prompt of a text's first tokens, or a chat up to
+    where the answer begins.
 
-    Several prompts may come from one document.  The same seed gives the same prompts.  ValueError if all documents are shorter.
+    Several prompts may come from one document.  The same seed gives the same prompts.  ValueError if no document will do.
     """
-    generator = torch.Generator().manual_seed(seed)
-    usable = [ids for document in documents if len(ids := decoder.tokenizer.encode(document[:2000])) >= 4]
+    generator = torch.Generator().manual_seed(run.seed)
+    usable = [(ids, document.messages is None) for document in documents if (ids := _ids(decoder, document, run))]
     if not usable:
-        raise ValueError(f"text: expected documents of at least 4 tokens, got {len(documents)} shorter ones")
+        raise ValueError(
+            f"text: expected documents of at least 4 tokens, or chats of at most {run.width // 2} tokens (half of width) "
+            f"before the answer, got {len(documents)} others"
+        )
     picks = torch.randint(len(usable), (count,), generator=generator).tolist()
-    sizes = torch.randint(4, longest + 1, (count,), generator=generator).tolist()
-    return [usable[pick][:size] for pick, size in zip(picks, sizes, strict=True)]
+    sizes = torch.randint(4, run.longest_prompt + 1, (count,), generator=generator).tolist()
+    return [usable[pick][0][: size if usable[pick][1] else None] for pick, size in zip(picks, sizes, strict=True)]
+
+
+def eval_prompts(decoder: SpecDecoder, held: Sequence[Document], train: Sequence[Document], run: HeadRun) -> list[list[int]]:
+    """The token ids of at most run.eval_prompts prompts, each of a held-out document of its own.
+
+    They are as long as prompts may be, and none begins a training document: what the target writes after a prompt of the
+    training is what the head has learnt by heart.  ValueError if there is none.
+    """
+    known = [_ids(decoder, document, run) for document in train]
+    found: list[list[int]] = []
+    for document in held:
+        ids = _ids(decoder, document, run)
+        prompt = ids if document.messages is not None else ids[: run.longest_prompt]
+        if prompt and len(found) < run.eval_prompts and not any(other[: len(prompt)] == prompt for other in known):
+            found.append(prompt)
+    if not found:
+        raise ValueError(
+            f"text: expected held-out documents that begin unlike those to train on, got {len(held)} others; name other text "
+            "with --eval-text"
+        )
+    return found
+
+
+def _ids(decoder: SpecDecoder, document: Document, run: HeadRun) -> list[int]:
+    """A document's tokens, from its beginning; of a chat those before its first answer.  Empty if it can't be a prompt."""
+    if document.messages is None:
+        ids = decoder.tokenizer.encode(document.text[:2000])
+        return ids if len(ids) >= 4 else []
+    answer = next((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), None)
+    asked = document.messages[:answer]
+    if not any(message["role"] == "user" for message in asked):
+        return []
+    ids = decoder.tokenizer.encode_chat(asked, "a chat of the text")
+    return ids if len(ids) <= run.width // 2 else []
 
 
 def write_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import Field, dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +20,23 @@ def setting(default: T, meaning: str) -> T:
 
 def meaning_of(field: Field[Any]) -> str:
     return field.metadata["meaning"]
+
+
+def _check_whole(run: HeadRun | TargetRun, names: tuple[str, ...], least: int) -> None:
+    for name in names:
+        value = getattr(run, name)
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+
+
+def _check_optimizer(run: HeadRun | TargetRun) -> None:
+    """The settings of the optimizer and the share of held-out text."""
+    if not 0.0 < run.lr < math.inf:
+        raise ValueError(f"lr: expected a number above 0, got {run.lr}")
+    if not 0.0 <= run.weight_decay < math.inf:
+        raise ValueError(f"weight_decay: expected a number of at least 0, got {run.weight_decay}")
+    if not 0.0 < run.held_out < 1.0:
+        raise ValueError(f"held_out: expected a share between 0 and 1, got {run.held_out}")
 
 
 @dataclass(frozen=True)
@@ -41,15 +59,18 @@ class HeadRun:
     warmup: int = setting(200, "steps until the learning rate reaches its peak")
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     decay: float = setting(0.9, "step j of the training-time test counts decay**j in the loss")
-    held_out: float = setting(0.05, "share of the documents that are kept out of training")
+    held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
     eval_every: int = setting(500, "steps between two evaluations")
     eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on")
     seed: int = setting(0, "seed of everything random")
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "texts", "steps", "batch", "eval_every", "eval_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        _check_whole(self, ("num_steps", "steps", "batch", "eval_every", "eval_prompts"), least=1)
+        _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
+        _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width"), least=0)
+        _check_optimizer(self)
+        if not 0.0 < self.decay <= 1.0:
+            raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")
         most = self.width - 1 - max(spec.lookahead for spec in MEASURED)  # leaves room to measure the head at the end
         if not 4 <= self.longest_prompt <= most:
             raise ValueError(f"longest_prompt: expected 4 .. {most} for width {self.width}, got {self.longest_prompt}")
@@ -84,14 +105,18 @@ class TargetRun:
     weight_decay: float = setting(0.3, "AdamW's weight decay")
     dropout: float = setting(0.2, "probability of dropping a value that attention or MLP adds to the residual stream")
     extra_share: float = setting(0.5, "share of the extra text in a step's rows at the start of the run")
-    held_out: float = setting(0.05, "share of the documents that are kept out of training")
+    held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
     eval_every: int = setting(200, "steps between two evaluations")
     seed: int = setting(0, "seed of everything random")
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "context", "steps", "batch", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        _check_whole(self, (*sizes, "steps", "batch", "eval_every"), least=1)
+        _check_whole(self, ("head_dim", "context"), least=2)
+        _check_whole(self, ("warmup",), least=0)
+        _check_optimizer(self)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads={self.num_attention_heads}, "

@@ -19,17 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.loading.threads import set_training_threads
+from specdec.train.folder import fingerprint, prepare_out
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
 from specdec.train.settings import TargetRun
-from specdec.train.text import (
-    SEPARATOR,
-    TokenRows,
-    load_documents,
-    mixed_batches,
-    openings,
-    read_text,
-    split_documents,
-)
+from specdec.train.text.documents import SEPARATOR, Document, read_documents
+from specdec.train.text.heldout import load_corpus, openings
+from specdec.train.text.rows import TokenRows, mixed_batches
 
 SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -137,8 +132,13 @@ class _Data(NamedTuple):
     prompts: list[str]
 
 
-def _load(run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Path], device: str, prompts: int) -> _Data:
-    train, held = load_documents(texts, run.held_out)
+def _load(
+    run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Path], split: str, device: str, prompts: int
+) -> _Data:
+    corpus = load_corpus(texts, run.held_out, split)
+    more = [read_documents(path, split) for path in extra]
+    print("\n".join([*corpus.notes, *(f"extra: {note}" for _, note in more)]), flush=True)
+    train, held, side = (_plain(part) for part in (corpus.train, corpus.held, [d for part, _ in more for d in part]))
     tokenizer = train_tokenizer(train, run.vocab_size, run.context)
 
     def encode(text: str) -> list[int]:
@@ -149,9 +149,15 @@ def _load(run: TargetRun, texts: Sequence[str | Path], extra: Sequence[str | Pat
     if main.rows < run.batch:
         raise ValueError(f"text: expected at least one batch, {run.batch} rows of {run.context} tokens, got {main.rows}")
     held_rows = TokenRows(held, encode, run.context, device).in_order()
-    more = [part for path in extra for part in split_documents(read_text(path))]
-    side = TokenRows(more, encode, run.context, device) if more and run.extra_share else None
-    return _Data(tokenizer, main, side, held_rows, openings(held, prompts, train) if prompts else [])
+    extra_rows = TokenRows(side, encode, run.context, device) if side and run.extra_share else None
+    begins = openings(corpus.held, prompts, corpus.train) if prompts else []
+    return _Data(tokenizer, main, extra_rows, held_rows, begins)
+
+
+def _plain(documents: Sequence[Document]) -> list[str]:
+    if any(document.messages is not None for document in documents):
+        raise ValueError("text: expected plain text, since a new target has no chat template; got chats")
+    return [document.text for document in documents]
 
 
 def train_target(
@@ -165,10 +171,13 @@ def train_target(
     compile_layers: bool = False,
     prompts: int = 0,
     threads: int | None = None,
+    split: str = "auto",
+    overwrite: bool = False,
 ) -> Progress:
     """Trains a target and leaves the weights with the lowest held-out loss in the folder `out`.
 
-    texts: files of UTF-8 text (plain, .xz or .gz).
+    texts: files as text/documents.py describes them.  split: how text without separators falls into documents.
+    overwrite: whether a model or a run that `out` holds may be replaced.
     extra: files of further text, which only the early part of the run reads.
     checkpoint: the file that `resume` goes on from; None stands for checkpoint.pt in `out`.
     compile_layers: whether torch.compile compiles the decoder layers.
@@ -177,10 +186,9 @@ def train_target(
 
     Returns the progress at the end.  ValueError for text, settings or files that can't work.
     """
-    out = Path(out)
     set_training_threads(torch.device(device), threads)
-    tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, device, prompts)
-    out.mkdir(parents=True, exist_ok=True)
+    tokenizer, main, side, held_rows, heldout_openings = _load(run, texts, extra, split, device, prompts)
+    out = prepare_out(out, resume, overwrite)
     if heldout_openings:
         lines = [json.dumps({"prompt": line}, ensure_ascii=False) for line in heldout_openings]
         (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -191,7 +199,8 @@ def train_target(
             layer.compile(dynamic=False)
     batches = mixed_batches(main, side, run.batch, run.steps, run.extra_share, run.seed)
     schedule = Schedule(run.steps, run.lr, run.warmup, run.weight_decay, run.eval_every)
-    state = Checkpoint(Path(checkpoint or out / "checkpoint.pt"), model, make_optimizer(model, schedule))
+    made_of = {**vars(run), "text": fingerprint([main.tokens])}
+    state = Checkpoint(Path(checkpoint or out / "checkpoint.pt"), model, make_optimizer(model, schedule), made_of)
     print(f"{sum(p.numel() for p in model.parameters())} parameters; tokens: {len(main.tokens)} to train on, "
           f"{len(side.tokens) if side else 0} extra, {held_rows.numel()} held out", flush=True)  # fmt: skip
 

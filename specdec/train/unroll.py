@@ -22,7 +22,7 @@ from torch import Tensor
 from specdec.attention.eager.dense import DenseAttention, per_row
 from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.draft.eagle import Eagle3Head
+from specdec.draft.eagle.head import Eagle3Head
 from specdec.models.target import Target, TargetOutput
 
 

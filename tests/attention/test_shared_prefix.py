@@ -42,7 +42,7 @@ class World:
         self.table[1, : shared // page_size] = self.table[0, : shared // page_size]
         self.cache = KVCache(HeadsLayout(2, 16, dtype), kinds, pages.num_slots, device=device)
         self.cache.planes["kv"].copy_(pages.fill(len(kinds), 2, 2, 16, dtype=dtype).transpose(0, 1))
-        state = BatchState.empty(4, self.table.shape[1], 0, 0, page_size=self.page_size, device=device, dtype=dtype)
+        state = BatchState.empty(4, self.table.shape[1], page_size=self.page_size, device=device)
         self.shared = SharedPrefix.empty(state.pages.table, 10)
         if shared:
             self.shared.set([0, 1], self.table[0, : shared // page_size].tolist(), shared)

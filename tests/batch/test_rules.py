@@ -118,7 +118,7 @@ def test_every_node_has_the_logits_of_its_own_text(seed: int, is_tree: bool) -> 
 
 def test_a_moved_row_takes_its_rules_along() -> None:
     """Keeps out: a row whose counts stay behind when another row leaves, and a new row that inherits rules."""
-    state = BatchState.empty(3, 2, 0, 0, page_size=1, device="cpu", dtype=torch.float32).with_tables(V)
+    state = BatchState.empty(3, 2, page_size=1, device="cpu").with_tables(V)
     assert state.tables is not None
     for number, tensor in enumerate(state.tables.tensors()):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % (5 + number))

@@ -1,22 +1,18 @@
-"""Filters equal transformers', ties break by id, and samples follow their distribution.
+"""Filters equal transformers', and ties break by id.
 
 Keeps out: top-p before top-k, sets that stop short of top_p or go beyond it.
 """
 
-import numpy as np
 import pytest
 import torch
-from toolkit.oracles.statistics import filtered, p_value
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec.batch.choose import choose_tokens, kept_logits
+from specdec.batch.choose import kept_logits
 from specdec.batch.sampling import RowSampling, filter_logits
-from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Needs, RowOptions
 
-V, LIMIT = 12, 1e-4
 FILTERS = [(0.7, 0, 1.0), (1.3, 0, 1.0), (1.3, 5, 1.0), (1.3, 0, 0.8), (0.7, 6, 0.9)]
 
 
@@ -69,14 +65,8 @@ def test_top_p_stops_where_it_is_reached() -> None:
     assert (got[0] > -torch.inf).tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.7)])
-def test_tokens_follow_their_distribution(top_k: int, top_p: float) -> None:
-    """Over seeds at one position, and over positions at one seed."""
-    logits, count = torch.linspace(-2, 2, V).float(), 20_000
-    want = filtered(logits.double().numpy(), 0.8, top_k, top_p)
-    sampling, needs, vocabulary = rows_of(count, 0.8, top_k, top_p), Needs(sampled=True, filtered=True), Vocabulary.of(V, ALONE)
-    by_seed = choose_tokens(logits.expand(count, V), sampling, torch.full((count,), 5), needs, vocabulary).tokens_R
-    sampling.seed_R.fill_(-3)
-    by_position = choose_tokens(logits.expand(count, V), sampling, torch.arange(count), needs, vocabulary).tokens_R
-    for tokens in (by_seed, by_position):
-        assert p_value(np.bincount(tokens.numpy(), minlength=V), want) > LIMIT
+def test_top_p_adds_up_exactly() -> None:
+    """Keeps out: the rounding of a long running sum, which depends on how a library cuts it and moves top-p's border."""
+    for count, top_p in ((3000, 0.5), (10000, 0.75)):
+        kept = filter_logits(torch.zeros(1, count), rows_of(1, 1.0, 0, top_p)).isfinite()
+        assert int(kept.sum()) == count * top_p

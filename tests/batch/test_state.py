@@ -9,7 +9,7 @@ from specdec.batch.state import BatchState
 
 def distinct_state() -> BatchState:
     """Three rows whose tensors hold different numbers everywhere."""
-    state = BatchState.empty(3, 5, 4, 6, page_size=1, max_pause=2, features=7, device="cpu", dtype=torch.float32)
+    state = BatchState.empty(3, 5, page_size=1, device="cpu")
     for number, tensor in enumerate(state.tensors()):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 1000 * number)
     return state

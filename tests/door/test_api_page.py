@@ -27,8 +27,8 @@ from specdec.train.__main__ import build_parser as train_parser
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "API.md").read_text()
 CLASSES = {name: getattr(specdec, name) for name in specdec.__all__}
-SHARED_FLAGS = "Flags of `specdec bench` and `specdec generate`"
-SHARING = ("bench", "generate")
+SHARED_FLAGS = "Flags of `specdec bench`, `specdec verify` and `specdec generate`"
+SHARING = ("bench", "verify", "generate")
 SETTINGS = ("EngineOptions", "SamplingParams", "SpecConfig")  # classes that callers make, of which defaults matter
 METHOD_SECTIONS = re.findall(r"^### ([A-Z]\w+\.\w+)$", PAGE, re.M)
 
@@ -102,7 +102,7 @@ def test_the_page_is_read_as_it_is_meant() -> None:
     page = "## A\n| name |\n|---|\n| `x` | `y` |\n| `f(a, b)` | z |\n### A.f\n| `a` |\n## B\n| `--seed N`, `-s` |\n"
     assert names(section("A", page)) == ["x", "f"] and names(section("A.f", page)) == ["a"]
     assert first_cells(section("B", page)) == ["`--seed N`, `-s`"] and section("C", page) == ""
-    assert members(specdec.Chunk) == {"text", "token_ids"} and "engine" in members(specdec.SpecDecoder)
+    assert members(specdec.Chunk) == {"text", "token_ids", "logprobs"} and "engine" in members(specdec.SpecDecoder)
 
 
 @pytest.mark.parametrize("name", CLASSES)

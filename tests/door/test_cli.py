@@ -78,6 +78,12 @@ def test_help_is_quick(tmp_path):
         (["bench", "--synthetic-acceptance", "1", "--target", "a"], "--synthetic-acceptance would do nothing without --draft"),
         (["generate", "--max-tokens", "0", "hi"], "max_tokens must be >= 1"),
         (["generate", "--seed", "1", "hi"], "--seed would do nothing at --temperature 0"),
+        (["generate", "--min-p", "0.1", "hi"], "--min-p would do nothing at --temperature 0"),
+        (["generate", "--logit-bias", "5", "hi"], "expected ID=NUMBER such as 50=-100, got '5'"),
+        (["generate", "--logit-bias", "5=1", "--logit-bias", "5=2", "hi"], "--logit-bias names a token twice"),
+        (["generate", "--min-tokens", "200", "hi"], "min_tokens must be at most max_tokens = 128, got 200"),
+        (["generate", "--logprobs-mode", "processed", "hi"], "logprobs_mode would do nothing without logprobs"),
+        (["generate", "--n", "0", "hi"], "n must be in"),
         (["generate", "--no-speculate", "--spec", "5,4,16", "hi"], "would do nothing with --no-speculate"),
         (["generate", "--target", "a", "--spec", "5,4,16", "hi"], "--spec would do nothing without --draft"),
         (["generate", "--target", "/no/such/model", "hi"], "expected an existing model folder or a hub id"),
@@ -197,6 +203,30 @@ def test_a_closed_stdin_is_a_missing_prompt(capsys, monkeypatch):
     assert code == 2 and "PROMPT is missing" in err
 
 
+@needs_pair
+def test_generate_with_every_option(capsys):
+    """Keeps out: a flag that is read and not handed on; log-probabilities and the line between texts where text goes."""
+    from specdec import SpecDecoder
+
+    base = ["generate", "The dog", "--max-tokens", "24", "--device", "cpu"]
+    flags = {
+        "--min-p": "0.3", "--repetition-penalty": "1.5", "--presence-penalty": "0.7", "--frequency-penalty": "0.9",
+        "--logit-bias": "300=5", "--bad-word": " was", "--min-tokens": "7", "--temperature": "0.9", "--seed": "4", "--n": "2",
+        "--logprobs": "1", "--logprobs-mode": "processed",
+    }  # fmt: skip
+    params = SamplingParams(
+        24, 0.9, seed=4, min_p=0.3, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.9, logit_bias={300: 5.0},
+        bad_words=[" was"], min_tokens=7, n=2, logprobs=1, logprobs_mode="processed",
+    )  # fmt: skip
+    decoder = SpecDecoder.from_pretrained(shipped.target_folder(), shipped.draft_folder(), device="cpu")
+    first, second = decoder.generate("The dog", params)
+    code, out, err = run(capsys, *base, *[word for flag in flags.items() for word in flag])
+    assert (code, out) == (0, f"{first.text}\n----\n{second.text}\n")
+    lines = [line for line in err.splitlines() if not line.startswith("specdec")]
+    assert len(lines) == len(first.token_ids) + len(second.token_ids)
+    assert first.logprobs is not None and f"{first.logprobs[0].logprob:.4f}" in lines[0]
+
+
 @pytest.mark.slow
 @needs_pair
 def test_generate_reads_stdin_and_stops(capsys, monkeypatch):
@@ -274,10 +304,7 @@ def test_bench_with_the_users_own_files(capsys, tmp_path):
     assert run(capsys, "bench", *TINY, *argv, *more, "--json", str(out))[0] == 0
     settings = json.loads(out.read_text())["settings"]
     assert (settings["page_size"], settings["max_seq_len"], settings["dtype"]) == (4, 99, "float32")
-    assert settings["sampling"] == {
-        "max_tokens": 6, "temperature": 0.8, "top_p": 1.0, "top_k": 20, "seed": 0, "stop": None, "stop_token_ids": None,
-        "ignore_eos": True,
-    }  # fmt: skip
+    assert settings["sampling"] == vars(SamplingParams(6, 0.8, top_k=20, seed=0, ignore_eos=True))
     assert run(capsys, "bench", *TINY, *argv, "--max-seq-len", "8")[0] == 2
 
 

@@ -18,7 +18,7 @@ from specdec.options import setting_of, usable_cpus
 from specdec.train.__main__ import build_parser as train_parser
 
 OPTIONS = fields(EngineOptions)
-COMMANDS = ("bench", "generate", "serve")
+COMMANDS = ("bench", "generate", "serve", "verify")
 OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is not its default, as a flag and as it arrives
     "device": (["cuda:1"], "cuda:1"),
     "dtype": (["bfloat16"], "bfloat16"),

@@ -16,6 +16,7 @@ from toolkit.models import Zoo
 
 from specdec import EngineOptions, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KV_DTYPES
+from specdec.draft.eagle.formats.detect import FORMATS
 from specdec.loading.resolve import resolve_settings
 from specdec.models import registry
 from specdec.models.checkpoints import loader
@@ -48,6 +49,7 @@ def test_choices_are_what_the_code_knows() -> None:
     assert choices["backend"] == registry.BACKENDS
     assert choices["attention"] == ("auto", *BACKENDS)
     assert choices["kv_cache_dtype"] == KV_DTYPES
+    assert choices["draft_format"] == ("auto", *FORMATS)
     assert set(choices["cuda_graphs"]) == set(GRAPH_MODES)
 
 
@@ -95,7 +97,7 @@ def test_unknown_settings_name_the_nearest_one(zoo: Zoo) -> None:
         SpecDecoder.from_pretrained(zoo.target("llama"), max_seqlen=64)
     with pytest.raises(TypeError, match="no engine setting 'drafts'; nearest: draft$"):
         SpecDecoder.from_pretrained(zoo.target("llama"), drafts="x")
-    with pytest.raises(TypeError, match="no engine setting 'qqqq'; known: device, dtype, .*threads$"):
+    with pytest.raises(TypeError, match="no engine setting 'qqqq'; known: device, dtype, .*smoke$"):
         SpecDecoder.from_pretrained(zoo.target("llama"), qqqq=1)
 
 

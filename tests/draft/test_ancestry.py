@@ -16,8 +16,9 @@ from toolkit.oracles.heads import DenseHead, PathDrafter
 from torch import Tensor
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft import branches, worker
-from specdec.draft.expand import Candidates
+from specdec.draft.eagle import worker
+from specdec.draft.tree import branches
+from specdec.draft.tree.expand import Candidates
 from specdec.ops.noise.gumbel import gumbel_noise
 
 Drafter = TypeVar("Drafter", bound=PathDrafter)

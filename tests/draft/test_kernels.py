@@ -12,12 +12,12 @@ from toolkit.kernels import DEVICE
 from torch import Tensor
 
 from specdec.attention.pages import PageTable
-from specdec.draft.branches import Branches, fork
-from specdec.draft.branches_triton import launch_fork
-from specdec.draft.build_tree import best_nodes
-from specdec.draft.build_tree_triton import launch_best_nodes
-from specdec.draft.expand import Beam, Candidates, expand, first_level
-from specdec.draft.expand_triton import launch_expand, launch_first_level
+from specdec.draft.tree.branches import Branches, fork
+from specdec.draft.tree.branches_triton import launch_fork
+from specdec.draft.tree.build_tree import best_nodes
+from specdec.draft.tree.build_tree_triton import launch_best_nodes
+from specdec.draft.tree.expand import Beam, Candidates, expand, first_level
+from specdec.draft.tree.expand_triton import launch_expand, launch_first_level
 from specdec.ops.topk import stable_topk
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary

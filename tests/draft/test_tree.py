@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from specdec.batch.tree import DraftTree
-from specdec.draft.build_tree import best_nodes
-from specdec.draft.expand import Candidates, first_level, next_level
+from specdec.draft.tree.build_tree import best_nodes
+from specdec.draft.tree.expand import Candidates, first_level, next_level
 
 VOCAB = 97
 Path = tuple[int, ...]

@@ -23,8 +23,11 @@ EACH: list[dict[str, Any]] = [
     dict(bad_words=["the", "a little", "was", ". "]),
     dict(min_tokens=40, stop_token_ids=list(range(260, 300))),
     dict(temperature=0.9, seed=5, min_p=0.05, logprobs=5),
-    dict(temperature=0.8, seed=6, top_p=0.9, repetition_penalty=1.2, bad_words=["he had"], logprobs=20, logprobs_mode="processed"),
-]
+    dict(
+        temperature=0.8, seed=6, top_p=0.9, repetition_penalty=1.2, bad_words=["he had"], logprobs=20,
+        logprobs_mode="processed",
+    ),
+]  # fmt: skip
 
 
 def load(device: str = "cuda", **settings: Any) -> SpecDecoder:

@@ -10,9 +10,9 @@ from toolkit.oracles.sharing import SharingZoo
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.kernels.rope_store_triton import launch_rope
-from specdec.bench.near_tie import explain_divergence
 from specdec.bench.session import Session
 from specdec.config import GraphMode
+from specdec.lossless.near_tie import explain_divergence
 from specdec.ops.rope import HeadPrep, Rotation, rotary_table
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from toolkit.paths import PAIR
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft import worker
+from specdec.draft.eagle import worker
 from specdec.generation import Stats
 
 HEADS = ["stories260K-eagle3", "stories260K-eagle2"]

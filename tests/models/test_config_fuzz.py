@@ -21,9 +21,8 @@ from toolkit.models import save_eagle1, save_target
 from toolkit.oracles.sharing import save_sharing
 
 from specdec import shipped
-from specdec.draft.load import load_head, parse_head_config
+from specdec.draft.eagle.load import load_head, open_head
 from specdec.loading.resolve import resolve_dtype
-from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import read_json
 from specdec.models.registry import TargetChoice, choose_target, load_chosen
 from specdec.models.target import Target
@@ -68,8 +67,7 @@ class Head:
         self.loaded: object = None
 
     def __call__(self, folder: Path) -> object:
-        path = folder / "config.json"
-        config = parse_head_config(read_json(path), Checkpoint(folder), self.target.config, str(path))
+        config = open_head(folder, self.target.config).reading.spec
         if self.loaded == config:
             return None
         self.loaded = self.loaded or config

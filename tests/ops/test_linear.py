@@ -10,9 +10,10 @@ from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
 from specdec.ops.products import linear_triton
-from specdec.ops.products.linear import ProductTiles, gated_linear, linear, product_tiles, silu_mul
+from specdec.ops.products.linear import gated_linear, linear, silu_mul
 from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul
 from specdec.ops.products.linear_wide_triton import launch_wide_linear
+from specdec.ops.products.tiles import ProductTiles, product_tiles
 
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

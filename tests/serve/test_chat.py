@@ -105,8 +105,6 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
         ({"echo": False}, "echo", "echo is a field of /v1/completions"),
         ({"tools": [{"type": "function"}]}, "tools", "leave it out or send []"),
         ({"response_format": {"type": "json_object"}}, "response_format", 'send {"type": "text"}'),
-        ({"logprobs": True}, "logprobs", "logprobs is not supported"),
-        ({"logprobs": 0}, "logprobs", "logprobs is not supported"),
         ({"safety_identifier": "x"}, "safety_identifier", "is not supported"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "mean the same"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be >= 1"),

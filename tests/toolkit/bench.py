@@ -17,19 +17,23 @@ from specdec.options import EngineOptions
 
 
 class StubModel(torch.nn.Module):
-    """A target whose next-token logits are the same everywhere."""
+    """A target whose next-token logits are the same everywhere, but off by `error` while its weights are of that dtype."""
 
-    def __init__(self, logits: list[float]) -> None:
+    def __init__(self, logits: list[float], dtype: torch.dtype, error: list[float]) -> None:
         super().__init__()
-        self.row = torch.nn.Parameter(torch.tensor(logits))
-        self.config = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,))
+        self.row, self.error, self.dtype = torch.tensor(logits), torch.tensor(error), dtype
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.config = SimpleNamespace(
+            num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,), has_experts=False
+        )
 
     def forward(self, ids_T, positions_T, attn):
         assert positions_T.tolist() == list(range(len(ids_T)))
         return SimpleNamespace(hidden_TH=torch.ones(len(ids_T), 1))
 
     def logits(self, hidden):
-        return self.row.expand(hidden.shape[0], -1)
+        row = self.row + self.error if self.weight.dtype == self.dtype else self.row
+        return row.expand(hidden.shape[0], -1)
 
 
 class StubPhases:
@@ -47,6 +51,7 @@ class StubSession(Session):
     """Speculates two rounds where plain decoding takes five, or writes `wrong` while it does.
 
     right: ids of every prompt's output.  text: of every output; None is a decoder without a tokenizer.  reason: why it ended.
+    logits, error: see StubModel.
     """
 
     model = settings = head = as_stored = None
@@ -61,8 +66,9 @@ class StubSession(Session):
         right: list[int] = (5, 6, 7, 8, 5, 6),
         text: str | None = None,
         reason: str = "length",
+        error: list[float] = (0.0,),
     ) -> None:
-        self.model = StubModel(list(logits))
+        self.model = StubModel(list(logits), dtype, list(error))
         self.settings = SimpleNamespace(
             options=EngineOptions(max_batch_size=2, page_size=4), spec=SpecConfig(2, 2, 4), device=torch.device("cpu"),
             dtype=dtype, cuda_graphs=False,

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from specdec import SpecConfig
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
+from specdec.draft.drafter import Drafter
 from specdec.steps import Needs
 from toolkit.trees import chain_shape, path_depth, random_shape
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from toolkit.driver import Driver
 
 
-class Substitute:
+class Substitute(Drafter):
     """Draws trees of random shape.  texts: prompt -> the tokens that will follow, further than any draft looks.
 
     kind: "oracle" puts the text on one path of the tree, "wrong" avoids it everywhere, "random" knows nothing.
@@ -36,6 +38,7 @@ class Substitute:
     ) -> None:  # fmt: skip
         self.driver, self.spec, self.kind, self.vocab_size = driver, spec, kind, vocab_size
         self.texts, self.inner = texts or {}, inner
+        self.rows, self.caches = (inner.rows, inner.caches) if inner else (None, ())
         self.random = random.Random(0)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
@@ -53,6 +56,21 @@ class Substitute:
     def prefill(self, *args: Any) -> None:
         if self.inner:
             self.inner.prefill(*args)
+
+    def keep(self, *args: Any) -> None:
+        if self.inner:
+            self.inner.keep(*args)
+
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
+        if self.inner:
+            self.inner.catch_up(state, needs)
+
+    def changed(self, state: BatchState) -> list[Tensor]:
+        return self.inner.changed(state) if self.inner else []
+
+    def clear_rows(self, rows_R: Tensor) -> None:
+        if self.inner:
+            self.inner.clear_rows(rows_R)
 
     def _row(self, row: int, length: int, bonus: int) -> tuple[list[int], list[int]]:
         """One sequence's tokens and parents."""

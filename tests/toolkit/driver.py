@@ -277,7 +277,25 @@ class Driver(Hooks):
         assert self.is_idle
         with torch.inference_mode():
             self._workers.state.bonus_B.random_(0, self.decoder.model.config.vocab_size)
-            self._workers.state.level1_hidden_BH.fill_(torch.nan)
+            self.drafter.rows.level1_hidden_BH.fill_(torch.nan)
+
+    def poison_padding(self) -> None:
+        """Fills what belongs to no request, while others run: free pages and the dummy page with NaN, free rows with junk.
+
+        Their ids stay ids: a row's last token is one that the model has, in padding too, which is asserted.
+        """
+        state, vocab_size = self._workers.state, self.decoder.model.config.vocab_size
+        pages = torch.tensor([0, *self._scheduler.admission.pool._free])
+        slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
+        with torch.inference_mode():
+            assert bool(((state.bonus_B >= 0) & (state.bonus_B < vocab_size)).all())
+            for cache in self.caches:
+                for planes in cache.planes_of.values():
+                    planes["kv"][:, slots.to(planes["kv"].device)] = torch.nan
+            state.bonus_B[len(self._scheduler.seats) :].random_(0, vocab_size)
+            for tensor in self.drafter.rows.tensors():
+                if tensor.is_floating_point():
+                    tensor[len(self._scheduler.seats) :] = torch.nan
 
     def blind_tables(self, rows: int, pages: int) -> None:
         """Writes the dummy page over the first `pages` entries of the first rows' page tables, and junk into the dummy page."""

@@ -245,9 +245,12 @@ class Zoo:
 
     def decoder(self, target: str, kind: str | None = None, spec: SpecConfig | None = None, **settings: Any) -> SpecDecoder:
         """A decoder on the CPU, in float32 if nothing else is said."""
-        head = self.head(target, kind) if kind else None
+        head = None if kind is None else kind if kind == "ngram" else self.head(target, kind)
         return SpecDecoder.from_pretrained(
-            self.target(target), head, spec, **{"device": "cpu", "dtype": "float32", "max_seq_len": 128, **settings}
+            self.target(target),
+            head,
+            spec,
+            **{"device": "cpu", "dtype": "float32", "max_seq_len": 128, "smoke": False, **settings},
         )
 
 

@@ -11,9 +11,10 @@ from toolkit.oracles.heads import DenseHead, PathDrafter
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.draft.eagle import Eagle3Head
+from specdec.draft.eagle.head import Eagle3Head
 from specdec.shipped import draft_folder, prompts_file, target_folder
-from specdec.train.head import save_head, train_head
+from specdec.train.head import train_head
+from specdec.train.head_files import save_head
 from specdec.train.selftext import frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.target import train_target
@@ -67,10 +68,10 @@ def test_frequent_ids_are_the_most_frequent_ascending() -> None:
 
 
 def story_file(folder: Path) -> Path:
-    """A few hundred words in documents, made of the shipped prompts."""
+    """A few hundred words in documents, made of the shipped prompts.  No two open alike."""
     prompts = [json.loads(line)["prompt"] for line in prompts_file().read_text().splitlines()]
     path = folder / "stories.txt"
-    path.write_text("<|endoftext|>".join(f"{a}. {b}." for a in prompts[:12] for b in prompts[:4]))
+    path.write_text("<|endoftext|>".join(f"{a}. {b}." for a, b in zip(prompts[:24], prompts[24:], strict=True)))
     return path
 
 

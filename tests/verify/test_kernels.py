@@ -48,7 +48,7 @@ def likely_targets(tree: DraftTree) -> Tensor:
 
 def new_state(B: int) -> BatchState:
     """Some rows inactive, some of length 0, some that do not speculate."""
-    state = BatchState.empty(B, 4, 0, 0, page_size=1, device="cpu", dtype=torch.float32)
+    state = BatchState.empty(B, 4, page_size=1, device="cpu")
     state.lens_B.copy_(torch.randint(900, (B,)) * (torch.arange(B) % 3 != 1))
     state.bonus_B.fill_(-1)
     state.active_B.copy_(torch.arange(B) % 4 != 2)

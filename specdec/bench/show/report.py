@@ -8,12 +8,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Divergence, Measurement, PlainCell
+from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Cell, Measurement, PlainCell
 from specdec.bench.show.budget_report import SYNTHETIC, print_budgets, tag_of
 from specdec.bench.show.layout import Grid
 from specdec.bench.show.legend import phases_shown, print_legend
+from specdec.config import SamplingParams
+from specdec.lossless.verification import Divergence
 
 DEPTHS_SHOWN = 10
+RARE = (  # options of sampling that are shown only where they are set
+    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens",
+)  # fmt: skip
 NOISY = 1.15  # a speed-up whose repeats lie further apart is said to be noisy
 STEAL = 0.03  # share of CPU time
 SHOWN_DIVERGENCES = 3  # a cell; the JSON holds all
@@ -64,7 +69,7 @@ def _facts(m: Measurement) -> Table:
     kept = "" if s.get("kv_cache_dtype", "auto") == "auto" else f", KV {s['kv_cache_dtype']}"
     kept += ", int8 queries" if s.get("int8_queries", False) else ""
     sampling = s["sampling"]
-    how = "greedy" if sampling["temperature"] == 0 else _sampled(sampling)
+    how = ("greedy" if sampling["temperature"] == 0 else _sampled(sampling)) + _with_rules(sampling)
     rows = [
         ("machine", m.machine["runs_on"]),
         ("versions", f"specdec {m.versions['specdec']}, torch {torch_version}"),
@@ -111,6 +116,13 @@ def _busy(machine: dict[str, Any]) -> str:
 def _sampled(sampling: dict[str, object]) -> str:
     parts = [f"{name} {sampling[name]}" for name in ("temperature", "top_p", "top_k", "seed")]
     return "sampled with " + ", ".join(parts) + " (+ prompt number)"
+
+
+def _with_rules(sampling: dict[str, object]) -> str:
+    """The options that are not as usual, of those that most runs leave alone; empty if there are none."""
+    default = vars(SamplingParams())
+    changed = [name for name in RARE if sampling.get(name, default[name]) != default[name]]
+    return "".join(f", {name} {sampling[name]}" for name in changed)
 
 
 def _grid(cells: list[Cell], *columns: str, marked: bool = True) -> Grid:

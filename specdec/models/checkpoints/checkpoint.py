@@ -52,11 +52,14 @@ def resolve_folder(name: str | Path, argument: str) -> Path:
 
 
 class Checkpoint:
-    """The tensors of one folder, by name; remembers which were taken, and whether those that were copied are finite."""
+    """The tensors of one folder, by name; remembers which were taken, and whether those that were copied are finite.
 
-    def __init__(self, folder: Path) -> None:
+    pickles: whether the weights may come from a pickle where there is no safetensors file.
+    """
+
+    def __init__(self, folder: Path, pickles: bool = True) -> None:
         self.folder = folder
-        self._stored = stored_tensors(folder)
+        self._stored = stored_tensors(folder, pickles)
         self._untaken = set(self._stored)
         self._finite = FiniteCheck()
 

@@ -36,14 +36,22 @@ class StoredTensor(NamedTuple):
         return "complex numbers" if name.startswith("c") else "integers"  # I64, U8, BOOL, int64, uint8, bool
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's weight files, by name."""
+def stored_tensors(folder: Path, pickles: bool = True) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's weight files, by name.  pickles: whether they may be pickles."""
     files = _weight_files(folder)
     if not files:
         raise ValueError(f"{folder} holds no weights: expected *.safetensors (or pytorch_model*.bin)")
+    if not pickles and (file := next((file for file in files if file.suffix != ".safetensors"), None)):
+        raise ValueError(
+            f"{file} is a pickle, which is not opened unless you ask for it; nearest thing that works: a safetensors file, or "
+            "draft_pickle=True (--draft-pickle)"
+        )
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        tensors.update(_safetensors(file) if file.suffix == ".safetensors" else _pickled(file))
+        held = _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+        if twice := sorted(tensors.keys() & held.keys()):
+            raise ValueError(f"{file}: tensor {twice[0]!r} stands in {tensors[twice[0]].file.name} too; expected each once")
+        tensors.update(held)
     return tensors
 
 

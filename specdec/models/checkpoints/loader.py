@@ -150,11 +150,11 @@ def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arr
     fill_linear(linear, checkpoint, {part: f"{prefix}.{part}" for part in linear.parts.sizes}, arrange)
 
 
-def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str) -> None:
-    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor."""
+def fill_layer(layer: nn.Module, checkpoint: Checkpoint, prefix: str, input_norm: str = "input_layernorm") -> None:
+    """A decoder layer; an input norm that is no norm (EAGLE-1's first layer) has no tensor.  input_norm: what it is called."""
     assert isinstance(layer, DecoderLayer)
     if isinstance(layer.input_layernorm, RMSNorm):
-        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
+        fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.{input_norm}")
     fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
     fill_attention(layer.self_attn, checkpoint, f"{prefix}.self_attn")
     fill_mlp(layer.mlp, checkpoint, f"{prefix}.mlp")

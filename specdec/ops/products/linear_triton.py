@@ -25,7 +25,7 @@ from torch import Tensor
 from specdec.ops.launch import chained
 
 if TYPE_CHECKING:
-    from specdec.ops.products.linear import ProductTiles
+    from specdec.ops.products.tiles import ProductTiles
 
 AHEAD = 512  # elements of each row; measured: asking for more delays the requests that are needed first
 ARRIVALS = 1024  # the most tiles of a split product

@@ -21,7 +21,7 @@ from specdec.ops.launch import chained
 from specdec.ops.products.linear_triton import _prefetch
 
 if TYPE_CHECKING:
-    from specdec.ops.products.linear import ProductTiles
+    from specdec.ops.products.tiles import ProductTiles
 
 AHEAD = 256  # elements of each row that are requested from L2 before the wait; measured
 

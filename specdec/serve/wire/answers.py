@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.generation import FinishReason, Generation
+from specdec.generation import Chunk, FinishReason, Generation, TokenLogprob
 from specdec.serve.wire.errors import ApiError, json_bytes
+from specdec.serve.wire.logprobs import Piece, chat_logprobs, completion_logprobs
 from specdec.serve.wire.requests import Plan
 
 FINISH_REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -28,11 +29,12 @@ class Heading:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def whole_answer(heading: Heading, plan: Plan, generations: Sequence[Generation]) -> dict[str, Any]:
-    """The answer that is not streamed; the generations are in the order of the choices."""
+def whole_answer(heading: Heading, plan: Plan, generations: Sequence[Generation], piece: Piece) -> dict[str, Any]:
+    """The answer that is not streamed; the generations are in the order of the choices.  piece: the text of a token."""
     choices: list[dict[str, Any]] = []
     for index, generation in enumerate(generations):
-        reason = {"logprobs": None, "finish_reason": FINISH_REASONS[generation.finish_reason]}
+        logprobs = _logprobs(plan, generation.logprobs, piece, 0)
+        reason = {"logprobs": logprobs, "finish_reason": FINISH_REASONS[generation.finish_reason]}
         if plan.is_chat:
             message = {"role": "assistant", "content": generation.text, "refusal": None}
             choices.append({"index": index, "message": message, **reason})
@@ -63,22 +65,33 @@ def usage(plan: Plan, generations: Sequence[Generation]) -> dict[str, Any]:
 class ChunkWriter:
     """Writes the events of one stream.
 
-    Only the text differs from one chunk of a choice to the next, so everything around it is made once.
+    Without log-probabilities, only the text differs from one chunk of a choice to the next, so everything around it is made
+    once.
     """
 
-    def __init__(self, heading: Heading, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, heading: Heading, plan: Plan, piece: Piece) -> None:
+        self._plan, self._piece = plan, piece
+        self._offsets = [0] * plan.choices
         self._heading = heading.as_json("chat.completion.chunk" if plan.is_chat else "text_completion")
         self._usage = {"usage": None} if plan.include_usage else {}
         self._around = [self._split(index) for index in range(plan.choices)]
         self._has_begun = [not plan.is_chat] * plan.choices
 
-    def text(self, index: int, text: str) -> bytes:
-        """A piece of a choice's text."""
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """A piece of a choice's text; nothing where there is none yet, unless there are log-probabilities of its tokens."""
+        if chunk.logprobs:
+            logprobs = _logprobs(self._plan, chunk.logprobs, self._piece, self._offsets[index])
+            self._offsets[index] += sum(len(self._piece(each.token)) for each in chunk.logprobs)
+            if not self._has_begun[index]:
+                return self._begin(index, chunk.text, logprobs)
+            content = {"delta": {"content": chunk.text}} if self._plan.is_chat else {"text": chunk.text}
+            return self._event(index, content, None, logprobs)
+        if not chunk.text:
+            return b""
         if not self._has_begun[index]:
-            return self._begin(index, text)
+            return self._begin(index, chunk.text)
         before, after = self._around[index]
-        return f"{before}{json.dumps(text)}{after}".encode()
+        return f"{before}{json.dumps(chunk.text)}{after}".encode()
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         """The last chunk of a choice."""
@@ -91,13 +104,13 @@ class ChunkWriter:
             return DONE
         return _event({**self._heading, "choices": [], "usage": usage(self._plan, generations)}) + DONE
 
-    def _begin(self, index: int, text: str) -> bytes:
+    def _begin(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         """The first chunk of a chat answer, which names the role."""
         self._has_begun[index] = True
-        return self._event(index, {"delta": {"role": "assistant", "content": text}}, None)
+        return self._event(index, {"delta": {"role": "assistant", "content": text}}, None, logprobs)
 
-    def _event(self, index: int, content: dict[str, Any], reason: str | None) -> bytes:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+    def _event(self, index: int, content: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         return _event({**self._heading, "choices": [choice], **self._usage})
 
     def _split(self, index: int) -> tuple[str, str]:
@@ -106,6 +119,13 @@ class ChunkWriter:
         content = {"delta": {"content": mark}} if self._plan.is_chat else {"text": mark}
         before, _, after = self._event(index, content, None).decode().partition(json.dumps(mark))
         return before, after
+
+
+def _logprobs(plan: Plan, tokens: Sequence[TokenLogprob] | None, piece: Piece, offset: int) -> dict[str, Any] | None:
+    """Log-probabilities in the form of the plan's endpoint.  offset: see `completion_logprobs`."""
+    if tokens is None:
+        return None
+    return chat_logprobs(tokens, piece) if plan.is_chat else completion_logprobs(tokens, piece, offset)
 
 
 def error_event(error: ApiError) -> bytes:

@@ -14,23 +14,19 @@ from specdec.serve.wire.errors import wrong
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SHARED_FIELDS = (
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids",
-    "ignore_eos", "n", "stream", "stream_options", "speculate", "user",
+    "ignore_eos", "n", "stream", "stream_options", "speculate", "user", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "bad_words", "min_tokens", "logprobs", "logprobs_mode",
 )  # fmt: skip
-USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", *SHARED_FIELDS)}
-EXTENSIONS = ("top_k", "stop_token_ids", "ignore_eos", "speculate")  # of the fields above, those that OpenAI does not have
+USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
+EXTENSIONS = (  # of the fields above, those that OpenAI does not have
+    "top_k", "stop_token_ids", "ignore_eos", "speculate", "min_p", "repetition_penalty", "bad_words", "min_tokens",
+    "logprobs_mode",
+)  # fmt: skip
 
 # OpenAI's fields that specdec does not support, and the values besides null that say no more than leaving the field out.
-_SHARED_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-}
 NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    COMPLETIONS: {**_SHARED_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)},
+    COMPLETIONS: {"best_of": (1,), "echo": (False,), "suffix": ("",)},
     CHAT: {
-        **_SHARED_NEUTRAL,
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.checks import require_bool, require_int
 from specdec.config import SamplingParams
+from specdec.limits import MAX_LOGPROBS
 from specdec.prompts import chat_fault
 from specdec.serve.wire.errors import ApiError, wrong
 from specdec.serve.wire.fields import (
@@ -24,6 +25,11 @@ from specdec.serve.wire.fields import (
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+SAMPLING_FIELDS = (  # that are fields of SamplingParams of the same meaning
+    "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+)  # fmt: skip
+LONGEST_ID = 10  # digits of a token id
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
 LARGEST_SEED = 2**63 - 1
 LARGEST_N = 2**31 - 1  # numbers of thousands of digits can't even be shown in an error
@@ -34,7 +40,8 @@ class Plan:
     """What a request asks for.
 
     path: the endpoint.  prompts: texts, lists of ids, or one chat.  prompt_field: what errors call them.
-    sampling: of choice 0 of each prompt.  max_tokens: None: as many as fit.  n: choices of each prompt.
+    sampling: of choice 0 of each prompt, but for the next two.  max_tokens: None: as many as fit.  min_tokens: before any end.
+    n: choices of each prompt.
     is_list: whether the prompts came as a list of prompts.
     """
 
@@ -43,6 +50,7 @@ class Plan:
     prompt_field: str
     sampling: SamplingParams
     max_tokens: int | None
+    min_tokens: int = 0
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -62,9 +70,12 @@ class Plan:
         return f"{self.prompt_field}[{index}]" if self.is_list else self.prompt_field
 
     def sampling_of(self, choice: int, max_tokens: int) -> SamplingParams:
-        """Choice j of a seeded request has the seed + j."""
+        """Choice j of a seeded request has the seed + j.  ApiError 400 if it may not be as long as it must be."""
+        if self.min_tokens > max_tokens:
+            fault = f"min_tokens must be at most max_tokens, which is {max_tokens}, got {self.min_tokens}"
+            raise wrong("min_tokens", f"{fault}; nearest setting that works: min_tokens={max_tokens}")
         seed = None if self.sampling.seed is None else self.sampling.seed + choice
-        return replace(self.sampling, max_tokens=max_tokens, seed=seed)
+        return replace(self.sampling, max_tokens=max_tokens, min_tokens=self.min_tokens, seed=seed)
 
 
 def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: int | None) -> Plan:
@@ -79,8 +90,9 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         path=path,
         prompts=prompts,
         prompt_field="messages" if path == CHAT else "prompt",
-        sampling=_sampling(values, n),
+        sampling=_sampling(values, n, path),
         max_tokens=_max_tokens(values, path, max_tokens_cap),
+        min_tokens=_checked("min_tokens", require_int, values.get("min_tokens", 0), 0),
         n=n,
         stream=stream,
         include_usage=include_usage,
@@ -118,20 +130,47 @@ def _streaming(values: dict[str, Any]) -> tuple[bool, bool]:
     return stream, _checked(name, require_bool, used.get("include_usage", False), False)
 
 
-def _sampling(values: dict[str, Any], n: int) -> SamplingParams:
+def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
     """The checked options of sampling; each is checked alone, so that an error names its field."""
-    given = {
-        name: values[name]
-        for name in ("temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos")
-        if name in values
-    }
+    given = {name: values[name] for name in SAMPLING_FIELDS if name in values}
+    if isinstance(given.get("logit_bias"), dict):
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
     for name, value in given.items():
         _checked(name, lambda name, value: SamplingParams(**{name: value}), value)
-    sampling = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **given})
+    given["logprobs"] = _chat_logprobs(values) if path == CHAT else _completion_logprobs(values)
+    mode = {"logprobs_mode": values["logprobs_mode"]} if "logprobs_mode" in values else {}
+    _checked("logprobs_mode", lambda _, mode: SamplingParams(logprobs=given["logprobs"], **mode), mode)
+    sampling = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **given, **mode})
     if sampling.seed is not None and sampling.seed + n - 1 > LARGEST_SEED:
         nearest = LARGEST_SEED - n + 1
         raise wrong("seed", f"seed + n - 1 must be at most {LARGEST_SEED}; nearest setting that works: seed={nearest}")
     return sampling
+
+
+def _logit_bias(value: dict[str, Any]) -> dict[int, Any]:
+    """The keys as numbers: JSON has no others than texts."""
+    for token in value:
+        if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_ID):
+            expected = 'logit_bias must have token ids as keys, such as {"50": -100}'
+            raise wrong("logit_bias", f"{expected}, got the key {token[:100]!r}")
+    return {int(token): added for token, added in value.items()}
+
+
+def _completion_logprobs(values: dict[str, Any]) -> int | None:
+    """How many likeliest tokens are given; None: no log-probabilities are, which some clients write as false."""
+    count = values.get("logprobs")
+    if count is None or count is False:
+        return None
+    return _checked("logprobs", require_int, count, 0, MAX_LOGPROBS)
+
+
+def _chat_logprobs(values: dict[str, Any]) -> int | None:
+    """How many likeliest tokens are given; None: no log-probabilities are."""
+    wanted = _checked("logprobs", require_bool, values.get("logprobs", False), True)
+    count = _checked("top_logprobs", require_int, values.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    if count and not wanted:
+        raise wrong("top_logprobs", "top_logprobs needs logprobs; nearest setting that works: logprobs=true")
+    return count if wanted else None
 
 
 def _max_tokens(values: dict[str, Any], path: str, cap: int | None) -> int | None:

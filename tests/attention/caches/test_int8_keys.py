@@ -1,6 +1,6 @@
 """Keys in int8 with values as they are, and queries in int8: what is stored, and what attention over it computes.
 
-Whole engines are in tests/lossless/test_quantised_kv.py, plans of all kinds in tests/attention/kernels/test_triton_kinds.py.
+Whole engines are in tests/lossless/kv/test_quantised_kv.py, plans of all kinds in tests/attention/kernels/test_triton_kinds.py.
 Without a GPU, kernels run under Triton's interpreter.
 
 Shapes: T tokens or queries, N slots, H heads, K kv heads, G = H / K, D head dim.

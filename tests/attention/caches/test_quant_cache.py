@@ -1,6 +1,6 @@
 """KV in 8 bits: read values are near the stored ones, and attention is exact over the values that are read.
 
-test_quant_triton.py beside it holds the kernels against these definitions, tests/lossless/test_quantised_kv.py whole engines.
+test_quant_triton.py beside it holds the kernels against these definitions, lossless/kv/test_quantised_kv.py whole engines.
 
 Shapes: B sequences, T tokens, H heads, K kv heads, G = H/K, D head dim, N tree nodes.
 """

@@ -110,9 +110,9 @@ def test_pauses_while_rows_come_and_go(zoo: Zoo, more: dict[str, Any], depth: in
     steps = watch(mixed)
 
     def look() -> None:
-        state = driver._workers.state
-        assert int(state.pending_B.max()) <= driver.pause <= MAX_PAUSE
-        assert not state.pending_B[state.speculates_B == 0].any()
+        pending_B = driver.drafter.rows.pending_B
+        assert int(pending_B.max()) <= driver.pause <= MAX_PAUSE
+        assert not pending_B[driver._workers.state.speculates_B == 0].any()
 
     driver.before_each_round(look)
     for request, (prompt, sampling, speculate) in zip(run_apart(mixed, asked, rng), asked, strict=True):

@@ -1,0 +1,190 @@
+"""What a kind of drafter says of itself, and what rounds and prompts ask of it.  A kind is a `DraftModel` and a `Drafter`.
+
+A `DraftModel` is what loading makes: weights, if the kind has any, without a batch.  It says what it needs of the target and of
+the pool, and makes the `Drafter` that works on a batch.  This module knows no kind.
+
+Shapes: B rows of a state, R some of the rows, E emitted tokens of a row with padding, T packed tokens, F features of one token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from specdec.attention.backend import Backend
+from specdec.attention.caches.kv_cache import KVCache
+from specdec.batch.packed import PackedPrompts
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.config import SpecConfig
+from specdec.models.config import ModelConfig
+from specdec.models.target import Target
+from specdec.steps import Needs
+
+
+@dataclass(frozen=True)
+class DraftNeeds:
+    """What a drafter needs of its target and of the pool.
+
+    features: the target's layers whose outputs it reads, 0-based and ascending; (): the target's final hidden state; None: it
+        reads token ids alone.
+    models: the configs of the parts that keep keys and values in the target's pages.
+    slot_bytes: what else it keeps of each token, in the first group of layers.
+    """
+
+    features: tuple[int, ...] | None
+    models: tuple[ModelConfig, ...] = ()
+    slot_bytes: int = 0
+
+
+class Paged(Protocol):
+    """Something kept by slot: a KV cache, or what a drafter keeps of each token."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None: ...
+
+
+class Place(NamedTuple):
+    """What a drafter is given to work with.
+
+    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
+    the first group's slots are kept; None: all of them.
+    rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
+    drafter (see `Drafter.keep`); 0 if no round is ever paused.
+    """
+
+    spec: SpecConfig
+    backend: Backend
+    caches: tuple[KVCache, ...]
+    slots: int
+    span: int | None
+    rows: int
+    max_pause: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+class DraftModel(nn.Module, ABC):
+    """A loaded drafter of any kind."""
+
+    @property
+    @abstractmethod
+    def needs(self) -> DraftNeeds: ...
+
+    @abstractmethod
+    def check(self, spec: SpecConfig) -> None:
+        """ValueError if it can't grow trees of that shape."""
+
+    @abstractmethod
+    def worker(self, place: Place) -> Drafter:
+        """The drafter at work on a batch."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What it is and how its files were read, in one line."""
+
+    @property
+    def trained_length(self) -> int | None:
+        """The most tokens of a text that it was trained on; None: that means nothing for it."""
+        return None
+
+    def smoke(self, target: Target, ids_T: Tensor) -> str:
+        """What seems to be wrong with it, by a look at a text (int64); empty if nothing does."""
+        return ""
+
+    def passes(self, spec: SpecConfig) -> int:
+        """How often a round of that shape reads the weights; 0: there are none."""
+        return 0
+
+    @property
+    def once_bytes(self) -> int:
+        """Bytes of the weights that only one of these passes reads."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A drafter's own tensors of the batch's rows: every field is one, and its first dimension is the rows."""
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def narrow(self, rows: int) -> Self:
+        """Views of the first `rows` rows."""
+        return type(self)(*(tensor[:rows] for tensor in self.tensors()))
+
+
+class Drafter(ABC):
+    """Proposes trees for the running batch.
+
+    caches: what it keeps by slot, in the same pages as the target.  rows: what it keeps by row; None: nothing.
+    """
+
+    caches: Sequence[Paged] = ()
+    rows: Rows | None = None
+
+    @abstractmethod
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
+        """The next tree of every row.  needs: here and below, how the target will choose the rows' tokens."""
+
+    @abstractmethod
+    def extend(
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
+    ) -> None:
+        """Learns what a round emitted, and prepares the next draft.
+
+        base_lens_B: int32, the committed length before this round.
+        tokens_BE: int64, the emitted tokens.  Columns after last_B are padding.
+        last_B: int64, the column of the bonus token.
+        features_BEF: for each emitted token, the target's features of the token before it; None if `DraftNeeds` asks for none.
+        state.lens_B: int32, already the length that includes the tokens up to column last_B.
+        """
+
+    @abstractmethod
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+        """Learns parts of prompts.  state: all rows; a part's is prompts.rows_B.
+
+        first_B: int64, the first output token of each prompt that ends here.  What is left for a draft counts if it ends.
+        """
+
+    @abstractmethod
+    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
+        """Records the one token that a paused round emitted in each row; only running rows that speculate count.
+
+        base_lens_B: int32, the committed length before the round.  tokens_B: int64.  features_BF: the target's features of the
+        token before it.
+        """
+
+    @abstractmethod
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
+        """Learns all tokens that were kept.  A row without such tokens keeps its next draft as it is."""
+
+    def changed(self, state: BatchState) -> list[Tensor]:
+        """The tensors that `extend`, `keep` and `catch_up` change and that a later phase reads, of these rows.
+
+        A capture restores them after its warm-ups.  What a phase overwrites with the same values each time need not be listed.
+        """
+        return []
+
+    def move_rows(self, sources_R: Tensor, targets_R: Tensor) -> None:
+        """Makes each target row what its source row was before.  Both are int64, and no target occurs twice."""
+        if self.rows is not None and sources_R.shape[0]:
+            for tensor in self.rows.tensors():
+                tensor.index_copy_(0, targets_R, tensor.index_select(0, sources_R))
+
+    def clear_rows(self, rows_R: Tensor) -> None:  # noqa: B027
+        """Forgets rows (int64) whose requests have ended.  Values that nobody reads may stay."""

@@ -1,0 +1,108 @@
+"""EAGLE-3 heads of NVIDIA ModelOpt: `midlayer.*` in older exports, `layers.*` in newer ones, `d2t` without `t2d`.
+
+The nested `eagle_config` has eight keys, of which five say variants; only the common one is computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specdec.draft.eagle.formats.body import (
+    aux_layers_of,
+    check_features,
+    layer_count,
+    parse_body,
+    parse_head_rope,
+    width_of_features,
+    windows_of,
+)
+from specdec.draft.eagle.formats.reading import Format, HeadFiles, Names, Reading
+from specdec.draft.eagle.formats.safeailab import AUX, nested_config, own_lm_head, vocabulary_tensors
+from specdec.draft.eagle.formats.vocabulary import read_draft_ids
+from specdec.draft.eagle.spec import HeadSpec
+from specdec.models.checkpoints.config_values import flag, whole
+from specdec.models.config import ModelConfig
+
+NAME, DEEP = "modelopt", "LlamaForCausalLMEagle3Deep"
+MARK = "next_layer_regular"
+ARCHITECTURES = ("LlamaForCausalLMEagle3", DEEP)
+OWN_KEYS = frozenset(("draft_vocab_size", "eagle_config", "target_hidden_size", "bias"))
+NESTED: Mapping[str, Sequence[Any]] = {
+    AUX: (),
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    MARK: (True,),
+    "parallel_draft_step": (None, 1),
+    "parallel_draft_heads_num_layers": (None, 0, 1),
+}
+
+
+def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+    where = files.where
+    raw = {key: value for key, value in files.raw.items() if value is not None}  # the exporter writes many nulls
+    check_features(target, where)
+    _check_top(raw, where)
+    eagle = nested_config(raw, NESTED, where)
+    if missing := sorted(set(NESTED) - set(eagle)):
+        raise ValueError(f"{where}: eagle_config lacks {', '.join(missing)}, which ModelOpt always writes")
+    model = parse_body(raw, OWN_KEYS, target, where)
+    model = replace(model, num_layers=layer_count(raw, where, None), rope=parse_head_rope(raw, target, where, silent=False))
+    model = replace(model, layer_kinds=windows_of(raw, model.num_layers, where))
+    ids = eagle[AUX]
+    draft_size = whole(raw, "draft_vocab_size", where, most=model.vocab_size)
+    spec = HeadSpec(
+        model,
+        "eagle3",
+        aux_layers_of(ids or None, target, where, any_order=True),
+        width_of_features(raw, model.hidden_size, target, where),
+        draft_size,
+        own_embeddings="embed_tokens.weight" in files.checkpoint,
+        own_lm_head=own_lm_head(files, draft_size, model.vocab_size),
+        draft_ids=read_draft_ids(files, draft_size, model.vocab_size, t2d="must not"),
+        format=NAME,
+    )
+    meanings = {
+        AUX: f"{ids}: 0-based outputs of layers, in the order of a set, which means nothing"
+        if ids
+        else "null: 1, N//2 - 1 and N - 4",
+        "hidden_norm": "the feature passes hidden_norm alone; ModelOpt 0.47's own module normed it by input_layernorm before",
+        "recycled": "the output before the final norm",
+    }
+    if model.rope.kind == "yarn":
+        meanings["yarn"] = "as written; exporters add it to heads that were trained without it, which lowers acceptance"
+    return Reading(spec, _names(files, raw, model.num_layers), vocabulary_tensors(files), meanings)
+
+
+def _check_top(raw: dict[str, Any], where: str) -> None:
+    named = raw.get("architectures") or [ARCHITECTURES[0]]
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise ValueError(f"{where}: architectures must be one of {', '.join(ARCHITECTURES)}, got {named!r}")
+    if flag(raw, "bias", where):
+        raise ValueError(f"{where}: bias must be absent or false: fc has none in an EAGLE-3 head")
+
+
+def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> Names:
+    """By generation: midlayer, or midlayer.0 and on, or layers.0 and on; Megatron's deep export renames later input norms."""
+    is_deep = (raw.get("architectures") or [""])[0] == DEEP
+    held = files.checkpoint.names()
+    generations = {
+        "layers.0": [f"layers.{index}" for index in range(count)],
+        "midlayer.0": [f"midlayer.{index}" for index in range(count)],
+        "midlayer": ["midlayer"],
+    }
+    found = [key for key in generations if any(re.match(rf"{re.escape(key)}\.[a-z]", name) for name in held)]
+    if len(found) != 1:
+        got = f"both {found[0]} and {found[1]}" if found else "neither"
+        raise ValueError(f"{files.folder}: the layers must be called midlayer.* or layers.*, got {got}")
+    first, *others = generations[found[0]]
+    if len(others) + 1 != count:
+        raise ValueError(f"{files.where}: num_hidden_layers is {count}, but the checkpoint holds one layer, {first}")
+    return Names(first, tuple(others), "hidden_norm" if is_deep else "input_layernorm")
+
+
+FORMAT = Format(NAME, "NVIDIA ModelOpt", "EAGLE-3", read)

@@ -1,0 +1,193 @@
+"""EAGLE draft heads, EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), with one interface.
+
+A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, stands at rotary position i,
+and predicts token i + 2.  Its hidden output takes the place of the next pair's feature.  This module knows no tree, cache or
+verifier.
+
+Shapes: T pairs, H hidden, F the target's features of one token, concatenated, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from specdec.attention.inputs import AttentionFn
+from specdec.config import SpecConfig
+from specdec.draft.drafter import DraftModel, DraftNeeds, Place
+from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.eagle.worker import DraftWorker
+from specdec.models.causal_lm import DecoderLayer
+from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
+from specdec.models.linear import Linear
+from specdec.models.target import Target
+from specdec.ops.norm import pair_rms_norm
+from specdec.ops.rows import select_rows
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.vocabulary import Vocabulary
+
+
+class DraftHead(DraftModel):
+    """What the draft worker needs of a head.
+
+    The embedding and the language-model head may be the target's own modules.
+    vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
+    d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
+    """
+
+    def __init__(self, config: HeadSpec, max_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        model = config.model
+        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
+        self.lm_head = Linear.vocabulary(model.hidden_size, config.draft_vocab_size, model.shard)
+        self.vocabulary = Vocabulary.of(config.draft_vocab_size, ALONE)
+        self.group: Group = ALONE
+        self.register_buffer("d2t_V", None)
+        self.d2t_V: Tensor | None
+        self.rotary = Rotary(model.rope, model.head_dim, max_positions)
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(self.config.aux_layers, (self.config.model,))
+
+    def check(self, spec: SpecConfig) -> None:
+        most = self.config.draft_vocab_size
+        if spec.topk > most:
+            raise ValueError(
+                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
+            )
+
+    def worker(self, place: Place) -> DraftWorker:
+        return DraftWorker(self, place)
+
+    @property
+    def description(self) -> str:
+        return self.config.description
+
+    @property
+    def trained_length(self) -> int:
+        return self.config.trained_length
+
+    def smoke(self, target: Target, ids_T: Tensor) -> str:
+        from specdec.draft.eagle.smoke import complaint  # which knows heads, too
+
+        return complaint(self, target, ids_T)
+
+    def passes(self, spec: SpecConfig) -> int:
+        return spec.max_steps
+
+    @abstractmethod
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """Target features to the head's own width [T, H].  The worker does this once, when features come from the target."""
+
+    @abstractmethod
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """One step over pairs: hidden [T, H], which is the next pair's feature and the input of `logits`.
+
+        ids_T: int64, each pair's token.
+        hidden_TH: each pair's feature, fused.
+        positions_T: int64 rotary positions.
+        rows_R: int64.  If given, only these rows' hidden states are returned: [R, H].
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V]: logits over the draft vocabulary."""
+
+
+class Eagle3Head(DraftHead):
+    """A decoder layer over [normed embedding, normed feature], and perhaps ordinary layers after it.
+
+    `fc` fuses the features of several target layers into one; norms may stand before it.
+    """
+
+    def __init__(self, config: HeadSpec, max_positions: int) -> None:
+        super().__init__(config, max_positions)
+        model, eps = config.model, config.model.rms_norm_eps
+        H, F = model.hidden_size, config.feature_size
+        norms = {"none": 0, "joint": 1, "each": len(config.aux_layers)}[config.feature_norm]
+        self.feature_norms = nn.ModuleList(RMSNorm(F // norms, eps) for _ in range(norms))
+        self.fc = Linear(F, H)
+        self.input_layernorm = RMSNorm(H, eps)
+        self.hidden_norm = RMSNorm(H, eps)
+        self.self_attn = SelfAttention(model, 2 * H)
+        self.post_attention_layernorm = RMSNorm(H, eps)
+        self.mlp = MLP(model)
+        self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers - 1))
+        self.norm = RMSNorm(H, eps)
+
+    @property
+    def once_bytes(self) -> int:
+        return self.fc.num_bytes  # features are fused in the extend only
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        if len(self.feature_norms):
+            parts = features_TF.unflatten(-1, (len(self.feature_norms), -1)).unbind(-2)
+            normed = [norm(part.contiguous()) for norm, part in zip(self.feature_norms, parts, strict=True)]
+            features_TF = torch.cat(normed, dim=-1)
+        return self.fc(features_TF)
+
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
+        embed, norm, H = self.embed_tokens.weight, self.hidden_norm, hidden_TH.shape[-1]
+        rotation, layers = self.rotary.at(positions_T), [cast(DecoderLayer, layer) for layer in self.layers]
+        x = pair_rms_norm(ids_T, embed, self.input_layernorm.weight, hidden_TH, norm.weight, norm.eps)
+        residual = x[:, H:] if self.config.norm_before_residual else hidden_TH
+        rows = None if layers else rows_R  # only the last layer may leave rows out
+        residual = residual if rows is None else select_rows(residual, rows)
+        attended = self.self_attn(x, rotation, attn, 0, rows)
+        residual, normed = self.post_attention_layernorm.add(residual, attended)
+        delta = self.mlp(normed)
+        for index, layer in enumerate(layers, 1):
+            residual, normed = layer.input_layernorm.add(residual, delta)
+            residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
+        if self.config.recycles_normed:
+            return self.norm.add(residual, delta)[1]
+        return residual + self.group.sum(delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        reads_hidden = self.config.recycles_normed or not self.config.norms_logits
+        return self.lm_head(hidden if reads_hidden else self.norm(hidden))
+
+
+class Eagle1Head(DraftHead):
+    """EAGLE-1/2: `fc` over [embedding, feature], then decoder layers, of which the first has no input norm.
+
+    Its language-model head is the target's.
+    """
+
+    def __init__(self, config: HeadSpec, max_positions: int) -> None:
+        super().__init__(config, max_positions)
+        model = config.model
+        self.fc = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
+        self.layers[0].input_layernorm = nn.Identity()
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        return features_TF
+
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
+        x = self.fc(torch.cat((self.embed_tokens(ids_T), hidden_TH), dim=-1))
+        rotation = self.rotary.at(positions_T)
+        layers = [cast(DecoderLayer, layer) for layer in self.layers]
+        normed = x
+        for index, layer in enumerate(layers[:-1]):
+            x, delta = layer(x, normed, rotation, attn, index)
+            x, normed = layers[index + 1].input_layernorm.add(x, delta)
+        x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
+        return x + self.group.sum(delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+
+HEADS: dict[str, type[DraftHead]] = {"eagle3": Eagle3Head, "eagle1": Eagle1Head}

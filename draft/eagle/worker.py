@@ -1,0 +1,224 @@
+"""The draft worker: it grows a tree from the first level that the last extend left, and fills the drafter's KV cache.
+
+Row i of the drafter's KV belongs to the pair (token i + 1, feature of token i).  L committed tokens therefore have L rows in
+the drafter's cache, and the last of them holds the bonus token's embedding.  A chain (K = 1) appends to the prefix; in a tree
+each branch has a suffix of its own (branches.py).
+
+This module knows heads, trees and attention; it knows neither requests nor the verifier.
+
+Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T packed tokens, H hidden, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec.attention.attend import PagedAttention, PassTables
+from specdec.attention.plan import causal_segment, prefix_segment
+from specdec.attention.segment import AttentionPlan, last_positions
+from specdec.attention.shared import split_shared
+from specdec.batch.packed import PackedPrompts
+from specdec.batch.sampling import RowSampling
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.config import SpecConfig
+from specdec.draft.drafter import Drafter, Place
+from specdec.draft.eagle.rows import EagleRows
+from specdec.draft.shared_noise import noise_of
+from specdec.draft.tree.branches import fork
+from specdec.draft.tree.build_tree import best_nodes
+from specdec.draft.tree.expand import Candidates, expand, first_level
+from specdec.ops.index import arange
+from specdec.ops.noise.gumbel import Noise
+from specdec.ops.rows import take_rows
+from specdec.steps import Needs
+
+if TYPE_CHECKING:
+    from specdec.draft.eagle.head import DraftHead
+
+# Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
+# nothing, and no second plan is made to leave them out.
+FEW_ROWS = 64
+
+
+class DraftWorker(Drafter):
+    """Runs a head over the running batch.
+
+    In each group of layers the head's cache has the same slots as the target's, so one page table a group serves both models.
+    shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
+    """
+
+    def __init__(self, head: DraftHead, place: Place, shares_noise: bool = True) -> None:
+        self.head, self.backend, self.topk = head, place.backend, place.spec.topk
+        self.shares_noise = shares_noise
+        (self.cache,) = self.caches = place.caches
+        self.rows: EagleRows = EagleRows.empty(
+            place.rows,
+            self.topk,
+            head.config.model.hidden_size,
+            max_pause=place.max_pause,
+            features=head.config.feature_size,
+            device=place.device,
+            dtype=place.dtype,
+        )
+
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
+        """The next tree of every row.
+
+        A tree of S levels takes S - 1 runs of the head: the root's children, level 1, are known already, because the last
+        extend or prefill computed them.
+        """
+        noise = self._noise(state.lens_B, state.sampling, needs)
+        return self._draft_chain(state, spec.max_steps - 1, noise) if self.topk == 1 else self._draft_tree(state, spec, noise)
+
+    def _draft_chain(self, state: BatchState, steps: int, noise: Noise | None) -> DraftTree:
+        """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
+        groups = self._groups(state)
+        rows, first = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups], self._rows(state)
+        tokens_B, hidden_BH = first.level1_tokens_BK[:, 0], first.level1_hidden_BH
+        drawn = [state.bonus_B, tokens_B]
+        for step in range(steps):
+            positions_B = rows[0].positions[step]
+            tables = []
+            for group, own in zip(groups, rows, strict=True):
+                segment = causal_segment(group.pages, own.ends_PB[step], 1)
+                plan = AttentionPlan(split_shared(segment, group.shared), positions_B)
+                tables.append(PassTables(plan, own.slots[step]))
+            hidden_BH = self.head(tokens_B, hidden_BH, positions_B, self._attention(tables))
+            tokens_B = self.head.vocabulary.greedy(
+                self.head.logits(hidden_BH), self.head.d2t_V, noise=noise and noise.at(step + 2)
+            )
+            drawn.append(tokens_B)
+        return DraftTree.chain(torch.stack(drawn, dim=1))
+
+    def _draft_tree(self, state: BatchState, spec: SpecConfig, noise: Noise | None) -> DraftTree:
+        """A branching tree.  Every branch of a level is one row of the head's batch; the best K of their K * K children
+        continue.
+        """
+        S, K, B = spec.max_steps, self.topk, state.rows
+        device, groups, first = state.lens_B.device, self._groups(state), self._rows(state)
+        prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K), group.shared) for group in groups]
+        candidates = Candidates.empty(B, K, S, device)
+        beam = first_level(candidates, first.level1_tokens_BK, first.level1_logp_BK)
+        hidden, ancestors = first.level1_hidden_BH, [torch.empty(B, 0, dtype=torch.int32, device=device)] * len(groups)
+        for level in range(2, S + 1):
+            rows = [
+                fork(group.pages, group.lens_B, beam.parents_BK, hidden, paths)
+                for group, paths in zip(groups, ancestors, strict=True)
+            ]
+            tables = [
+                PassTables(AttentionPlan(prefix, own.positions_R, own.suffix), own.slots_R)
+                for prefix, own in zip(prefixes, rows, strict=True)
+            ]
+            tokens_R = beam.tokens_BK.flatten()
+            hidden = self.head(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self._attention(tables))
+            beam = expand(
+                candidates,
+                level,
+                beam,
+                self.head.logits(hidden),
+                self.head.d2t_V,
+                self.head.vocabulary,
+                noise and noise.at(level),
+            )
+            ancestors = [own.suffix.pages.table for own in rows]
+        return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
+
+    def extend(
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
+    ) -> None:
+        """Runs the head over the accepted tokens with true target features; keeps the next tree's first level.
+
+        What the head computes for columns after last_B is never used.
+        """
+        assert features_BEF is not None
+        (B, E), rows = tokens_BE.shape, self._rows(state)
+        few = B * E <= FEW_ROWS
+        tables = [self._extend_tables(group, base_lens_B, E, last_rows=not few) for group in self._groups(state)]
+        features_TH = self.head.fuse(features_BEF.flatten(0, 1))
+        positions_T = tables[0].plan.positions_T
+        assert positions_T is not None
+        inputs, attn = (tokens_BE.flatten(), features_TH, positions_T), self._attention(tables)
+        if few:
+            hidden_TH = self.head(*inputs, attn)
+            take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
+        else:
+            rows.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
+        self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
+
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+        """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
+        attn = self._attention(prompts.tables_of(self.cache.group_numbers))
+        next_ids_T = prompts.next_ids(first_B)
+        hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
+        noise = self._noise(prompts.lens_B, state.sampling.of_rows(prompts.rows_B), needs)
+        logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
+        for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
+            target.index_copy_(0, prompts.rows_B, source)
+
+    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
+        assert features_BF is not None
+        self._rows(state).keep(state, tokens_B, features_BF)
+
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
+        rows = self._rows(state)
+        has_some_B1 = rows.pending_B[:, None] > 0
+        before = [tensor.clone() for tensor in rows.first_level]
+        base_lens_B = state.lens_B - rows.pending_B.int()
+        last_B = (rows.pending_B - 1).clamp(min=0)
+        self.extend(state, needs, base_lens_B, rows.pending_tokens_BP, last_B, rows.pending_features_BPF)
+        for tensor, old in zip(rows.first_level, before, strict=True):
+            tensor.copy_(torch.where(has_some_B1, tensor, old))
+        rows.pending_B.zero_()
+
+    def changed(self, state: BatchState) -> list[Tensor]:
+        rows = self._rows(state)
+        return [rows.pending_B, *rows.first_level]
+
+    def clear_rows(self, rows_R: Tensor) -> None:
+        self.rows.pending_B.index_fill_(0, rows_R, 0)
+
+    def _rows(self, state: BatchState) -> EagleRows:
+        """The rows of the state, which are the batch's first ones."""
+        return self.rows.narrow(state.rows)
+
+    def _groups(self, state: BatchState) -> list[BatchState]:
+        """The batch as each group of the head's layers sees it."""
+        return [state.of_group(group) for group in self.cache.group_numbers]
+
+    def _attention(self, tables: Sequence[PassTables]) -> PagedAttention:
+        return PagedAttention(self.backend, self.cache, *tables)
+
+    def _extend_tables(self, state: BatchState, base_lens_B: Tensor, count: int, last_rows: bool) -> PassTables:
+        """Where the `count` tokens after the first base_lens_B of each row stand, in the layers of state.group.
+
+        last_rows: whether a plan is made for each row's last committed token alone, too.
+        """
+        rows = state.pages.next_tokens(base_lens_B, count)
+        segment = causal_segment(state.pages, rows.ends_PB[-1], count)
+        plan = AttentionPlan(split_shared(segment, state.shared), rows.positions.flatten())
+        last_plan = None
+        if last_rows:
+            last = causal_segment(state.pages, state.lens_B, 1)
+            last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
+        return PassTables(plan, rows.slots.flatten(), last_plan)
+
+    def _noise(self, lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise | None:
+        """The noise of the next tree's first level, one position after the bonus token; None where the target adds none."""
+        return noise_of(lens_B, sampling, needs) if needs.sampled and self.shares_noise else None
+
+    def _set_first_level(self, rows: EagleRows, noise: Noise | None) -> None:
+        """Computes the next tree's first level, K tokens a row, from the hidden states in `rows`."""
+        logits_BV = self.head.logits(rows.level1_hidden_BH)
+        out = (rows.level1_logp_BK, rows.level1_tokens_BK)
+        self.head.vocabulary.top(logits_BV, self.topk, self.head.d2t_V, out, noise)

@@ -1,0 +1,97 @@
+"""The n-gram drafter: proposes what followed the text's last tokens where they stood before (prompt lookup).
+
+It keeps the token ids of each sequence by slot, in the target's pages, so it keeps nothing by row and needs no features.  This
+module knows texts and trees, no model.
+
+Shapes: B sequences, E emitted tokens of a row with padding, M continuations, S tokens of each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.batch.packed import PackedPrompts
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.config import SpecConfig
+from specdec.draft.drafter import Drafter, DraftModel, DraftNeeds, Place
+from specdec.draft.ngram.grow import candidates_of
+from specdec.draft.ngram.lookup import Text, continuations, find_matches
+from specdec.draft.ngram.store import ENTRY_BYTES, TokenStore
+from specdec.draft.tree.build_tree import best_nodes
+from specdec.steps import Needs
+
+
+class NgramModel(DraftModel):
+    """The drafter before it has a batch.  vocab_size: the target's."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(features=None, slot_bytes=ENTRY_BYTES)
+
+    def check(self, spec: SpecConfig) -> None:
+        M = num_continuations(spec)
+        if spec.topk > 1 and M * (spec.max_steps + 1) > self.vocab_size:
+            raise ValueError(
+                f"a tree of n-grams needs a vocabulary of at least {M * (spec.max_steps + 1)} tokens for "
+                f"SpecConfig({spec.label}), got {self.vocab_size}; nearest setting that works: topk=1"
+            )
+
+    @property
+    def description(self) -> str:
+        return "n-grams: what followed the text's last tokens where they stood before"
+
+    def worker(self, place: Place) -> NgramDrafter:
+        return NgramDrafter(place)
+
+
+class NgramDrafter(Drafter):
+    """Trees have the continuations of the best places as their paths; a chain has that of the best one."""
+
+    def __init__(self, place: Place) -> None:
+        self.store, self.span = TokenStore(place.slots, place.device), place.span
+        self.caches = (self.store,)
+
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
+        text = Text(self.store.tokens_N, state.pages, state.lens_B, self.span)
+        matches = find_matches(text, num_continuations(spec))
+        tokens_BMS = continuations(text, matches, spec.max_steps)
+        if spec.topk == 1:
+            return DraftTree.chain(torch.cat((state.bonus_B[:, None], tokens_BMS[:, 0]), dim=1))
+        candidates = candidates_of(tokens_BMS, matches.lengths_BM.clamp(min=0))
+        return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, spec.max_steps)
+
+    def extend(
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
+    ) -> None:
+        self._learn(state, base_lens_B, tokens_BE)  # padding comes after the text's end, where nobody reads
+
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+        (tables,) = prompts.tables_of([0])
+        self.store.write(tables.slots_T, prompts.next_ids(first_B))
+
+    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
+        self._learn(state, base_lens_B, tokens_B[:, None])
+
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
+        """Nothing: `keep` has written the tokens where they belong."""
+
+    def _learn(self, state: BatchState, base_lens_B: Tensor, tokens_BE: Tensor) -> None:
+        rows = state.pages.next_tokens(base_lens_B, tokens_BE.shape[1])
+        self.store.write(rows.slots.flatten(), tokens_BE.flatten())
+
+
+def num_continuations(spec: SpecConfig) -> int:
+    """M: as many as there are branches, or more where a tree needs more nodes than these have."""
+    return 1 if spec.topk == 1 else max(spec.topk, -(-(spec.num_draft_tokens - 1) // spec.max_steps))

@@ -1,0 +1,91 @@
+"""`specdec plan`: what memory a pair takes on a GPU, and which context and batch fit, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import TYPE_CHECKING
+
+from specdec.cli.flags import SPEC_HELP, not_empty, tree_shape
+from specdec.cli.output import console
+
+if TYPE_CHECKING:
+    from specdec.loading.plan import MemoryPlan
+
+HELP = "what memory a pair takes on a GPU, and which context and batch fit"
+UNITS = {"": 1, "G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", type=not_empty, required=True, metavar="DIR", help="folder or hub id of the model")
+    add("--draft", type=not_empty, metavar="DIR", help="folder or hub id of its draft head")
+    add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
+    add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
+    add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
+    add("--dtype", default="auto", metavar="NAME", help="as for generate on a GPU; default: the checkpoint's own")
+    add("--kv-cache-dtype", default="auto", metavar="NAME", help="as for generate; default: the dtype of the weights")
+    add("--page-size", type=int, default=16, metavar="N", help="tokens of a page; default: 16")
+    add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB or 141GB; default: this machine's GPU")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from specdec.config import SpecConfig
+    from specdec.loading.plan import plan_memory
+    from specdec.options import EngineOptions
+
+    if args.spec is not None and args.draft is None:
+        raise ValueError("--spec would do nothing without --draft")
+    options = EngineOptions(
+        max_seq_len=args.context, max_batch_size=args.batch, dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
+        page_size=args.page_size,
+    )  # fmt: skip
+    spec = None if args.draft is None else args.spec or SpecConfig()
+    plan = plan_memory(args.target, args.draft, spec, options, args.gpu_memory or _gpu_memory())
+    if args.json:
+        print(json.dumps({**plan._asdict(), "total": plan.total, "fits": plan.total <= plan.memory}, indent=1))
+    else:
+        _show(plan)
+    return 0
+
+
+def _show(plan: MemoryPlan) -> None:
+    from rich.table import Table
+
+    table = Table("what", title=f"{plan.batch} requests of at most {plan.context:,} tokens")
+    table.add_column("GB", justify="right")
+    for name, size in plan.parts.items():
+        table.add_row(name, f"{size / 1e9:.2f}")
+    table.add_section()
+    table.add_row("total", f"{plan.total / 1e9:.2f}")
+    table.add_row("the GPU has", f"{plan.memory / 1e9:.2f}")
+    out = console()
+    out.print(table)
+    names = ("target", "draft head")
+    out.print("a token's keys and values: " + ", ".join(f"{n} {b:,} bytes" for n, b in zip(names, plan.kv_token)))
+    if plan.total <= plan.memory:
+        out.print("it fits")
+    else:
+        out.print(f"it does not fit: {(plan.total - plan.memory) / 1e9:.2f} GB are missing")
+    out.print(
+        f"what fits: {plan.batch} requests of {plan.longest:,} tokens, or {plan.widest:,} requests of {plan.context:,} tokens"
+        if plan.longest and plan.widest
+        else "the weights alone leave no room: take a smaller dtype, or several GPUs by --tensor-parallel-size"
+    )
+
+
+def _gpu_memory() -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--gpu-memory is needed on a machine without a GPU, such as --gpu-memory 80GB")
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 75GiB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2].upper()])

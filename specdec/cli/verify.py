@@ -1,0 +1,83 @@
+"""`specdec verify`: whether speculation changes what a target writes, told from rounding."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.cli.flags import (
+    SPEC_HELP,
+    add_engine_flags,
+    add_prompt_flags,
+    add_sampling_flags,
+    engine_of,
+    not_empty,
+    pair_of,
+    sampling_of,
+    tree_shape,
+)
+from specdec.cli.output import check_files, console, write_files
+from specdec.config import SamplingParams
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpecDecoder
+
+HELP = "check that speculation changes no token, but where two tie within rounding"
+USUAL_PROMPTS = 8
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_prompt_flags(parser, num_prompts=str(USUAL_PROMPTS))
+    add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
+    add("--json", type=not_empty, metavar="FILE", help="write every finding, the settings and definitions")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, "verify")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_files({"--json": args.json} if args.json else {})
+    target, draft = pair_of(args, [])
+    if draft is None:
+        raise ValueError("--draft is missing: verify compares speculative with plain decoding; give the head of the --target")
+    sampling = sampling_of(args)
+    if sampling.temperature > 0 and sampling.seed is None:
+        sampling = replace(sampling, seed=0)
+    decoder, prompts = _load(args, target, draft, sampling)
+    seeded = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
+    with decoder:
+        found = decoder.verify(prompts, seeded, progress=True)
+    try:
+        from specdec.lossless.show import print_verification
+
+        print_verification(found, console())
+    finally:
+        if args.json:
+            write_files({args.json: lambda path: path.write_text(json.dumps(found.as_json(), indent=1) + "\n")})
+    return 0 if found.passed else 1
+
+
+def _load(
+    args: argparse.Namespace, target: str | Path, draft: str | Path, sampling: SamplingParams
+) -> tuple[SpecDecoder, list[list[int]]]:
+    """The decoder, with room for the longest prompt, and the prompts' ids."""
+    from specdec import shipped
+    from specdec.bench.encode import encode_prompts
+    from specdec.bench.prompt_file import read_prompts
+    from specdec.lossless.verify import check_sampling
+
+    check_sampling([sampling])
+    engine, source = engine_of(args), Path(args.prompts) if args.prompts else shipped.prompts_file()
+    listed = read_prompts(source, args.num_prompts)[: args.num_prompts or USUAL_PROMPTS]
+    from specdec.decoder import SpecDecoder
+    from specdec.models.checkpoints.checkpoint import resolve_folder
+    from specdec.prompts import Tokenizer
+
+    tokenizer = Tokenizer(resolve_folder(target, "target"))
+    prompts = encode_prompts(listed, str(source), target, tokenizer, sampling, engine, chat=args.chat)
+    length = engine.max_seq_len or max(map(len, prompts)) + sampling.max_tokens
+    engine = replace(engine, max_seq_len=length)
+    return SpecDecoder.from_pretrained(target, draft, args.spec, options=engine), prompts

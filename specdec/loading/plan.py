@@ -1,0 +1,159 @@
+"""What memory a pair takes on a GPU, from configs and headers of files alone: no weight is read, and no GPU is needed.
+
+Weights, keys and values are counted exactly.  What passes and graphs take besides is estimated by rules that were measured
+(benchmarks/README.md, memory).  This file knows models' configs, tensors' shapes and engine options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from specdec.config import SpecConfig
+from specdec.draft.eagle.load import open_head
+from specdec.draft.kinds import WITHOUT_CHECKPOINT
+from specdec.loading.build import CHUNK_COST
+from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
+from specdec.loading.resolve import EngineSettings, resolve_settings
+from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
+from specdec.models.checkpoints.loader import DTYPES, open_target
+from specdec.models.config import ModelConfig
+from specdec.models.registry import choose_target
+from specdec.options import EngineOptions
+
+CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
+MOST_BATCH = 1024
+
+
+class Models(NamedTuple):
+    """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
+
+    features: how many numbers of each token the drafter reads of the target.
+    """
+
+    configs: tuple[ModelConfig, ...]
+    weights: tuple[int, ...]
+    features: int = 0
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes by what takes them.
+
+    kv_token: of one token, target and drafter.  memory: what there is.
+    longest, widest: the longest context at this batch size, and the largest batch at this context, that fit; 0: none does.
+    """
+
+    context: int
+    batch: int
+    parts: dict[str, int]
+    kv_token: tuple[int, ...]
+    memory: int
+    longest: int
+    widest: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def plan_memory(
+    target: str | Path,
+    draft: str | Path | None,
+    spec: SpecConfig | None,
+    options: EngineOptions,
+    memory: int,
+) -> MemoryPlan:
+    """What this pair takes with these options, on a GPU of that many bytes.
+
+    spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
+    checkpoint's own.  ValueError as when the pair is loaded.
+    """
+    chosen = choose_target(resolve_folder(target, "target"), options.backend)
+    dtype = DTYPES.get(chosen.config.dtype or "", torch.bfloat16) if options.dtype == "auto" else options.dtype
+    options = replace(options, device="cpu", dtype=dtype, attention="auto", prefix_caching=False)
+    settings = resolve_settings(options, spec, chosen.config, chosen.backend, chosen.reason)
+    models = _models(resolve_folder(target, "target"), chosen.config, draft, settings)
+
+    def at(context: int, batch: int) -> dict[str, int]:
+        return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))
+
+    def fits(context: int, batch: int) -> bool:
+        return sum(at(context, batch).values()) <= memory
+
+    context, batch = settings.max_seq_len, options.max_batch_size
+    return MemoryPlan(
+        context,
+        batch,
+        at(context, batch),
+        tuple(sum(_page_bytes([config], settings)) // options.page_size for config in models.configs),
+        memory,
+        largest(lambda n: fits(n, batch), chosen.config.max_position),
+        largest(lambda n: fits(context, n), MOST_BATCH),
+    )
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, where every smaller one does too; 0 if 1 does not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:
+    """Bytes by what takes them, for a full batch of longest sequences."""
+    options, dtype = settings.options, settings.dtype.itemsize
+    groups = layer_groups(models.configs, settings)
+    pages = [options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
+    kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
+    target, spec = models.configs[0], settings.spec
+    queries = options.max_batch_size * (spec.num_draft_tokens if spec else 1)
+    chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
+    return {
+        "weights of the target": models.weights[0],
+        **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
+        "keys and values": kv + source_bytes(target, settings),
+        "a round": pass_bytes(target, queries, queries, models.features, dtype),
+        "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype),
+        "CUDA itself": CONTEXT_BYTES,
+    }
+
+
+def pass_bytes(config: ModelConfig, tokens: int, rows: int, features: int, itemsize: int) -> int:
+    """What a forward pass takes while it runs: the widest values of a layer, the features, and the logits of `rows` rows.
+
+    The widest values are the residual stream, its norm and what is added to it, gate and up, and their product.
+    """
+    layer = 3 * config.hidden_size + 3 * config.intermediate_size + features
+    return itemsize * tokens * layer + (itemsize + 4) * rows * config.vocab_size
+
+
+def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[int, ...]:
+    return kv_page_bytes(configs, settings, layer_groups(configs, settings))
+
+
+def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    weights = [tensor_bytes(open_target(folder), settings.dtype, tied)]
+    if draft is None:
+        return Models((config,), tuple(weights))
+    if draft in WITHOUT_CHECKPOINT:
+        raise ValueError(f"draft={draft!r} has no weights, keys or values; leave it out")
+    files, _, reading = open_head(resolve_folder(draft, "draft"), config)
+    head, without = reading.spec, {"d2t", "t2d", *reading.beside}
+    without |= set() if head.own_embeddings else {"embed_tokens.weight"}
+    without |= set() if head.own_lm_head else {"lm_head.weight"}
+    weights.append(tensor_bytes(files.checkpoint, settings.dtype, without))
+    return Models((config, head.model), tuple(weights), head.feature_size)
+
+
+def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:
+    """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep."""
+    names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
+    return sum(math.prod(checkpoint.shape(name)) for name in names) * dtype.itemsize

@@ -1,0 +1,69 @@
+"""Whether two outputs part at a near-tie: a place where both tokens are the target's best within rounding error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import torch
+
+from specdec.bench.session import Session
+from specdec.config import SamplingParams
+from specdec.lossless.choice import Text
+from specdec.lossless.passes import DensePasses
+from specdec.lossless.reference import Judged, read_text
+from specdec.lossless.verification import Divergence
+
+
+def first_divergence(ids_a: Sequence[int], ids_b: Sequence[int]) -> int | None:
+    """Index of the first place where the two differ; None if they are equal."""
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids_a, ids_b)))
+    return None if common == len(ids_a) == len(ids_b) else common
+
+
+def explain_divergence(
+    session: Session,
+    prompt: int,
+    prompt_ids: Sequence[int],
+    ids_a: Sequence[int],
+    ids_b: Sequence[int],
+    sampling: SamplingParams,
+) -> Divergence | None:
+    """Where baseline ids_a and speculative ids_b part, and whether rounding explains both tokens; None if they are equal.
+
+    prompt: the prompt's number.  sampling: as it ran, with a seed if it samples.
+    """
+    assert isinstance(session, Session), session
+    index = first_divergence(ids_a, ids_b)
+    if index is None:
+        return None
+    if index >= min(len(ids_a), len(ids_b)):
+        return one_ends(prompt, index, ids_a, ids_b)
+    pair = [(index, ids_a[index]), (index, ids_b[index])]
+    a, b = read_text(DensePasses(session), Text(prompt_ids, ids_a, sampling, session.choice(prompt_ids, sampling)), pair).asked
+    return difference(prompt, a, b, rounds(session))
+
+
+def one_ends(prompt: int, index: int, ids_a: Sequence[int], ids_b: Sequence[int]) -> Divergence:
+    """One output goes on where the other ends: there are no two tokens to compare."""
+    return Divergence(prompt, index, next(iter(ids_a[index:]), None), next(iter(ids_b[index:]), None))
+
+
+def difference(prompt: int, a: Judged, b: Judged, may_round: bool) -> Divergence:
+    """Where baseline's token a and speculation's token b stand after the same prefix.
+
+    may_round: whether rounding can decide anything.
+    """
+    margins = [each.margin for each in (a, b)]
+    margin = None if None in margins else max(margins)  # type: ignore[type-var]
+    is_tie = may_round and a.is_explained and b.is_explained
+    verdict = "near-tie" if is_tie else "DIVERGED"
+    return Divergence(prompt, a.index, a.token, b.token, a.rank, b.rank, margin, a.bound, verdict)  # type: ignore[arg-type]
+
+
+def rounds(session: Session) -> bool:
+    """Whether two passes of the decoder may choose different tokens by rounding alone: in 16 bit, or over KV in 8 bits.
+
+    In float32 passes differ in the last bits too, but a tie within them is so rare that a difference is taken for an error.
+    """
+    return session.settings.dtype in (torch.float16, torch.bfloat16) or session.as_stored is not None

@@ -1,0 +1,71 @@
+"""Dense passes of a decoder's target over a whole text: in a wider dtype, in its own, and with its embedding a little off.
+
+No page, tree, cache or attention kernel of specdec takes part.  Keys and values are rounded as the cache rounds them, and
+queries as specdec's kernels round them; what flash-attn rounds over fp8 is not.
+
+Shapes: T tokens, H hidden size, V vocabulary, R rows asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from specdec.attention.caches.int8_keys import rounded_queries
+from specdec.attention.eager.dense import DenseAttention
+from specdec.bench.session import Session
+from specdec.lossless.widen import replaced, widened
+from specdec.models.kv import most_read
+
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+class DensePasses:
+    """Passes over texts of one decoder.  Nothing else may use the decoder's target meanwhile.
+
+    jumps: whether the target chooses experts or keys by scores.  Where two scores tie within rounding, a pass may choose
+    either, and its logits are then far off.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.model, self.dtype, self.device = session.model, session.settings.dtype, session.settings.device
+        self._as_stored = session.as_stored
+        self._queries_as_read = rounded_queries if session.settings.options.int8_queries else None
+        self.jumps = self.model.config.has_experts or most_read(self.model.config) is not None
+
+    @contextmanager
+    def wide(self) -> Iterator[None]:
+        """Inside, passes and logits are computed in the wider dtype."""
+        with widened(self.model, WIDER.get(self.dtype, self.dtype)):
+            yield
+
+    def hidden(self, ids: Sequence[int]) -> Tensor:
+        """[T, H]: what `logits` takes, after each token."""
+        config = self.model.config
+        attn = DenseAttention(
+            config.layer_kinds,
+            as_stored=self._as_stored,
+            sources=config.kv_source,
+            queries_as_read=self._queries_as_read,
+        )
+        return self.model(torch.tensor(ids, device=self.device), torch.arange(len(ids), device=self.device), attn).hidden_TH
+
+    def hidden_nearby(self, ids: Sequence[int], number: int) -> Tensor:
+        """As `hidden`, with each number of the embedding an ulp up or down at random, so that every later rounding is another.
+
+        number: the passes with different ones differ.
+        """
+        generator = torch.Generator(self.device).manual_seed(number)
+
+        def move(table_VH: Tensor) -> Tensor:
+            up = torch.randint(2, table_VH.shape, device=self.device, generator=generator, dtype=torch.int8)
+            return (table_VH * (1 + (2 * up - 1) * torch.finfo(self.dtype).eps)).to(table_VH.dtype)
+
+        with replaced([self.model.embed_tokens.weight], move):
+            return self.hidden(ids)
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        return self.model.logits(hidden_RH)

@@ -1,0 +1,67 @@
+"""Shows what `specdec verify` found.  Knows no model and checks nothing."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from specdec.bench.show.layout import Grid
+from specdec.lossless.verification import Divergence, OffTarget, Verification
+
+STYLES = {"EXACT": "green", "near-tie": "yellow"}
+SHOWN_OFF = 3  # tokens of a prompt; the JSON holds all
+
+
+def print_verification(found: Verification, console: Console) -> None:
+    """A line a prompt, what differs, and what all of it says."""
+    grid = Grid(("prompt",), "outputs", "tokens", "rounds", "bound", "unsure", "first difference", "margin")
+    for each in found.prompts:
+        part = each.difference
+        grid.add(
+            str(each.prompt + 1),
+            Text(each.verdict, STYLES.get(each.verdict, "bold red")),
+            str(each.tokens),
+            str(each.rounds),
+            f"{each.bound:.3g}",
+            str(each.unsure),
+            "" if part is None else _tokens(part),
+            "" if part is None else _number(part.margin),
+        )
+    grid.print(console)
+    for each in found.prompts:
+        for token in each.off_target[:SHOWN_OFF]:
+            console.print(Text(f"prompt {each.prompt + 1}: {_off(token)}", "red"))
+        if len(each.off_target) > SHOWN_OFF:
+            console.print(Text(f"prompt {each.prompt + 1}: {len(each.off_target) - SHOWN_OFF} more, all in --json", "red"))
+    console.print(Text(_summary(found), "green" if found.passed else "bold red"))
+
+
+def _summary(found: Verification) -> str:
+    """The verdict, and how much stands after it."""
+    settings, count = found.settings, len(found.prompts)
+    what = f"{found.count('EXACT')} of {count} prompts EXACT, {found.count('near-tie')} part at near-ties"
+    wrong = [f"{found.count(name)} {name}" for name in ("DIVERGED", "OFF TARGET", "EMPTY") if found.count(name)]
+    kept = "" if settings["kv_cache_dtype"] == "auto" else f", KV {settings['kv_cache_dtype']}"
+    return (
+        f"{'PASS' if found.passed else 'FAIL'}: {', '.join([what, *wrong])}. Compared {found.tokens} tokens with the reference "
+        f"({settings['dtype']}{kept}, spec {settings['spec']}, accept length {found.accept_length:.2f}); at {found.unsure} of "
+        "them two tokens tie within rounding, so that a wrong one of the two would go unseen"
+    )
+
+
+def _tokens(part: Divergence) -> str:
+    if part.token_baseline is None or part.token_speculative is None:
+        return f"at {part.index}, where one ends"
+    return f"at {part.index}: {part.token_baseline} or {part.token_speculative}"
+
+
+def _off(token: OffTarget) -> str:
+    whose = "both texts hold" if token.side == "both" else f"the {token.side} text holds"
+    return (
+        f"at output token {token.index} {whose} {token.token}, the reference {token.best}; margin {_number(token.margin)}, "
+        f"bound {token.bound:.3g}"
+    )
+
+
+def _number(margin: float | None) -> str:
+    return "none" if margin is None else f"{margin:.3g}"

@@ -1,0 +1,113 @@
+"""Runs prompts with and without speculation on one decoder, and compares every token of both with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specdec.bench.session import Session
+from specdec.config import SamplingParams
+from specdec.generation import Generation, Stats
+from specdec.lossless.choice import Text
+from specdec.lossless.near_tie import difference, first_divergence, one_ends, rounds
+from specdec.lossless.passes import DensePasses
+from specdec.lossless.reference import read_text
+from specdec.lossless.verification import Divergence, OffTarget, PromptVerdict, Verification
+from specdec.progress import Progress
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpecDecoder
+
+
+def check_decoder(decoder: SpecDecoder) -> None:
+    """ValueError if there is nothing to compare, or no reference to compare it with."""
+    config, size = decoder.model.config, decoder.settings.options.tensor_parallel_size
+    if decoder.head is None:
+        raise ValueError(
+            "verify compares speculative with plain decoding, but this decoder has no draft head; nearest thing that works: "
+            "name a draft head"
+        )
+    if config.encoder is not None:
+        raise ValueError(
+            f"verify is for decoder-only targets, got a {config.family} model: the reference reads one model's text, not what "
+            "an encoder read besides; nearest thing that works: a decoder-only target"
+        )
+    if size > 1:
+        raise ValueError(
+            f"verify computes its reference in one process, got tensor_parallel_size={size}; nearest setting that works: "
+            "tensor_parallel_size=1"
+        )
+
+
+def check_sampling(sampling: Sequence[SamplingParams]) -> None:
+    """ValueError unless both sides draw the same, and a round of speculation can run."""
+    for params in sampling:
+        if params.temperature > 0 and params.seed is None:
+            raise ValueError("verify needs a seed to sample: both sides must draw the same; nearest setting that works: seed=0")
+        if params.n != 1:
+            raise ValueError(f"verify compares one text a prompt, got n={params.n}; nearest setting that works: n=1")
+        if params.max_tokens < 2:
+            raise ValueError(
+                f"verify needs max_tokens >= 2, since the first token comes from the prompt's pass, got {params.max_tokens}; "
+                "nearest setting that works: max_tokens=2"
+            )
+
+
+def verify(
+    decoder: SpecDecoder, prompts: Sequence[Any], sampling: Sequence[SamplingParams], on_progress: Progress = lambda *_: None
+) -> Verification:
+    """The comparison of all prompts.  sampling: one for each."""
+    check_decoder(decoder)
+    check_sampling(sampling)
+    on_progress("plain decoding", 0, len(prompts))
+    plain = decoder.generate(list(prompts), list(sampling), speculate=False)
+    on_progress("speculative decoding", 0, len(prompts))
+    fast = decoder.generate(list(prompts), list(sampling))
+    session, verdicts = Session(decoder), []
+    for number, (a, b, params) in enumerate(zip(plain, fast, sampling, strict=True)):
+        on_progress("reference", number, len(prompts))
+        with decoder.owner.turn:  # no other request may run while the model's weights are wide
+            verdicts.append(_compare(session, number, a, b, params))
+    total = Stats.total([output.stats for output in fast])
+    return Verification(verdicts, total.accept_length if total.rounds else 0.0, _settings(decoder, sampling))
+
+
+def _compare(session: Session, number: int, a: Generation, b: Generation, sampling: SamplingParams) -> PromptVerdict:
+    """One prompt's plain output a and speculative output b."""
+    index = first_divergence(a.token_ids, b.token_ids)
+    part: Divergence | None = None
+    passes, asked = DensePasses(session), []
+    if index is not None and index < min(len(a.token_ids), len(b.token_ids)):
+        asked = [(index, a.token_ids[index]), (index, b.token_ids[index])]
+    elif index is not None:
+        part = one_ends(number, index, a.token_ids, b.token_ids)
+    choice = session.choice(a.prompt_token_ids, sampling)
+    reading = read_text(passes, Text(a.prompt_token_ids, a.token_ids, sampling, choice), asked)
+    if asked:
+        mine, theirs = reading.asked
+        part = difference(number, mine, theirs, rounds(session))
+    readings = {"both" if index is None else "baseline": reading}
+    if index is not None:
+        readings["speculative"] = read_text(passes, Text(b.prompt_token_ids, b.token_ids, sampling, choice))
+    off = [
+        OffTarget(each.index, each.token, each.best, each.margin, each.bound, side)  # type: ignore[arg-type]
+        for side, found in readings.items()
+        for each in found.off
+        if not each.is_explained
+    ]
+    tokens = len(a.token_ids) + (0 if index is None else len(b.token_ids))
+    unsure = sum(each.unsure for each in readings.values())
+    return PromptVerdict(number, tokens, b.stats.rounds, part, off, reading.bound, unsure)
+
+
+def _settings(decoder: SpecDecoder, sampling: Sequence[SamplingParams]) -> dict[str, Any]:
+    """What ran, as plain data.  Prompts that differ in their seeds alone have one sampling."""
+    spec = decoder.settings.spec
+    assert spec is not None
+    kinds: list[SamplingParams] = []
+    for params in sampling:
+        if (shared := replace(params, seed=None)) not in kinds:
+            kinds.append(shared)
+    shown = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in kinds]
+    return {**decoder.settings.by_option(), "spec": spec.label, "sampling": shown}

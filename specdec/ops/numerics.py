@@ -1,0 +1,37 @@
+"""The policy that is asked wherever a choice depends on how much is computed at once: tiles, splits, own or library product.
+
+A sum of floating-point numbers depends on its order, and tiles and splits decide the order.  `FAST` chooses what was measured
+to be fastest for each shape, so a row's result may differ in its last bits with the number of rows beside it.
+
+This module knows the choices, and neither kernels nor models.  Choices of attention belong to its backends: make_backend
+(attention/attend.py) is told the policy too.
+
+Shapes: T rows, I in, O out.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.ops.products.tiles import ProductTiles, product_tiles
+
+FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
+
+
+class Numerics:
+    """One policy.  FAST is the only object of this class itself."""
+
+    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+        """The tiles of a product of T rows with a weight [O, I]; None: cuBLAS computes it.
+
+        gated: whether the weight holds gate and up rows.
+        """
+        return product_tiles(T, O, I, dtype, gated)
+
+    def heads_a_program(self, tokens: int, heads: int) -> int:
+        """How many of a token's heads one program norms, rotates and stores before attention: a power of two."""
+        most = 1 << (heads - 1).bit_length()
+        return most if tokens > FEW_TOKENS else min(8, most)
+
+
+FAST = Numerics()

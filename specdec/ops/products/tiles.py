@@ -1,0 +1,92 @@
+"""The tiles of the products' kernels, chosen by shapes alone.
+
+The choices were measured on an H100: benchmarks/README.md, "Why the tiles and rules are what they are".  This module knows no
+tensor and no model.
+
+Shapes: T rows, I in, O out.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+FEW = 64  # threshold in rows of x: up to this many, linear_triton.py's kernel is used, and linear_wide_triton.py's for more
+SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
+
+
+class ProductTiles(NamedTuple):
+    """What one program of a product kernel works on.
+
+    block_t: rows of x (padded).
+    block_o: rows of the weight.
+    block_i: columns of a step.
+    splits: programs that share a tile's columns.
+    warps, stages: Triton's.
+    """
+
+    block_t: int
+    block_o: int
+    block_i: int
+    splits: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Bytes of shared memory that the pipeline's stages take."""
+        return self.stages * (self.block_t + self.block_o) * self.block_i * itemsize
+
+
+@cache
+def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+    """The kernel's tiles for T rows and a weight of O rows and I columns; None: cuBLAS is used.
+
+    gated: whether the weight holds gate and up rows.
+    """
+    if not 0 < T <= FEW:
+        return _tiles_many(T, O, dtype, gated)
+    block_t = max(8, 1 << (T - 1).bit_length())
+    if dtype == torch.float32:
+        return _tiles_float32(T, O, I)
+    wide = O >= 16384
+    if T <= 16:
+        if wide and T <= 8:
+            return ProductTiles(block_t, 32, 512, 1, 4, 3)
+        if O < 4096:
+            return ProductTiles(block_t, 16, 256, -(-I // 4096), 2, 4)
+        if wide or I <= 8192:
+            return ProductTiles(block_t, 64, 256, 1, 4, 4)
+        return ProductTiles(block_t, 64, 128, 4, 4, 6) if T <= 8 else ProductTiles(block_t, 64, 256, 2, 4, 4)
+    if wide:
+        stages = 4 if T <= 32 else 3
+        return ProductTiles(block_t, 64, 128, 1, 4, stages) if gated else ProductTiles(block_t, 128, 128, 1, 8, stages)
+    if O < 4096:
+        return ProductTiles(block_t, 64, 128, -(-I // 2048), 4, 5)
+    splits = -(-I // 8192)
+    return ProductTiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
+
+
+def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+    """More than 64 rows: the wide kernel's tiles for a gated pair, and up to 128 rows for any wide weight; None: cuBLAS.
+
+    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
+    """
+    if not FEW < T <= (192 if gated else 128) or dtype == torch.float32 or O < 16384:
+        return None
+    tiles = ProductTiles(96 if T <= 96 else 128, 128, 64, 1, 4, 5)
+    if T > 128:
+        tiles = ProductTiles(160 if T <= 160 else 192, 256, 64, 1, 8, 4)
+    programs = -(-O // tiles.block_o)
+    return tiles if programs >= WAVE_FULL * SMS * -(-programs // SMS) else None
+
+
+def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:
+    """float32: without tensor cores the kernel is faster than cuBLAS only for small weights, as the shipped pair has them.
+
+    Measured: benchmarks/README.md, "Why the tiles and rules are what they are".
+    """
+    if not 1 < T <= 16 or O > 1536 or I > 1024:
+        return None
+    return ProductTiles(8 if T <= 8 else 16, 16, 32, min(8, -(-I // 32)), 2, 3)

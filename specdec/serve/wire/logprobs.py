@@ -1,0 +1,50 @@
+"""Log-probabilities of tokens in OpenAI's two forms, that of completions and that of chats.  Knows no connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specdec.generation import TokenLogprob
+
+Piece = Callable[[int], str]  # the text of a token
+LEAST = -9999.0  # what OpenAI's API writes for a probability of 0, of which JSON has no logarithm
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprob], piece: Piece, offset: int) -> dict[str, Any]:
+    """The form of /v1/completions.  offset: the characters of the texts of earlier tokens.
+
+    The likeliest tokens are keyed by their texts; the token itself is always among them.
+    """
+    texts = [piece(each.token) for each in tokens]
+    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+    tops = [
+        {piece(other): _number(logprob) for other, logprob in {each.token: each.logprob, **each.top}.items()} for each in tokens
+    ]
+    return {
+        "tokens": texts,
+        "token_logprobs": [_number(each.logprob) for each in tokens],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
+    """The form of /v1/chat/completions."""
+    content = [
+        {
+            **_entry(piece(each.token), each.logprob),
+            "top_logprobs": [_entry(piece(other), logprob) for other, logprob in each.top.items()],
+        }
+        for each in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    """bytes: null where the token holds a part of a character only."""
+    return {"token": text, "logprob": _number(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -1,0 +1,71 @@
+"""The folder that a training run writes: what it must not overwrite, and whether a checkpoint in it belongs to this run.
+
+This file knows file names and settings.  It knows neither models nor text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+RUN_FILES = ("checkpoint.pt", "self_text.pt")  # of a run that may go on
+FREE = ("steps", "eval_every", "eval_prompts")  # settings that a run may go on with in another way
+
+
+def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[str | Path] = ()) -> Path:
+    """Makes the folder.  ValueError if it can't be made, holds a model or a run, or is one of the folders to keep.
+
+    resume, overwrite: which of the two the caller asked for, if any; either allows a folder that holds a run.
+    """
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: expected a folder, got the file {folder}")
+    for kept in keep:
+        if Path(kept).is_dir() and folder.exists() and Path(kept).samefile(folder):
+            raise ValueError(f"out: expected a folder of its own, got {folder}, which holds the target; name another one")
+    found = [name for name in (*MODEL_FILES, *RUN_FILES) if (folder / name).exists()]
+    if found and not (resume or overwrite):
+        raise ValueError(
+            f"out: {folder} holds {found[0]} already; go on with that run by --resume, replace it by --overwrite, or name "
+            "another folder"
+        )
+    if resume and overwrite:
+        raise ValueError("overwrite: expected one of resume and overwrite, got both")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            for name in RUN_FILES:
+                (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"out: expected a folder that can be written, got {folder}: {error}") from error
+    return folder
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A short name of these tensors' values, of the first numbers of each."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor.detach().flatten()[: 1 << 16].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def text_fingerprint(texts: Iterable[str]) -> str:
+    """A short name of texts."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode(errors="surrogatepass") + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def check_same(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """ValueError if a file was made by a run with other settings.  saved, wanted: settings by name; FREE ones may differ."""
+    names = [name for name in wanted if name not in FREE and saved.get(name) != wanted[name]]
+    if names:
+        was, now = (", ".join(f"{name}={of.get(name)}" for name in names) for of in (saved, wanted))
+        raise ValueError(f"resume: {path} belongs to a run with {was}, this run has {now}; start without --resume")

@@ -1,0 +1,57 @@
+"""`specdec inspect`: what it says of a head in each layout, and how it refuses what is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from toolkit.heads.parts import Options, random_parts
+from toolkit.heads.writers import WRITERS, save
+from toolkit.models import Zoo
+
+from specdec import shipped
+from specdec.cli.entry import main
+from specdec.loading.doctor import drafter_rows
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_layout(name: str, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a table that says less than the reader knows, and facts that differ with the output's form."""
+    files = WRITERS[name](random_parts(Options(own_embeddings=True)))
+    folder = save(tmp_path / name, files)
+    assert main(["inspect", str(folder), "--target", str(zoo.target("llama")), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["format"], facts["format_named"], facts["head"]["features"]) == (name, False, [0, 1, 2])
+    assert set(facts["tensors"]) | set(facts["beside"]) == set(files[1])
+    assert {"eagle_aux_hidden_state_layer_ids"} < set(facts["meanings"])
+    assert main(["inspect", str(folder), "--draft-format", name]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"layout {name} (named)" in said and "features 0, 1, 2" in said and "draft_vocab_size 26" in said
+
+
+def test_what_is_no_head(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, tensors = WRITERS["safeailab"](random_parts(Options()))
+    folder = save(tmp_path / "a", ({**config, "mystery": 1}, tensors))
+    for arguments, said in (
+        ([str(shipped.target_folder())], "expected a draft head, got a whole model's weights"),
+        ([str(folder)], "unknown config keys mystery"),
+        ([str(shipped.draft_folder()), "--target", str(zoo.target("llama"))], "vocab_size must be the target's 40, got 2048"),
+        ([str(shipped.draft_folder()), "--draft-format", "specforge"], "lacks rope_theta (or rope_parameters)"),
+    ):
+        assert main(["inspect", *arguments]) == 2
+        assert said in capsys.readouterr().err, arguments
+
+
+def test_other_kinds_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a block head or MTP layers that are taken for an EAGLE head with tensors too many."""
+    config, tensors = WRITERS["specforge"](random_parts(Options()))
+    for number, (name, kind) in enumerate((("markov_head.markov_w1.weight", "DSpark"), ("mask_hidden", "P-EAGLE"))):
+        save(tmp_path / str(number), (config, {**tensors, name: tensors["norm.weight"].clone()}))
+        assert main(["inspect", str(tmp_path / str(number))]) == 2
+        assert f"is that of a {kind} head, which can't be run yet" in capsys.readouterr().err
+
+
+def test_doctor_names_every_layout_and_kind() -> None:
+    assert [name for name, _ in drafter_rows()] == [*WRITERS, "ngram"]
+    assert "EAGLE-3.1" in dict(drafter_rows())["specforge"]

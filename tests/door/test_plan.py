@@ -1,0 +1,82 @@
+"""`specdec plan`: bytes foreseen without a GPU must be those that a decoder takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from specdec import SpecConfig, SpecDecoder, cli, shipped
+from specdec.cli.plan import _bytes
+from specdec.loading.build import plan_pool
+from specdec.loading.plan import largest, plan_memory
+from specdec.options import EngineOptions
+
+TARGET, DRAFT = shipped.target_folder(), shipped.draft_folder()
+
+
+@pytest.mark.parametrize("draft", [DRAFT, None], ids=["pair", "target alone"])
+def test_weights_and_keys_are_those_of_a_decoder(draft: object) -> None:
+    """Keeps out: a tied head counted twice, a vocabulary map counted as weights, look-ahead forgotten."""
+    spec = SpecConfig(4, 4, 12) if draft else None
+    options = EngineOptions(max_batch_size=3, max_seq_len=200, dtype="bfloat16", page_size=16, prefix_caching=False)
+    plan = plan_memory(TARGET, DRAFT if draft else None, spec, options, 10**9)
+    with SpecDecoder.from_pretrained(
+        TARGET, DRAFT if draft else None, *([spec] if spec else []), device="cpu", dtype="bfloat16", max_batch_size=3,
+        max_seq_len=200, page_size=16, prefix_caching=False,
+    ) as decoder:  # fmt: skip
+        assert plan.parts["weights of the target"] == sum(weight.nbytes for weight in decoder.model.parameters())
+        if decoder.head is not None:
+            own = {weight for weight in decoder.head.parameters()} - {weight for weight in decoder.model.parameters()}
+            assert plan.parts["weights of the draft head"] == sum(weight.nbytes for weight in own)
+        pool = plan_pool(decoder.model, decoder.head, decoder.settings)
+        assert plan.parts["keys and values"] == pool.bytes
+        assert sum(plan.kv_token) * 16 == sum(pool.page_bytes)
+
+
+def test_what_fits_is_the_most_that_fits() -> None:
+    """Keeps out: a context or a batch one too large."""
+    options = EngineOptions(max_batch_size=4, max_seq_len=128, dtype="bfloat16")
+    room = plan_memory(TARGET, DRAFT, SpecConfig(), options, 0).total
+    plan = plan_memory(TARGET, DRAFT, SpecConfig(), options, room)
+    assert plan.longest >= 128 and plan.widest == 4
+    assert plan_memory(TARGET, DRAFT, SpecConfig(), options, room - 1).widest == 3
+    assert [largest(lambda n, most=most: n <= most, 9) for most in (-1, 0, 1, 5, 9, 12)] == [0, 0, 1, 5, 9, 9]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--target", str(TARGET), "--draft", str(DRAFT), "--batch", "2", "--gpu-memory", "2GB"]
+    assert cli.main(flags) == 0
+    assert "it fits" in capsys.readouterr().out
+    assert cli.main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["total"] == sum(found["parts"].values()) and found["fits"] and found["batch"] == 2
+    assert cli.main([*flags[:-1], "1MB"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--draft", str(TARGET), "--gpu-memory", "1GB"], "target"),
+        (["--draft", "/none", "--gpu-memory", "1GB"], "draft"),
+        (["--spec", "5,1,6", "--gpu-memory", "1GB"], "--draft"),
+        (["--context", "100000", "--gpu-memory", "1GB"], "512"),
+        (["--batch", "0", "--gpu-memory", "1GB"], "max_batch_size"),
+    ],
+)
+def test_wrong_input(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--target", str(TARGET), *flags]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose memory is taken")
+def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--target", str(TARGET)]) == 2
+    assert "--gpu-memory" in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert [_bytes(text) for text in ("80GB", "1.5 GiB", "7", "10m")] == [80 * 10**9, 3 << 29, 7, 10**7]

@@ -1,0 +1,107 @@
+"""A head of every option, written in each layout, is read back as the same head and computes the same logits.
+
+Keeps out: ids that are off by one, norms in other places, another state recycled, offsets taken for ids: what loads without an
+error and drafts badly.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.heads import writers
+from toolkit.heads.parts import YARN, Options, random_parts
+from toolkit.heads.writers import Files
+from toolkit.models import Zoo
+
+from specdec.attention.eager.dense import DenseAttention
+from specdec.attention.kinds import LayerKind
+from specdec.draft.eagle.load import build_head, open_head
+from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.config import RopeConfig
+
+CPU, F64 = torch.device("cpu"), torch.float64
+FULL = dict(draft_vocab=40)
+WIDE = dict(hidden=48, own_embeddings=True)  # not as wide as its target
+CASES: list[tuple[Callable[..., Files], dict[str, Any]]] = [
+    (writers.safeailab, {}),
+    (writers.safeailab, dict(before_residual=True, bias=True, window=3)),
+    (writers.safeailab, dict(FULL, own_lm_head=False, aux=(2,))),
+    (writers.safeailab, dict(WIDE, aux=(0, 1, 2, 3))),
+    (writers.safeailab, dict(rope=YARN, own_embeddings=True)),
+    (writers.safeailab, dict(aux=(), layers=2, fc_bias=False)),
+    (writers.safeailab, dict(aux=(), window=4, bias=True)),
+    (writers.specforge, {}),
+    (writers.specforge, dict(feature_norm="each", own_embeddings=True)),
+    (writers.specforge, dict(FULL, norms_logits=False, bias=True)),
+    (writers.specforge, dict(WIDE, feature_norm="each", norms_logits=False)),
+    (writers.speculators, dict(own_embeddings=True)),
+    (writers.speculators, dict(own_embeddings=True, layers=3, feature_norm="joint", before_residual=True, qk_norm=True)),
+    (writers.speculators, dict(FULL, own_embeddings=True, feature_norm="each", recycles_normed=True, layers=2, aux=(0, 2))),
+    (writers.speculators, dict(own_embeddings=True, recycles_normed=True, bias=True, window=3, rope=YARN)),
+    (writers.modelopt, {}),
+    (writers.modelopt, dict(layers=3, rope=YARN, aux=(0, 1, 2, 3))),
+    (partial(writers.modelopt, generation="midlayer"), dict(FULL, own_lm_head=False)),
+    (partial(writers.modelopt, generation="midlayer.0"), dict(layers=2, own_embeddings=True, bias=True)),
+    (partial(writers.modelopt, generation="deep"), dict(WIDE, layers=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("write", "options"), CASES, ids=lambda v: getattr(v, "__name__", str(v)[:60]))
+def test_reading_back(zoo: Zoo, tmp_path: Path, write: Callable[..., Files], options: dict[str, Any]) -> None:
+    parts = random_parts(Options(**options), seed=3)
+    o, folder = parts.options, writers.save(tmp_path, write(parts))
+    where = zoo.target("llama")
+    target = load_target(where, read_target_config(where), 64, CPU, F64)
+    opened = open_head(folder, target.config)
+    spec = opened.reading.spec
+    assert spec.format == opened.format.name == getattr(write, "func", write).__name__
+    assert (spec.kind, spec.aux_layers) == ("eagle3" if o.aux else "eagle1", o.aux)
+    assert (spec.feature_norm, spec.norm_before_residual) == (o.feature_norm, o.before_residual)
+    assert (spec.recycles_normed, spec.norms_logits) == (o.recycles_normed, o.norms_logits)
+    assert spec.draft_ids == (None if parts.draft_ids is None else tuple(parts.draft_ids.tolist()))
+    assert spec.model.layer_kinds == (LayerKind(window=o.window),) * o.layers and spec.trained_length == 64
+    assert (spec.own_embeddings, spec.own_lm_head) == (o.own_embeddings, o.own_lm_head and bool(o.aux))
+    head = build_head(opened, target, 64, CPU, F64)
+
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(40, (9,), generator=generator)
+    states = [torch.randn(9, 32, dtype=F64, generator=generator) for _ in range(5)]
+    features = parts.features(states[:4], states[4])
+    fused, want = head.fuse(features), parts.fuse(features)
+    positions = torch.arange(9)
+    for _ in range(2):  # the second step reads what the first one left
+        fused = head(ids, fused, positions, DenseAttention(spec.model.layer_kinds))
+        want = parts.hidden(ids, want, target.embed_tokens.weight)
+        torch.testing.assert_close(fused, want, rtol=1e-5, atol=2e-5)  # tables of angles are float32
+        logits = parts.logits(want, target.lm_head.rows(torch.arange(40)))
+        torch.testing.assert_close(head.logits(fused), logits, rtol=1e-5, atol=2e-5)
+
+
+def test_default_layers_and_the_target_s_rope(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: defaults of one layout in another.  SafeAILab's config may say nothing of rope, and others may not."""
+    target = replace(read_target_config(zoo.target("llama")), num_layers=9, layer_kinds=(), kv_source=())
+    parts = random_parts(Options(own_embeddings=True))
+    for name, write in writers.WRITERS.items():
+        config, tensors = write(parts)
+        config.get("eagle_config", config)["eagle_aux_hidden_state_layer_ids"] = None
+        assert open_head(writers.save(tmp_path / name, (config, tensors)), target).reading.spec.aux_layers == (1, 3, 5)
+        inner = config.get("transformer_layer_config", config)
+        for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+            inner.pop(key, None)
+        folder = writers.save(tmp_path / f"{name}-silent", (config, tensors))
+        if name == "safeailab":
+            assert open_head(folder, target).reading.spec.model.rope == target.rope != RopeConfig(theta=3000.0)
+        else:
+            with pytest.raises(ValueError, match="lacks rope_theta"):
+                open_head(folder, target)
+
+
+def test_without_a_target(tmp_path: Path) -> None:
+    """Keeps out: `inspect` that needs a target to say what a folder holds."""
+    for name, write in writers.WRITERS.items():
+        opened = open_head(writers.save(tmp_path / name, write(random_parts(Options(own_embeddings=True)))), None)
+        assert (opened.format.name, opened.reading.spec.aux_layers) == (name, (0, 1, 2))

@@ -1,0 +1,100 @@
+"""Places where a text's end stood before, and trees of what followed there, against a search by hand."""
+
+import random
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE
+from toolkit.oracles.ngrams import followers, places
+from torch import Tensor
+
+from specdec.attention.pages import PageTable
+from specdec.draft.ngram import lookup_triton
+from specdec.draft.ngram.grow import candidates_of
+from specdec.draft.ngram.lookup import SHIFT, Text, continuations, find_matches, match_keys
+from specdec.draft.ngram.lookup_triton import launch_match_keys
+from specdec.draft.tree.build_tree import best_nodes
+
+PAGE, WIDTH = 4, 12
+
+
+def random_texts(lens: list[int], alphabet: int, span: int | None, seed: int) -> tuple[Text, list[list[int]]]:
+    """Texts in pages in random order; slots that hold no text hold junk."""
+    rng = random.Random(seed)
+    pages = list(range(1, len(lens) * WIDTH + 1))
+    rng.shuffle(pages)
+    table = torch.tensor(pages, dtype=torch.int32).view(len(lens), WIDTH)
+    tokens = torch.randint(alphabet, ((len(pages) + 1) * PAGE,), generator=torch.Generator().manual_seed(seed)).int()
+    text = Text(tokens, PageTable(table, PAGE), torch.tensor(lens, dtype=torch.int32), span)
+    whole = text.at(torch.arange(WIDTH * PAGE).expand(len(lens), -1)).tolist()
+    return text, [entries[:length] for entries, length in zip(whole, lens, strict=True)]
+
+
+LENS = [0, 1, 2, 3, 17, 33, 48]
+
+
+@pytest.mark.parametrize("span", [None, 9], ids=["all", "span"])
+@pytest.mark.parametrize("alphabet", [1, 2, 5])
+def test_places_and_what_follows(alphabet: int, span: int | None) -> None:
+    """Keeps out: entries after a text's end, places before the span, an earlier place before a later one, a continuation that
+    leaves the text."""
+    text, entries = random_texts(LENS, alphabet, span, seed=alphabet)
+    matches = find_matches(text, 3)
+    following = continuations(text, matches, 5).tolist()
+    for row, own in enumerate(entries):
+        want = places(own, span)[:3]
+        assert matches.found_BM[row].tolist() == [True] * len(want) + [False] * (3 - len(want))
+        got = list(zip(matches.lengths_BM[row].tolist(), matches.ends_BM[row].tolist(), strict=True))[: len(want)]
+        assert got == want
+        for index in range(3) if want else ():
+            length, end = want[index] if index < len(want) else want[0]
+            assert following[row][index] == followers(own, end, 5)
+        if own and not want:
+            assert following[row] == [[own[-1]] * 5] * 3
+
+
+@pytest.mark.parametrize("span", [None, 9], ids=["all", "span"])
+def test_the_kernel_finds_the_same_places(span: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a block's border that loses a place or reads past it."""
+    monkeypatch.setattr(lookup_triton, "BLOCK", 16)
+    text, _ = random_texts(LENS, 2, span, seed=4)
+    there = Text(text.tokens_N.to(DEVICE), text.pages.to(DEVICE), text.lens_B.to(DEVICE), span)
+    got = launch_match_keys(there, 3).topk(3, dim=1).values.cpu()
+    want = match_keys(text).topk(3, dim=1).values
+    assert torch.equal(got, want) and int(want.max()) >> SHIFT > 1
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tokens)):
+        paths.append((*paths[parents[node]], tokens[node]))
+    return paths
+
+
+def continuation_batch(seed: int) -> Tensor:
+    return torch.randint(3, (20, 4, 5), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("nodes", [2, 9, 21])
+def test_trees_of_continuations(nodes: int) -> None:
+    """Keeps out: siblings with one token, which acceptance forbids; a node that is no continuation's beginning while one of
+    them is left out; a path deeper than its continuation."""
+    tokens = continuation_batch(nodes)
+    tokens[0] = tokens[0, :1]  # all alike: the rest of the tree is filled
+    lengths = torch.randint(0, 9, (20, 4), generator=torch.Generator().manual_seed(1))
+    root = torch.arange(100, 120)
+    tree = best_nodes(candidates_of(tokens, lengths), root, nodes, 5)
+    for row in range(20):
+        paths = paths_of(tree.tokens_BN[row].tolist(), tree.parents_BN[row].tolist())
+        assert len(set(paths)) == nodes, "siblings hold one token"
+        beginnings = {tuple(each[: depth + 1]) for each in tokens[row].tolist() for depth in range(5)}
+        filled = [path for path in paths[1:] if path not in beginnings]
+        assert all(len(path) == 1 for path in filled) and len(filled) == max(0, nodes - 1 - len(beginnings))
+        weights = dict.fromkeys(beginnings, 0)
+        for each, length in zip(tokens[row].tolist(), lengths[row].tolist(), strict=True):
+            for depth in range(5):
+                weights[tuple(each[: depth + 1])] += length + 1
+        scores = {path: weight * 0.8 ** (len(path) - 1) for path, weight in weights.items()}
+        left_out = [scores[path] for path in beginnings - set(paths)]
+        chosen = [scores[path] for path in set(paths) & beginnings]
+        assert not left_out or max(left_out) <= min(chosen) * (1 + 1e-5)

@@ -1,0 +1,90 @@
+"""Which differences of two outputs are near-ties, by scripted logits; and by how much a logit must rise to be chosen."""
+
+import pytest
+import torch
+from toolkit.bench import StubSession
+
+from specdec import EngineOptions, SamplingParams
+from specdec.lossless.choice import Text, least_raise
+from specdec.lossless.near_tie import explain_divergence, first_divergence
+from specdec.lossless.verification import Divergence
+from specdec.ops.noise.gumbel import gumbel_noise
+
+GREEDY = SamplingParams(max_tokens=9)
+ERROR = [0.0, 0.05, 0.0, -0.05]  # of a pass in 16 bit; its noise is 0.1, so that the bound is 0.2
+
+
+@pytest.mark.parametrize(
+    ("logits", "dtype", "verdict"),
+    [
+        ([0, 16.0, 0, 16.19], torch.bfloat16, "near-tie"),
+        ([0, 16.0, 0, 16.21], torch.bfloat16, "DIVERGED"),
+        ([0, 16.0, 0, 16.19], torch.float16, "near-tie"),
+        ([0, 16.0, 16.19, 16.19], torch.bfloat16, "near-tie"),  # three tie, and token 1 is third of them
+        ([0, 16.0, 16.5, 16.1], torch.bfloat16, "DIVERGED"),  # close to each other, but not to the best
+        ([-1000, 16.0, 0, 16.21], torch.bfloat16, "DIVERGED"),  # a large number elsewhere excuses nothing
+        ([0, 16.0, 0, 16.0], torch.float32, "DIVERGED"),  # float32 has no excuse
+    ],
+)
+def test_a_near_tie_is_two_tokens_within_what_rounding_was_seen_to_move(logits, dtype, verdict):
+    """Keeps out: any difference in half precision waved through as rounding, and ties of three called errors."""
+    session = StubSession(logits=logits, dtype=dtype, error=ERROR)
+    part = explain_divergence(session, 0, [1, 2], [3, 3], [1, 3], GREEDY)
+    assert (part.verdict, part.index, part.token_baseline, part.token_speculative) == (verdict, 0, 3, 1)
+    assert part.margin == pytest.approx(max(logits) - logits[1], abs=1e-4)
+    assert part.bound == pytest.approx(0.2, abs=1e-4)
+
+
+def test_noise_is_how_far_errors_lie_apart_not_how_large_they_are():
+    """Keeps out: a bound made large by an error that all tokens share, which changes no choice."""
+    session = StubSession(logits=[0, 16.0, 0, 16.5], dtype=torch.bfloat16, error=[e + 40 for e in ERROR])
+    part = explain_divergence(session, 0, [1, 2], [3], [1], GREEDY)
+    assert (part.verdict, part.bound) == ("DIVERGED", pytest.approx(0.2, abs=1e-4))
+
+
+def test_over_8_bit_kv_rounding_may_decide_in_float32_too():
+    """Keeps out: texts over 8-bit KV in float32 called wrong where a key fell on the border of two steps."""
+    session = StubSession(logits=[0, 16.0, 0, 16.19], dtype=torch.float32, error=ERROR)
+    session.settings.options, session.as_stored = EngineOptions(kv_cache_dtype="int8"), lambda layer, kept: kept
+    assert explain_divergence(session, 0, [1, 2], [3], [1], GREEDY).verdict == "near-tie"
+
+
+def test_a_near_tie_of_sampled_text_is_one_of_perturbed_scores():
+    """Keeps out: sampled text judged by its logits, where the second best token may win by far."""
+    sampling = SamplingParams(temperature=0.5, seed=3)
+    noise_V = gumbel_noise(torch.tensor([3]), torch.tensor([3]), 8)[0]  # the token after [1, 2] and [3] has position 3
+    target_V = torch.tensor([0.0, 4.0, 0, 4.01, 0, 0, 0, 0])
+    logits = ((target_V - noise_V) * 0.5).tolist()
+    session = StubSession(logits=logits, dtype=torch.bfloat16, error=[*ERROR, 0, 0, 0, 0])
+    part = explain_divergence(session, 0, [1, 2], [3, 3], [3, 1], sampling)
+    assert (part.verdict, part.rank_baseline, part.rank_speculative) == ("near-tie", 1, 2)
+    assert part.margin == pytest.approx(0.005, abs=1e-4)  # in logits, which the temperature doubles
+
+
+def test_an_output_that_ends_early_has_diverged():
+    """Keeps out: a lost tail that compares equal because zip stops."""
+    assert first_divergence([1, 2], [1, 2, 3]) == 2
+    assert first_divergence([1, 2], [1, 2]) is None
+    part = explain_divergence(StubSession(), 0, [1], [1, 2], [1, 2, 3], GREEDY)
+    assert part == Divergence(0, 2, None, 3)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.9}, {}])
+def test_the_least_raise_is_the_least_that_changes_the_choice(options):
+    """Keeps out: a token on the border of top-k or top-p called impossible, and a margin that explains nothing.
+
+    Whatever it says is tried: the logits moved by a little more choose the token, by a little less they do not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(12):
+        text = Text([1, 2], [0], SamplingParams(temperature=0.8, seed=seed, **options))
+        logits_V = 2 * torch.randn(6, generator=generator)
+        scores_V = text.scores(logits_V[None], [0])[0]
+        for token in range(6):
+            rise = least_raise(text, 0, logits_V, token)
+            assert rise is not None and (rise == 0) == (int(scores_V.argmax()) == token)
+            direction_V = torch.where(scores_V > scores_V[token], -0.5, 0.0)
+            direction_V[token] = 0.5
+            for factor, takes in ((1.001, True), (0.999, False))[: 1 if rise == 0 else 2]:
+                moved_V = text.scores((logits_V + factor * rise * direction_V)[None], [0])[0]
+                assert (int(moved_V.argmax()) == token) is takes, (seed, token, rise)

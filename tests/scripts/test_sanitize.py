@@ -1,0 +1,52 @@
+"""`scripts/sanitize`: no kernel is forgotten, and what compute-sanitizer prints is told by kernel."""
+
+from pathlib import Path
+
+from toolkit.paths import ROOT
+from toolkit.sanitize.chosen import CHOSEN, chosen_tests, kernels_in
+from toolkit.sanitize.findings import findings
+
+PRINTED = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 4 bytes
+=========     at linear_kernel+0x1230 in linear_triton.py:61
+=========     by thread (3,0,0) in block (1,0,0)
+=========     Access at 0x7f0000000204 is out of bounds
+=========         Host Frame: launch [0x1] in somewhere_kernel_free.so
+=========
+========= Invalid __global__ read of size 4 bytes
+=========     at linear_kernel+0x1230 in linear_triton.py:61
+=========     by thread (4,0,0) in block (1,0,0)
+========= Error: Race reported between Write access at scan_kernel+0x40 in topk_triton.py:99
+=========     and Read access at scan_kernel+0x50 in topk_triton.py:101 [8 hazards]
+========= Program hit cudaErrorInvalidValue (error 1) due to "invalid argument" on CUDA API call to cudaMemcpy.
+=========     Saved host backtrace up to driver entry point at error
+========= ERROR SUMMARY: 4 errors
+"""
+
+
+def test_every_kernel_has_a_test_to_be_run_under_the_sanitizer() -> None:
+    """Keeps out: a new kernel that nobody checks for reads past the end and races; a test that was renamed."""
+    assert kernels_in(ROOT) == CHOSEN.keys()
+    assert len(set(chosen_tests())) == len(chosen_tests())
+    for test in chosen_tests():
+        file, name = test.split("::")
+        assert f"def {name.split('[')[0]}(" in (ROOT / file).read_text(), test
+
+
+def test_a_new_kernel_is_seen(tmp_path: Path) -> None:
+    """Keeps out: a list of kernels that overlooks one kind of decorator, or takes helpers for kernels."""
+    (tmp_path / "draft").mkdir()
+    lines = ("@triton.jit", "def a_kernel(x):", "    pass", "@gluon.jit(a=1)", "def b_kernel(x):", "    pass")
+    (tmp_path / "draft" / "new.py").write_text("\n".join([*lines, "@triton.jit", "def helper(x):", "    pass"]))
+    assert kernels_in(tmp_path) == {"a_kernel", "b_kernel"}
+
+
+def test_findings_are_told_by_kernel() -> None:
+    """Keeps out: a finding that is lost, counted for another kernel, or for the one in a host's backtrace."""
+    assert findings(PRINTED) == {
+        "linear_kernel": {"Invalid __global__ read of size N bytes": 2},
+        "scan_kernel": {"Error: Race reported between Write access at scan_kernel+N in topk_triton.py:N": 1},
+        "": {'Program hit cudaErrorInvalidValue (error N) due to "invalid argument" on CUDA API call to cudaMemcpy.': 1},
+    }
+    assert findings("========= ERROR SUMMARY: 0 errors\nInvalid here is no line of the tool's\n") == {}

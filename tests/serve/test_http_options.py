@@ -1,0 +1,113 @@
+"""Every sampling option over HTTP is that of SpecDecoder.generate, and log-probabilities come in both of OpenAI's forms."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from toolkit.serving.server import Served, error_of
+
+from specdec import SamplingParams
+from specdec.serve.wire.fields import CHAT, COMPLETIONS, USED_FIELDS
+from specdec.serve.wire.requests import SAMPLING_FIELDS
+
+GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
+LONG = 36  # tokens, within which penalties change something
+OPTIONS: list[dict[str, Any]] = [
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 2},
+    {"repetition_penalty": 1.5},
+    {"logit_bias": {"300": 20, "301": 20.5}},
+    {"bad_words": [" there", " was", "a little"]},
+    {"min_tokens": 12, "stop_token_ids": list(range(260, 700))},
+    {"temperature": 1.2, "seed": 3, "min_p": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_an_option_is_the_decoder_s(served: Served, options: dict[str, Any]) -> None:
+    """Keeps out: a field that is taken and not handed on."""
+    own = dict(options)
+    if "logit_bias" in own:
+        own["logit_bias"] = {int(token): added for token, added in own["logit_bias"].items()}
+    base = {name: own[name] for name in ("temperature", "seed") if name in own}
+    params = [SamplingParams(**{"max_tokens": LONG, **each}) for each in (own, base)]
+    expected, plain = (out.text for out in served.decoder.generate([GOOD["prompt"]] * 2, params))
+    assert expected != plain, "the option changes nothing here"
+    answer = served.post(COMPLETIONS, {**GOOD, "max_tokens": LONG, **options, "stream": "min_p" in options})
+    if "min_p" not in options:
+        assert answer.json()["choices"][0]["text"] == expected
+        return
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == expected
+
+
+def test_every_sampling_field_is_read() -> None:
+    """Keeps out: a field of the table that nobody hands on; those that are left out have code of their own."""
+    assert set(SAMPLING_FIELDS) | {"min_tokens", "logprobs", "logprobs_mode"} <= set(USED_FIELDS[COMPLETIONS])
+    assert "top_logprobs" in USED_FIELDS[CHAT]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        (COMPLETIONS, {"frequency_penalty": 3}, "frequency_penalty", "nearest setting that works: frequency_penalty=2.0"),
+        (COMPLETIONS, {"frequency_penalty": False}, "frequency_penalty", "frequency_penalty must be a number, got False"),
+        (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias", "token ids as keys"),
+        (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias", "logit_bias[5] must be in"),
+        (COMPLETIONS, {"logit_bias": {"4000": 1}}, "logit_bias", "logit_bias holds 4000; expected ids in [0, 2047]"),
+        (COMPLETIONS, {"logit_bias": [5]}, "logit_bias", "logit_bias must be a dict"),
+        (COMPLETIONS, {"bad_words": "a"}, "bad_words", "bad_words must be a list"),
+        (COMPLETIONS, {"bad_words": [[5, 4000]]}, "bad_words", "bad_words holds 4000"),
+        (COMPLETIONS, {"min_p": 2}, "min_p", "nearest setting that works: min_p=1.0"),
+        (COMPLETIONS, {"min_tokens": 17}, "min_tokens", "nearest setting that works: min_tokens=16"),
+        (COMPLETIONS, {"min_tokens": -1}, "min_tokens", "nearest setting that works: min_tokens=0"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs", "nearest setting that works: logprobs=20"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs", "logprobs must be an int, got True"),
+        (COMPLETIONS, {"top_logprobs": 1}, "top_logprobs", "top_logprobs is a field of /v1/chat/completions"),
+        (COMPLETIONS, {"logprobs_mode": "processed"}, "logprobs_mode", "would do nothing without logprobs"),
+        (COMPLETIONS, {"logprobs": 1, "logprobs_mode": "all"}, "logprobs_mode", "must be 'raw' or 'processed'"),
+        (CHAT, {"logprobs": 1}, "logprobs", "logprobs must be a bool, got 1"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "nearest setting that works: logprobs=true"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "nearest setting that works: top_logprobs=20"),
+        (CHAT, {"min_tokens": 10**6}, "min_tokens", "nearest setting that works: min_tokens="),
+    ],
+)
+def test_a_wrong_option_is_named(chat_served: Served, path: str, body: dict[str, Any], param: str, said: str) -> None:
+    """Keeps out: a 500, or a message about another field."""
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "Once", "max_tokens": 16}
+    said = said.replace("2047", str(chat_served.decoder.model.config.vocab_size - 1))
+    error = error_of(chat_served.post(path, {"model": "tiny", **asked, **body}), 400)
+    assert error["param"] == param and said in error["message"], error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_completions(served: Served, stream: bool) -> None:
+    """Keeps out: tokens whose texts are not the text, numbers of others, offsets that begin anew with each chunk."""
+    (want,) = served.decoder.generate(GOOD["prompt"], SamplingParams(max_tokens=16, logprobs=2))
+    answer = served.client().completions.create(**GOOD, logprobs=2, stream=stream)
+    found = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
+    tokens, numbers, tops, offsets = (
+        [item for each in found if each is not None for item in getattr(each, name)]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    )
+    assert want.logprobs is not None and "".join(tokens) == want.text
+    assert numbers == [each.logprob for each in want.logprobs]
+    assert [sorted(top.values()) for top in tops] == [sorted({*each.top.values(), each.logprob}) for each in want.logprobs]
+    assert all(want.text[offset:].startswith(token) for token, offset in zip(tokens, offsets, strict=True))
+    assert served.client().completions.create(**GOOD).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chats(chat_served: Served, stream: bool) -> None:
+    """Keeps out: the form of completions, and bytes of a token that holds a part of a character only."""
+    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hé"}], "max_tokens": 12, "temperature": 0}
+    (want,) = chat_served.decoder.generate(ask["messages"], SamplingParams(max_tokens=12, logprobs=3))
+    answer = chat_served.client().chat.completions.create(**ask, logprobs=True, top_logprobs=3, stream=stream)
+    found = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
+    content = [each for logprobs in found if logprobs is not None for each in logprobs.content or ()]
+    assert want.logprobs is not None and [each.logprob for each in content] == [each.logprob for each in want.logprobs]
+    for mine, theirs in zip(content, want.logprobs, strict=True):
+        assert [each.logprob for each in mine.top_logprobs] == list(theirs.top.values())
+        assert mine.bytes == (None if "\ufffd" in mine.token else list(mine.token.encode()))

@@ -1,0 +1,1 @@
+"""EAGLE heads with every option: made, computed by their definition, and written in each published layout."""

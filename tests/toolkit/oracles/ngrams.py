@@ -1,0 +1,38 @@
+"""Prompt lookup by hand, over one text as a list: what the n-gram drafter must find."""
+
+from specdec.draft.ngram.lookup import LONGEST
+
+
+def places(entries: list[int], span: int | None = None) -> list[tuple[int, int]]:
+    """(length, position) of every place where the end of the text stood before, the best first."""
+    first, last = max(0, len(entries) - span) if span else 0, len(entries) - 1
+    found = []
+    for end in range(first, last):
+        length = 0
+        while length < LONGEST and end - length >= first and entries[end - length] == entries[last - length]:
+            length += 1
+        found.append((length, end))
+    return sorted(found, reverse=True)
+
+
+def followers(entries: list[int], end: int, steps: int) -> list[int]:
+    """What followed the place, and follows if the text goes on as it did from there."""
+    known = list(entries)
+    for step in range(steps):
+        known.append(known[end + 1 + step])
+    return known[end + 1 : end + 1 + steps]
+
+
+def accepted_by_round(prompt: list[int], output: list[int], steps: int) -> list[int]:
+    """How many tokens of each round's chain are right, if the output is the one that the target writes."""
+    text, at, accepted = prompt + output, len(prompt) + 1, []
+    while at < len(text):
+        entries = text[1:at]  # the drafter has no entry for the first token
+        best = places(entries)
+        chain = followers(entries, best[0][1], steps) if best else [entries[-1]] * steps
+        right = 0
+        while right < steps and at + right < len(text) and chain[right] == text[at + right]:
+            right += 1
+        accepted.append(right)
+        at += right + 1
+    return accepted

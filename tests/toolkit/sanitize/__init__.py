@@ -1,0 +1,1 @@
+"""Kernels under NVIDIA's compute-sanitizer: which tests launch them, what they launched, and what was found."""

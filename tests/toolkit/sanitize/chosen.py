@@ -1,0 +1,85 @@
+"""For each kernel of specdec the tests that launch it on a GPU under compute-sanitizer, on small shapes.
+
+A test appears once, at the first of the kernels that it launches.
+"""
+
+import ast
+from pathlib import Path
+
+ROOMS = ("specdec", "attention", "draft", "verify")
+CHOSEN: dict[str, list[str]] = {
+    # ops
+    "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
+    "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
+    "linear_kernel": ["tests/ops/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
+    "wide_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
+    "silu_mul_kernel": ["tests/ops/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
+    "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
+    "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
+    "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
+    # attention over keys and values
+    "next_tokens_kernel": ["tests/attention/kernels/test_tables.py::test_next_tokens[1-1-5-True]"],
+    "last_positions_kernel": ["tests/attention/kernels/test_triton_kinds.py::test_last_positions[6]"],
+    "first_keys_kernel": ["tests/attention/kernels/test_triton_kinds.py::test_first_keys[window 9-7]"],
+    "move_kernel": ["tests/attention/kernels/test_tables.py::test_moved_tokens_equal_the_definition[3-2-5-5-3-8]"],
+    "rope_store_kernel": [
+        "tests/attention/kernels/test_rope_queries.py::test_equals_the_definition[dtype0-5-6-24-False-True]",
+        "tests/attention/caches/test_quant_triton.py::test_the_first_store_sets_fp8_s_scale_from_normed_and_rotated_keys",
+        "tests/attention/caches/test_int8_keys.py::test_the_kernel_stores_the_very_bytes_of_the_definition[5-3-24-True-torch.float16]",
+    ],
+    "paged_attention_kernel": ["tests/attention/kernels/test_triton.py::test_nan_in_unread_slots_stays_there[5]"],
+    "suffix_merge_kernel": ["tests/attention/kernels/test_triton.py::test_any_number_of_splits_gives_the_same[True-8]"],
+    "sinks_kernel": ["tests/attention/kernels/test_sinks.py::test_sinks_equal_their_definition[7-3-24-dtype1]"],
+    "subtract_kernel": ["tests/attention/differential/test_subtract.py::test_difference_is_that_of_the_pairs"],
+    "largest_queries_kernel": [
+        "tests/attention/flash/test_queries.py::test_kernels_equal_their_definition[lens1-6-2-24-16-dtype2]"
+    ],
+    "float8_queries_kernel": [],
+    # latents
+    "store_latent_kernel": ["tests/attention/latent/test_mla.py::test_trees_meet_latents[5-triton-split]"],
+    "latent_attention_kernel": [
+        "tests/attention/latent/test_mla.py::test_few_queries_meet_latents[5-6-triton-split]",
+        "tests/attention/latent/test_fp8_latent_kernels.py::test_chains[5-6-triton-split-torch.float16]",
+    ],
+    "latent_merge_kernel": ["tests/attention/latent/test_mla.py::test_odd_sizes_are_padded"],
+    "upconvert_kernel": [
+        "tests/attention/latent/test_upconvert.py::test_the_kernel_converts_what_its_definition_converts[5-torch.float16]"
+    ],
+    # latents that an indexer chooses
+    "store_index_kernel": [
+        "tests/attention/sparse/test_index_store.py::test_the_kernel_does_what_its_definition_does[(5, 16, 8)-torch.float16]"
+    ],
+    "row_scores_kernel": ["tests/attention/sparse/test_sparse_triton.py::test_scores_meet_the_definition[16-causal-1-dtype1]"],
+    "rows_scores_kernel": [
+        "tests/attention/sparse/test_sparse_inputs.py::test_tree_nodes_choose_as_plain_decoding_along_their_paths[5-triton]"
+    ],
+    "filter_kernel": [],
+    "select_kernel": [],
+    "merge_rows_kernel": ["tests/attention/sparse/test_rows_merge.py::test_merged_states[7]"],
+    # the round
+    "first_level_kernel": ["tests/draft/test_kernels.py::test_growth_equals_the_definition[3-3-3-17-plain]"],
+    "expand_kernel": [],
+    "fork_kernel": ["tests/draft/test_kernels.py::test_forks_equal_the_definition[1-2-3-9-64]"],
+    "best_nodes_kernel": ["tests/draft/test_kernels.py::test_the_best_nodes_equal_the_definition[2-4-4-53-False]"],
+    "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
+    "accept_kernel": ["tests/verify/test_kernels.py::test_acceptance_equals_the_definition[2-33-32]"],
+    # Hopper's own, which take longest
+    "latent_hopper_kernel": ["tests/attention/latent/test_mla_gpu.py::test_latents_of_deepseek[64-True-16 bits]"],
+    "rows_hopper_kernel": ["tests/attention/sparse/test_sparse_gpu.py::test_latents_of_rows[1-dtype0]"],
+}
+
+
+def kernels_in(root: Path) -> set[str]:
+    """The names of the tree's kernels: functions that a jit compiles, and whose name ends in _kernel."""
+    return {
+        node.name
+        for room in ROOMS
+        for path in (root / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+def chosen_tests() -> list[str]:
+    return [test for tests in CHOSEN.values() for test in tests]
