@@ -76,7 +76,7 @@ def measure(case: Case, count: int, tokens: int, seed: int) -> dict[str, Any]:
     return {"pair": case.pair, "shape": case.shape, **case.setting, **found}
 
 
-def round_rows(blocks: int = 3, rounds: int = 50) -> list[dict[str, Any]]:
+def round_rows(blocks: int = 2, rounds: int = 40) -> list[dict[str, Any]]:
     """Milliseconds a round: greedy, and at temperature 1 by both rules.  Blocks of rounds take turns, so that all see the same
     clocks."""
     model, head = random_pair(4096, torch.device("cuda", 0))
@@ -89,7 +89,7 @@ def round_rows(blocks: int = 3, rounds: int = 50) -> list[dict[str, Any]]:
             session.force_acceptance([0.75] * shape[0])
             params = [SamplingParams(max_tokens=900, temperature=temperature, seed=i) for i in range(batch)]
             work[name] = Work(session, random_prompts(batch, 1024), params, speculate=True)
-            full_rounds(work[name], session.step, 8)
+            full_rounds(work[name], session.step, 6)
         for _ in range(blocks):
             for name, each in work.items():
                 found = full_rounds(each, each.session.timed_step, rounds)
