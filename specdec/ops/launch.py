@@ -32,10 +32,10 @@ Which kernel triggers when, and which reads before a wait depend on it:
   indexer's keys, the conversion of 8-bit latents, the merge of latents' states, the scores and the selection of sparse
   attention, the scan and merge of top-k, the least kept logits, and last positions.  Because products trigger late, the norm in
   front of the qkv projection is complete when the store after the projection starts.  So the store may read positions and slots
-  before its wait, and attention, which follows the store, may read tables, lengths and first keys before its own, as long as all
-  of these were written before that norm.  Because paged attention triggers late, the suffix and merge kernel after it may read
-  queries, and the suffix's keys and table, before its wait.  In front of the least kept logits is a product, and in front of a
-  scan one of these two; so both may read the rows' lengths, seeds and options before their waits.
+  before its wait, and attention, which follows the store, may read tables, lengths and first keys before its own, as long as
+  all of these were written before that norm.  Because paged attention triggers late, the suffix and merge kernel after it may
+  read queries, and the suffix's keys and table, before its wait.  In front of the least kept logits is a product, and in front
+  of a scan one of these two; so both may read the rows' lengths, seeds and options before their waits.
 - Never: the first-keys kernel.  Attention reads first keys before its wait, and may be the next kernel.
 - Early: all other kernels.  The next kernel's start then overlaps their work (measured: benchmarks/README.md, "Why the tiles
   and rules are what they are").
