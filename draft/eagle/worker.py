@@ -161,7 +161,7 @@ class DraftWorker(Drafter):
         attn = self._attention(prompts.tables_of(self.cache.group_numbers))
         next_ids_T = prompts.next_ids(first_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
-        noise = self._noise(prompts.lens_B, state.sampling.of_rows(prompts.rows_B), needs)
+        noise = self._noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
         logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
         for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
@@ -213,9 +213,14 @@ class DraftWorker(Drafter):
             last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
         return PassTables(plan, rows.slots.flatten(), last_plan)
 
-    def _noise(self, lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise | None:
-        """The noise of the next tree's first level, one position after the bonus token; None where the target adds none."""
-        return noise_of(lens_B, sampling, needs) if needs.sampled and self.shares_noise else None
+    def _noise(self, lens_B: Tensor, sampling: RowSampling, needs: Needs, rows_B: Tensor | None = None) -> Noise | None:
+        """The noise of the next tree's first level, one position after the bonus token; None where the target adds none.
+
+        rows_B: int64, the rows of `sampling` that are meant; None: all of them.
+        """
+        if not (needs.sampled and self.shares_noise):
+            return None
+        return noise_of(lens_B, sampling if rows_B is None else sampling.of_rows(rows_B), needs)
 
     def _set_first_level(self, rows: EagleRows, noise: Noise | None) -> None:
         """Computes the next tree's first level, K tokens a row, from the hidden states in `rows`."""
