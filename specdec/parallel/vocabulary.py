@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.ops.noise.floor import bin_counts, floor_of
+from specdec.ops.noise.floor import bins_of, floor_of
 from specdec.ops.noise.gumbel import Noise, perturb
 from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
@@ -96,7 +96,7 @@ class Vocabulary(NamedTuple):
         floor_R = None
         if noise.filters is not None:
             largest_R = self.largest(logits_RW).float()
-            floor_R = floor_of(self.group.sum(bin_counts(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
+            floor_R = floor_of(self.group.sum(bins_of(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
         return perturb(logits_RW, noise, offsets_V, self.first, floor_R)
 
     def whole(self, logits_RW: Tensor) -> Tensor:

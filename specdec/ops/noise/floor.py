@@ -1,10 +1,9 @@
 """Which logit top-k, top-p and min-p leave as the least, found without sorting.
 
-A drafter only needs to know roughly which tokens the target's filters will drop, since its logits are not the target's.  So
-the logits of a row are counted in bins below the largest one, and the floor is the edge of a bin: it may lie up to a bin's
-width too low.
+A drafter only needs to know roughly which tokens the target's filters will drop, since its logits are not the target's.  So the
+floor is one of 255 edges below the row's largest logit: it may lie up to the distance of two edges too low.
 
-Shapes: R rows, W a run of the vocabulary, B sequences.
+Shapes: R rows, W a run of the vocabulary, B sequences, N bins between the edges.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from specdec.ops.launch import use_kernels
 
-# Bins of 1/16 after temperature.  What lies 16 or more below the largest logit shares the last bin, which is never cut off.
-BINS, PER_UNIT = 256, 16
+# Edges are 1/16 apart after temperature.  They are shifted a little, because 16-bit logits often lie at multiples of 1/16.
+# What lies below the last edge is never cut off.
+BINS, PER_UNIT, SHIFT = 256, 16, 0.7
 
 
 class Filters(NamedTuple):
@@ -46,30 +46,35 @@ def least_logits(logits_RW: Tensor, filters: Filters) -> Tensor:
 
         return launch_least_logits(logits_RW, filters)
     largest_R = logits_RW.float().amax(-1)
-    return floor_of(bin_counts(logits_RW, largest_R, filters), largest_R, filters)
+    return floor_of(bins_of(logits_RW, largest_R, filters), largest_R, filters)
 
 
-def bin_counts(logits_RW: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
-    """[R, BINS] float32: how many logits lie in each bin below the row's largest one.  -inf and NaN count in the last bin."""
-    scale_R = PER_UNIT / filters.expand_rows(len(logits_RW)).heat_B
-    depth_RW = (largest_R[:, None] - logits_RW.float()) * scale_R[:, None]
-    bin_RW = torch.where(depth_RW < BINS - 1, depth_RW, BINS - 1).long()
-    counts_RN = torch.zeros(len(logits_RW), BINS, device=logits_RW.device)
-    return counts_RN.scatter_add_(1, bin_RW, torch.ones_like(depth_RW))
+def bins_of(logits_RW: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
+    """[R, 2, N] float32: how many logits lie in each bin below the row's largest, and the sum of their exponentials.
+
+    -inf and NaN count in the last bin.
+    """
+    heat_R1 = filters.expand_rows(len(logits_RW)).heat_B[:, None]
+    depth_RW = (largest_R[:, None] - logits_RW.float()) / heat_R1
+    bin_RW = (depth_RW * PER_UNIT - SHIFT).floor() + 1
+    bin_RW = torch.where(bin_RW < BINS - 1, bin_RW.clamp(min=0), BINS - 1).long()
+    bins_R2N = torch.zeros(len(logits_RW), 2, BINS, device=logits_RW.device)
+    bins_R2N[:, 0].scatter_add_(1, bin_RW, torch.ones_like(depth_RW))
+    bins_R2N[:, 1].scatter_add_(1, bin_RW, torch.exp(-depth_RW))
+    return bins_R2N
 
 
-def floor_of(counts_RN: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
-    """[R] float32: `least_logits` of rows with these counts of their logits."""
-    rows = filters.expand_rows(len(counts_RN))
-    bins_N = torch.arange(BINS, device=counts_RN.device)
-    enough_RN = (counts_RN.cumsum(-1) >= rows.top_k_B[:, None]) & (rows.top_k_B > 0)[:, None]
+def floor_of(bins_R2N: Tensor, largest_R: Tensor, filters: Filters) -> Tensor:
+    """[R] float32: `least_logits` of rows with these bins."""
+    rows = filters.expand_rows(len(bins_R2N))
+    bins_N = torch.arange(BINS, device=bins_R2N.device)
+    count_RN, mass_RN = bins_R2N.cumsum(-1).unbind(1)
+    enough_RN = (count_RN >= rows.top_k_B[:, None]) & (rows.top_k_B > 0)[:, None]
     last_R = torch.where(enough_RN, bins_N, BINS - 1).amin(-1)
-    mass_RN = counts_RN * torch.exp((bins_N + 0.5) / -PER_UNIT) * (bins_N <= last_R[:, None])
-    before_RN = mass_RN.cumsum(-1)
-    wanted_R = rows.top_p_B * mass_RN.sum(-1)
-    enough_RN = (before_RN >= wanted_R[:, None]) & (rows.top_p_B < 1)[:, None]
+    wanted_R = rows.top_p_B * mass_RN.gather(1, last_R[:, None])[:, 0]
+    enough_RN = (mass_RN >= wanted_R[:, None]) & (rows.top_p_B < 1)[:, None]
     last_R = torch.minimum(last_R, torch.where(enough_RN, bins_N, BINS - 1).amin(-1))
-    edge_R = largest_R - rows.heat_B * (last_R + 1) / PER_UNIT
+    edge_R = largest_R - rows.heat_B * (last_R + SHIFT) / PER_UNIT
     floor_R = torch.where(last_R < BINS - 1, edge_R, -torch.inf)
     floor_R = torch.maximum(floor_R, largest_R + rows.heat_B * rows.min_p_B.log())
     return torch.where(rows.temperature_B > 0, floor_R, -torch.inf)
