@@ -16,6 +16,7 @@ from specdec.attention.capabilities import BackendChoice
 from specdec.attention.inputs import LayerCall, LayerInputs, PreparedPlan
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.attention.segment import AttentionPlan
+from specdec.ops.products.numerics import FAST, Numerics
 
 
 class PassTables(NamedTuple):
@@ -67,12 +68,19 @@ class _Group(NamedTuple):
     rows: PreparedPlan | None
 
 
-def make_backend(choice: BackendChoice | str) -> Backend:
+def make_backend(choice: BackendChoice | str, numerics: Numerics = FAST) -> Backend:
     """The attention backend that was chosen, or the one of that name, one of BACKENDS.
+
+    numerics: an invariant policy needs a backend that is deterministic by the table.
 
     The backend's library is imported here and not before, so `import specdec` needs neither triton nor a GPU.
     """
     name, by_rule = (choice, False) if isinstance(choice, str) else (choice.name, choice.by_rule)
+    if numerics.is_invariant:
+        assert name == "triton", name
+        from specdec.attention.kernels.invariant_backend import InvariantBackend
+
+        return InvariantBackend()
     if name == "torch":
         from specdec.attention.eager.torch_backend import TorchBackend
 

@@ -55,3 +55,9 @@ class Backend(ABC):
         for other in rest:
             state = merge_states(state, other)
         return state
+
+    def attend_after(
+        self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: Any, scoring: Scoring = PLAIN
+    ) -> AttentionState:
+        """As `attend`, with the state over other keys merged in; prefix: contiguous, in the queries' dtype."""
+        return merge_states(prefix, self.attend(q_THD, view, prepared, scoring))

@@ -6,10 +6,8 @@ and no backend's library.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from specdec.attention.caches.int8_keys import INT8_KEYS
 from specdec.attention.caches.quant_cache import FP8_LEAST_ARCHITECTURE, KV_CACHE_DTYPES
 from specdec.attention.flash.rule import MEASURED, MEASURED_HEAD_DIM, Reads, why
 from specdec.attention.kinds import LayerKind
-from specdec.attention.needs import AttentionNeeds
+from specdec.attention.needs import AttentionNeeds, installed, major_minor
 from specdec.config import GraphMode
 
 KINDS = ("full", "window", "chunk")
@@ -74,8 +72,9 @@ class Capability:
     alibi, encoder: whether it adds ALiBi's slopes times distances, and computes an encoder's attention and a decoder's to it.
     split_heads: whether it reads keys and values of different width, and differential attention, whose values are as wide as
         two keys.  No backend reads these in 8 bits.
-    tree, graphs, shared_prefixes: whether it answers branching trees, which modes of cuda_graphs it allows, and whether it
-        reads shared prefixes.
+    deterministic: whether a query's result can be had in one order of sums, whatever is computed beside it.
+    tree, graphs: whether it answers branching trees, and which modes of cuda_graphs it allows.
+    shared_prefixes, divided: whether it reads shared prefixes, and sequences that several ranks divide among them.
     """
 
     name: str
@@ -105,9 +104,11 @@ class Capability:
     mla: Literal["any scoring", "plain", ""] = ""
     sparse: bool = False
     split_heads: bool = False
+    deterministic: bool = False
     tree: bool = True
     graphs: tuple[GraphMode, ...] = GRAPH_MODES
     shared_prefixes: bool = True
+    divided: bool = False
 
 
 TABLE = {
@@ -115,12 +116,12 @@ TABLE = {
     for c in (
         Capability(
             "torch", "gathered keys, a mask", "CPU, H100, H200", ("cpu", "cuda"), dtypes=FLOATS, kv_cache_dtypes=KV_DTYPES,
-            int8_queries=True, mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True,
+            int8_queries=True, mla="any scoring", sparse=True, split_heads=True, alibi=True, encoder=True, divided=True,
         ),
         Capability(
             "triton", "our kernels", "H100, H200", package="triton", dtypes=FLOATS[1:], head_dims=HeadDims(8, 256, 2),
             kv_cache_dtypes=KV_DTYPES, int8_queries=True, fp8_from=FP8_LEAST_ARCHITECTURE, mla="plain", sparse=True,
-            split_heads=True, alibi=True, encoder=True,
+            split_heads=True, alibi=True, encoder=True, divided=True, deterministic=True,
         ),
         Capability(
             "fa2", "flash_attn", "H200", package="flash-attn", least_version=(2, 8), architectures=(8, 9, 10, 12),
@@ -151,17 +152,6 @@ def kind_name(kind: LayerKind) -> str:
     return "window" if kind.window else "chunk" if kind.chunk else "full"
 
 
-def installed(package: str) -> str | None:
-    """The version of an installed package, or None.
-
-    Nothing is imported: flash-attn 2 and 4 share a module name, so only the package's metadata tells them apart.
-    """
-    try:
-        return version(package)
-    except PackageNotFoundError:  # some builds of torch bring triton under another name
-        return "0.0" if package == "triton" and importlib.util.find_spec(package) else None
-
-
 def short(dtype: torch.dtype) -> str:
     """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
@@ -170,12 +160,6 @@ def short(dtype: torch.dtype) -> str:
 def listed(numbers: tuple[int, ...]) -> str:
     """Numbers as text: 1, 2 or 3."""
     return str(numbers[0]) if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
-
-
-def _major_minor(text: str) -> tuple[int, int]:
-    numbers = ["".join(filter(str.isdigit, part)) for part in text.split(".")[:2]]
-    major, minor = [int(number or 0) for number in numbers + ["0"] * (2 - len(numbers))]
-    return major, minor
 
 
 # ---- why a backend can't be used ----
@@ -259,7 +243,7 @@ def _machine_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
         found, wanted = installed(c.package), ".".join(map(str, c.least_version))
         if found is None:
             yield Fault(f"needs the package {c.package}, which is not installed")
-        elif _major_minor(found) < c.least_version:
+        elif major_minor(found) < c.least_version:
             yield Fault(f"needs {c.package} {wanted} or later, got {found}")
 
 
@@ -317,10 +301,15 @@ def _plan_faults(c: Capability, n: AttentionNeeds) -> Iterator[Fault]:
     ):  # fmt: skip
         if wanted and not has:
             yield Fault(f"has no {what}, which these models use")
+    if n.deterministic and not c.deterministic:
+        problem = "adds up a query's keys in an order that depends on the batch, got deterministic=True"
+        yield Fault(problem, "deterministic=False", replace(n, deterministic=False))
     if n.tree and not c.tree:
         yield Fault("answers chains only", "topk=1", replace(n, tree=False))
     if n.graphs not in c.graphs:
         yield Fault(f"can't be captured with cuda_graphs={n.graphs!r}", "cuda_graphs=False", replace(n, graphs=False))
+    if n.divided and not c.divided:
+        yield Fault("reads whole sequences only", "decode_context_parallel_size=1", replace(n, divided=False))
     if n.shared_prefixes and not c.shared_prefixes:
         yield Fault("does not share prefixes", "prefix_caching=False", replace(n, shared_prefixes=False))
 
@@ -336,8 +325,7 @@ def why_not(name: str, needs: AttentionNeeds) -> str:
 
 def problem_of(name: str, needs: AttentionNeeds) -> str:
     """Why this backend can't answer these needs, for a text that asks for no other setting; the empty string if it can."""
-    fault = _first_fault(name, needs)
-    return fault.problem if fault else ""
+    return fault.problem if (fault := _first_fault(name, needs)) else ""
 
 
 def _first_fault(name: str, needs: AttentionNeeds) -> Fault | None:

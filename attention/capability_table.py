@@ -27,9 +27,11 @@ def table_rows() -> list[list[str]]:
         "sparse MLA": [_yes(c.sparse) for c in cs],
         "different key and value widths": [_split(c) for c in cs],
         "differential attention": [_split(c) for c in cs],
+        "deterministic": [_deterministic(c) for c in cs],
         "draft trees": [_yes(c.tree) for c in cs],
         "CUDA graphs": [", ".join(str(mode) for mode in c.graphs if mode) or "no" for c in cs],
         "shared prefixes": ["our kernel" if c.shared_prefixes and c.ours else _yes(c.shared_prefixes) for c in cs],
+        "decode context parallelism": [_yes(c.divided) for c in cs],
         "tests passed on": [c.run_on for c in cs],
     }
     return [["", *BACKENDS], *([name, *cells] for name, cells in lines.items())]
@@ -88,6 +90,11 @@ def _mla(c: Capability) -> str:
 def _split(c: Capability) -> str:
     """The cell on values that are not as wide as their keys.  No backend reads them in 8 bits."""
     return "KV in the model's own dtype" if c.split_heads else "no"
+
+
+def _deterministic(c: Capability) -> str:
+    """The cell on results that don't depend on the batch: other conditions come from the products around attention."""
+    return "ordinary heads, on CUDA 9.x" if c.deterministic else "no"
 
 
 def _yes(can: bool) -> str:

@@ -21,8 +21,9 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
+from specdec.attention.context.exchange import heads_of_all, swap_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
-from specdec.attention.segment import AttentionPlan
+from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, with_sinks
 from specdec.ops.rope import HeadPrep
 from specdec.ops.rows import select_rows
@@ -40,12 +41,19 @@ class PreparedPlan:
     plan: AttentionPlan
     once: dict[str, Any] = field(default_factory=dict)
     _by_kind: dict[LayerKind, Any] = field(default_factory=dict)
+    _divided: Any = None
 
     def of(self, kind: LayerKind, backend: Backend) -> Any:
         """What `backend.attend` needs for a layer of that kind."""
         if kind not in self._by_kind:
             self._by_kind[kind] = backend.prepare(self.plan.local(kind))
         return self._by_kind[kind]
+
+    def of_divided(self, own: Segment, backend: Backend) -> Any:
+        """What `backend.attend` needs for the part of a divided prefix that this rank keeps."""
+        if self._divided is None:
+            self._divided = backend.prepare(AttentionPlan((own,)))
+        return self._divided
 
 
 class LayerCall(NamedTuple):
@@ -81,8 +89,13 @@ class LayerCall(NamedTuple):
 
     def attend(self, q_THD: Tensor, view: KVView | None = None) -> Tensor:
         """[T, H, E]: the asked-for queries' attention by the layer's plan.  view: read in place of the layer's own."""
-        prepared = self.prepared.of(self.kind, self.backend)
-        return self.finish(self.backend.attend(q_THD, self.view if view is None else view, prepared, self.scoring)).out_THD
+        prepared, backend, view = self.prepared.of(self.kind, self.backend), self.backend, self.view if view is None else view
+        if self.plan.divided is None:
+            return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
+        own, group = self.plan.divided
+        of_all = self.prepared.of_divided(own, backend)
+        prefix = swap_states(backend.attend(heads_of_all(q_THD, group), view, of_all, self.scoring), group)
+        return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
 
     def finish(self, state: AttentionState) -> AttentionState:
         """Adds the layer's sinks, after all states have been merged.  Nobody else adds any."""

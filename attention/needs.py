@@ -1,13 +1,15 @@
-"""What a pair of models and its settings need of attention, and what the device is on which they need it.
+"""What a pair of models and its settings need of attention, and what the device and its packages are.
 
 This module knows no backend; attention/capabilities.py says which backend meets which needs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -29,8 +31,10 @@ class AttentionNeeds:
     kv_cache_dtype, int8_queries: as in EngineOptions.
     mla, latent_rank, rope_dim, sparse: whether the target's layers keep latents, the latents' rank and rotated dim, and whether
         an indexer chooses those that a query reads.
+    divided: whether several ranks divide each sequence's keys and values among them.
     tree: whether draft trees branch.
     graphs: the setting cuda_graphs.
+    deterministic: whether a query's result must not depend on what is computed beside it.
     rows: the most sequences in a batch.
     tokens: the most tokens of one sequence.
     kv_heads: the target's number of kv heads.
@@ -56,9 +60,11 @@ class AttentionNeeds:
     rope_dim: int = 64
     sparse: bool = False
     page_size: int = 16
+    divided: bool = False
     tree: bool = True
     graphs: GraphMode = False
     shared_prefixes: bool = False
+    deterministic: bool = False
     rows: int = 1
     tokens: int = 0
     kv_heads: int = 1
@@ -75,3 +81,21 @@ def gpu_kind(device: torch.device) -> str:
     """The kind of GPU by which measured rules are kept: "H100" or "H200"; the empty string for any other device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
     return next((kind for kind in MEASURED if kind in re.split(r"\W+", name)), "")
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, or None.
+
+    Nothing is imported: flash-attn 2 and 4 share a module name, so only the package's metadata tells them apart.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:  # some builds of torch bring triton under another name
+        return "0.0" if package == "triton" and importlib.util.find_spec(package) else None
+
+
+def major_minor(text: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    numbers = ["".join(filter(str.isdigit, part)) for part in text.split(".")[:2]]
+    major, minor = [int(number or 0) for number in numbers + ["0"] * (2 - len(numbers))]
+    return major, minor

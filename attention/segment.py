@@ -6,6 +6,7 @@ Shapes: R rows, W table width, T queries, B sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from specdec.attention.kinds import LayerKind
 from specdec.attention.pages import PageTable
 from specdec.ops.index import kept, use_index_kernels
+from specdec.parallel.group import Group
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,27 @@ class Segment:
         return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
 
 
+class DividedPrefix(NamedTuple):
+    """Committed tokens that several ranks divide among them (attention/context/).
+
+    own: the tokens that this rank keeps; every query of a row reads all of them.  group: the ranks that keep the others.
+    """
+
+    own: Segment
+    group: Group
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """What the T queries of one attention call read, by part.  Every part covers all T queries; the parts' states are merged.
 
-    segments: the paged parts, at least one: prefixes, shared prefixes, causal rows.  A page may be one slot.
+    segments: the paged parts: prefixes, shared prefixes, causal rows.  A page may be one slot.
     positions_T: int64, each query's position in its sequence.  None: every row holds the same number of queries, and they
         are the row's last tokens, as in a causal segment.
     suffix: the draft tree's own keys: row t lists the few slots (page size 1) that query t reads.  None: there is no tree.
         The builder of a plan says which part is the suffix; no backend guesses it from a segment's shape.
+    divided: a prefix of which this rank keeps a part.  It is not one of `parts`: the queries of all ranks' heads read it, and
+        the ranks exchange their states (LayerCall.attend).  None: this rank keeps all that its queries read.
     cross: the texts of an encoder, which layers of cross attention read.  Such a layer reads nothing else, and no other layer
         reads it: it is not one of the parts that are merged.  None: the model has no encoder.
     """
@@ -118,9 +132,10 @@ class AttentionPlan:
     positions_T: Tensor | None = None
     suffix: Segment | None = None
     cross: Segment | None = None
+    divided: DividedPrefix | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.segments) > 0, "a plan needs a paged segment"
+        assert self.segments or (self.suffix and self.divided), "a plan needs a paged segment"
         assert self.suffix is None or self.suffix.pages.page_size == self.suffix.max_seqlen_q == 1, (
             "a suffix lists one query's slots"
         )
@@ -134,6 +149,7 @@ class AttentionPlan:
         """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
         if kind.span is None and not kind.alibi:
             return self
+        assert self.divided is None, "windows and slopes are refused where ranks divide sequences"
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
         segments = tuple(segment.local(kind, positions_T) for segment in self.segments)
         suffix = None if self.suffix is None else self.suffix.local(kind, positions_T)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How far below the best the tokens of right texts lie, in units of the noise by which `specdec verify` bounds near-ties.
 
-    python benchmarks/near_ties.py --out benchmarks/results/near_ties_cpu.json   # or on a GPU
+    python benchmarks/near_ties.py --out benchmarks/results/near_ties_cpu.json
 
 The shipped pair and tiny random targets of the tests write texts with and without speculation.  A line of the result holds,
 over all tokens of both: how many the reference would not have taken; the largest of their margins in units of noise (what

@@ -3,6 +3,7 @@
 
     python benchmarks/round_8b.py --out benchmarks/results/round_8b.json
     python benchmarks/round_8b.py --prefills 1:8192,1:32768 --attention triton,auto
+    python benchmarks/round_8b.py --only 5,1,6:1 --deterministic
 
 Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine,
 host included, as in `generate()`: first the wall time from one read of tokens to the next, then a profiler's trace of the
@@ -32,11 +33,15 @@ from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle.head import DraftHead, Eagle3Head
 from specdec.draft.eagle.spec import HeadSpec
+from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.sharding import join, share_of
 from specdec.options import EngineOptions
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.shard import Shard
 from specdec.prompts import Tokenizer
 
 TARGET = ModelConfig(
@@ -100,16 +105,27 @@ def this_gpu() -> Gpu:
 
 
 def random_pair(
-    max_positions: int, device: torch.device, target: ModelConfig = TARGET, aux_layers: tuple[int, int, int] = (1, 15, 28)
+    max_positions: int,
+    device: torch.device,
+    target: ModelConfig = TARGET,
+    aux_layers: tuple[int, int, int] = (1, 15, 28),
+    group: Group = ALONE,
 ) -> tuple[CausalLM, DraftHead]:
-    """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs."""
-    model = build(lambda: CausalLM(target, max_positions), device, torch.bfloat16)
-    shape = HeadSpec(replace(TARGET, num_layers=1, layer_kinds=()), "eagle3", aux_layers, TARGET.hidden_size, DRAFT_VOCAB)
+    """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
+
+    group: the ranks of which each makes a share of both.
+    """
+    shard = Shard(group.rank, group.size)
+    model = build(lambda: CausalLM(share_of(target, shard), max_positions), device, torch.bfloat16)
+    layer = share_of(replace(target, num_layers=1, layer_kinds=(), kv_source=()), shard)
+    shape = HeadSpec(layer, "eagle3", aux_layers, target.hidden_size, DRAFT_VOCAB)
     head = build(lambda: Eagle3Head(shape, max_positions), device, torch.bfloat16)
     head.embed_tokens = model.embed_tokens
-    for parameter in {*model.parameters(), *head.parameters()}:
+    for parameter in dict.fromkeys([*model.parameters(), *head.parameters()]):  # in one order on all ranks
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     head.d2t_V = torch.arange(DRAFT_VOCAB, device=device) * 3
+    for each in (model, head):
+        join(each, group)
     return model, head
 
 
@@ -127,14 +143,16 @@ def make_decoder(
     context: int,
     graphs: GraphMode,
     attention: str = "auto",
+    ranks: Ranks | None = None,
+    deterministic: bool = False,
 ) -> SpecDecoder:
     options = EngineOptions(
         device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=context + 1024, cuda_graphs=graphs,
-        attention=attention,
+        attention=attention, deterministic=deterministic,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
-    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")))
+    return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
 
 
 def random_prompts(batch: int, context: int) -> list[list[int]]:
@@ -142,11 +160,22 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
 
 
 def measure(
-    model: CausalLM, head: DraftHead, case: Case, rounds: int, graphs: GraphMode, *, traced: bool = True
+    model: CausalLM,
+    head: DraftHead,
+    case: Case,
+    rounds: int,
+    graphs: GraphMode,
+    *,
+    traced: bool = True,
+    ranks: Ranks | None = None,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
-    """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too."""
+    """One line: wall, host and GPU milliseconds a round; if traced, by kind of kernel and by phase too.
+
+    ranks: those that hold both models, if there are several; the bytes are then those that one of them reads.
+    """
     spec = spec_of(case.spec)
-    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs)
+    decoder = make_decoder(model, head, spec, case.batch, case.context, graphs, ranks=ranks, deterministic=deterministic)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * case.batch
     session = Session(decoder)
     work = Work(session, random_prompts(case.batch, case.context), sampling, speculate=spec is not None)
@@ -155,9 +184,10 @@ def measure(
     found = [walls for walls, _ in full_rounds(work, session.timed_step, rounds)]
     limit = byte_limit(model, head if spec else None, spec, case.batch, case.context)
     row: dict[str, Any] = {
-        **case._asdict(), "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
+        **case._asdict(), "deterministic": deterministic,
+        "bar": this_gpu().bars.get(case.name), "rounds": len(found), "graphs": graphs,
         "ms": 1e3 * median(wall for wall, _ in found), "host_ms": 1e3 * median(wall - waited for wall, waited in found),
-        "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth,
+        "limit_ms": 1e3 * limit.total / this_gpu().read_bandwidth, "bytes": limit.total,
     }  # fmt: skip
     if not traced:
         row["mean_ms"] = 1e3 * sum(wall for wall, _ in found) / len(found)
@@ -169,9 +199,17 @@ def measure(
     return row
 
 
-def prefill_ms(model: CausalLM, head: DraftHead, batch: int, tokens: int, repeats: int = 8, attention: str = "auto") -> float:
+def prefill_ms(
+    model: CausalLM,
+    head: DraftHead,
+    batch: int,
+    tokens: int,
+    repeats: int = 8,
+    attention: str = "auto",
+    deterministic: bool = False,
+) -> float:
     """Wall milliseconds from the request to the first token of every prompt, for both models."""
-    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round", attention)
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, tokens, "round", attention, deterministic)
     prompts, times = random_prompts(batch, tokens), []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -209,6 +247,7 @@ def main() -> None:
     parser.add_argument("--prefills", help="batch:tokens of prefills, separated by commas; nothing else is measured then")
     parser.add_argument("--attention", default="auto", help="attention backends of the prefills, separated by commas")
     parser.add_argument("--no-auto", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -217,12 +256,13 @@ def main() -> None:
     for case in () if args.prefills else CASES:
         if args.only and not case.name.startswith(args.only):
             continue
-        rows.append(measure(model, head, case, args.rounds, args.graphs))
+        rows.append(measure(model, head, case, args.rounds, args.graphs, deterministic=args.deterministic))
         show(rows[-1])
         torch.cuda.empty_cache()
     for batch in () if args.no_auto or args.prefills else PAUSES:
         for spec in ("plain", "auto"):  # both over the same 600 rounds, so of the same lengths
-            rows.append(measure(model, head, Case(spec, batch, 1024), 600, args.graphs, traced=False))
+            case = Case(spec, batch, 1024)
+            rows.append(measure(model, head, case, 600, args.graphs, traced=False, deterministic=args.deterministic))
             print(
                 f"600 rounds of {spec}, batch {batch}: median {rows[-1]['ms']:.2f} ms, mean {rows[-1]['mean_ms']:.2f} ms",
                 flush=True,
@@ -231,7 +271,7 @@ def main() -> None:
     prefills = []
     asked = [tuple(map(int, text.split(":"))) for text in args.prefills.split(",")] if args.prefills else PREFILLS
     for (batch, tokens), attention in () if args.no_prefill else itertools.product(asked, args.attention.split(",")):
-        ms = prefill_ms(model, head, batch, tokens, attention=attention)
+        ms = prefill_ms(model, head, batch, tokens, attention=attention, deterministic=args.deterministic)
         bar = this_gpu().bars.get(f"prefill:{batch}:{tokens}")
         prefills.append({"batch": batch, "tokens": tokens, "attention": attention, "ms": ms, "bar": bar})
         print(f"prefill {batch} x {tokens}, attention={attention}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)

@@ -100,6 +100,10 @@ class DraftModel(nn.Module, ABC):
         """What seems to be wrong with it, by a look at a text (int64); empty if nothing does."""
         return ""
 
+    def slots(self, spec: SpecConfig) -> int:
+        """How many slots after the committed tokens a draft or an extend writes, at most `SpecConfig.lookahead`."""
+        return spec.max_steps + 1
+
     def passes(self, spec: SpecConfig) -> int:
         """How often a round of that shape reads the weights; 0: there are none."""
         return 0

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from specdec.draft.drafter import DraftModel
-from specdec.draft.eagle.load import HowToRead, load_head
+from specdec.draft.eagle.load import HowToRead, load_head, open_head
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
+from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 
@@ -36,8 +37,19 @@ def find_drafter(draft: str | Path | None, options: EngineOptions) -> Load | Non
         make = WITHOUT_CHECKPOINT[str(draft)]
         return lambda target, max_positions, device, dtype: make(target)
     folder = resolve_folder(draft, "draft")
-    how = HowToRead(options.draft_format, options.draft_pickle, options.beyond_trained == "window")
+    how = _how(options)
     return lambda target, max_positions, device, dtype: load_head(folder, target, max_positions, device, dtype, how)
+
+
+def head_config(draft: str | Path | None, options: EngineOptions, target: ModelConfig) -> ModelConfig | None:
+    """The config of the head that `find_drafter` would load, from headers alone; None for a drafter without a checkpoint."""
+    if draft is None or (isinstance(draft, str) and draft in WITHOUT_CHECKPOINT):
+        return None
+    return open_head(resolve_folder(draft, "draft"), target, _how(options)).reading.spec.model
+
+
+def _how(options: EngineOptions) -> HowToRead:
+    return HowToRead(options.draft_format, options.draft_pickle, options.beyond_trained == "window")
 
 
 def refuse_idle(options: EngineOptions, draft: str | Path | None) -> None:

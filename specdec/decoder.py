@@ -22,6 +22,7 @@ from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
 from specdec.loading.build import build_engine, free_memory
 from specdec.loading.drafters import smoke_check
+from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
@@ -49,6 +50,7 @@ class SpecDecoder:
     """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
+    ranks: those that hold the models, if there are several.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -63,9 +65,9 @@ class SpecDecoder:
         ranks: Ranks | None = None,
     ) -> None:
         self.settings, self.tokenizer, self._ranks = settings, tokenizer, ranks
-        self._parts: Parts | None = Parts(model, head, build_engine(model, head, settings))
-        if ranks is not None:
-            ranks.lead(self._parts.engine.runner)
+        build = build_engine if ranks is None else ranks.build_engine
+        self._parts: Parts | None = Parts(model, head, build(model, head, settings))
+        self._owns_ranks = False
         self.owner = EngineOwner(self._parts.engine)
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
@@ -91,18 +93,24 @@ class SpecDecoder:
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
 
+        Where a launcher such as torchrun has started `tensor_parallel_size` processes, the first gets the decoder.  The others
+        serve it until it is closed, and then end: SystemExit is raised in them.
+
         ValueError and TypeError say what is wrong, what was expected, and the nearest setting that works.
         """
         chosen = EngineOptions.of(options, settings)
         if spec is not None and draft is None:
             raise ValueError("spec says how to draft, but draft is None; nearest: name a draft head, or leave spec out")
-        with start_ranks(target, draft, SpecConfig() if spec is None else spec, chosen) as ranks:
-            model, head, resolved, folder = ranks.load()
+        with start_ranks(chosen) as ranks:
+            wanted = WantedPair(target, draft, SpecConfig() if spec is None else spec, chosen)
+            model, head, resolved, folder = ranks.load(wanted)
             tokenizer = Tokenizer(folder)
             STARTUP.lap("tokenizer")
             smoke_check(model, head, tokenizer, resolved)
             STARTUP.lap("look at the draft")
-            return cls(model, head, resolved, tokenizer, ranks)
+            decoder = cls(model, head, resolved, tokenizer, ranks)
+            decoder._owns_ranks = True
+            return decoder
 
     # ---- what it is made of ----
 
@@ -139,10 +147,10 @@ class SpecDecoder:
             if self._parts is not None:
                 self._finalizer.detach()
                 self._parts = None
-                if self._ranks is not None:
-                    self._ranks.close()
                 self.owner.release()
                 free_memory(self.settings.device)
+                if self._ranks is not None and self._owns_ranks:
+                    self._ranks.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")

@@ -147,11 +147,35 @@ class EngineOptions:
         "Without prefix caching, what runs now never depends on what ran before (in 16 bit, a text computed in other pieces "
         "may differ where two tokens tie).",
     )
+    deterministic: bool = option(
+        False,
+        "compute each token's logits in one order of sums, so that a text does not depend on speculation, on the batch or on "
+        "how prompts are cut, bit for bit in 16 bit too",
+        details="It needs a GPU of compute capability 9.x, a Llama-like target (Llama, Mistral, Qwen2, Qwen3) in bfloat16 or "
+        "float16 through specdec's own modules, keys and values in the model's dtype, one process, and attention 'triton', "
+        "which 'auto' then chooses.  Anything else is refused.  Rows that begin alike do not read their beginning together.",
+    )
     tensor_parallel_size: int = option(
         1,
         "processes that hold the models together, each a share of every layer",
         low=1,
         high=64,
+        metavar="N",
+    )
+    decode_context_parallel_size: int = option(
+        1,
+        "processes of tensor_parallel_size that divide each sequence's keys and values, where all of them would hold the same",
+        details="They do with latent attention (MLA), and where there are fewer key/value heads than processes.  A page then "
+        "stands for that many times page_size tokens, also for prefix caching.",
+        low=1,
+        high=64,
+        metavar="N",
+    )
+    context_interleave: int | None = option(
+        None,
+        "tokens in a row that one process keeps with decode_context_parallel_size, a divisor of page_size; default: page_size",
+        low=1,
+        high=4096,
         metavar="N",
     )
     prefill_chunk: int | Literal["auto"] = option(

@@ -230,7 +230,26 @@ class CopyPages:
     targets: tuple[int, ...]
 
 
-Step = EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | StopDrafting | CopyPages
+@dataclass(frozen=True)
+class TimePhases:
+    """From now on each phase of a round is waited for and timed, or no longer.  That slows rounds."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True)
+class ForceAcceptance:
+    """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was.
+
+    It must come before the first round.
+    """
+
+    probs: tuple[float, ...]
+
+
+Step = (
+    EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | StopDrafting | CopyPages | TimePhases | ForceAcceptance
+)
 
 
 class Emitted(NamedTuple):

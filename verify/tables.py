@@ -13,21 +13,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.attention.context.divided import DividedContext
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, fill_tree_suffix, prefix_segment
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.shared import split_shared
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.ops.index import use_index_kernels
+from specdec.ops.index import kept, use_index_kernels
 
 
 class TreeTables(NamedTuple):
-    """positions_T: int64.  slots_BN: int64.  plan: the attention plan of the target's pass."""
+    """positions_T: int64.  slots_BN: int64.  plan: the attention plan of the target's pass.
+
+    targets_BN: int64, where this rank keeps the first N tokens after those that are committed, if ranks divide sequences among
+        them.  None: they lie where the nodes do.
+    """
 
     positions_T: Tensor
     slots_BN: Tensor
     plan: AttentionPlan
+    targets_BN: Tensor | None = None
 
 
 def tree_tables(state: BatchState, tree: DraftTree) -> TreeTables:
@@ -48,6 +54,28 @@ def tree_tables(state: BatchState, tree: DraftTree) -> TreeTables:
     prefix = prefix_segment(pages, state.lens_B, N)
     plan = AttentionPlan(split_shared(prefix, state.shared), positions_T, suffix, cross)
     return TreeTables(positions_T, slots_BN, plan)
+
+
+def divided_tables(state: BatchState, tree: DraftTree, context: DividedContext) -> TreeTables:
+    """The tables of a pass over these trees where ranks divide each sequence: the nodes lie in the scratch of every rank."""
+    N, pages, lens_B = tree.num_nodes, state.pages, state.lens_B
+    rows = pages.next_tokens(lens_B, N)
+    scratch, prefix = context.scratch_pages(state.rows, N, lens_B.device), context.prefix(pages, lens_B, N)
+    targets_BN = context.ownership.own_slots(rows.slots)
+    if tree.is_chain:
+        positions_T, slots_BN = rows.positions.flatten(), scratch.table.long()
+        ends_T = _ends(state.rows, N, lens_B.device)
+        suffix = Segment.of_slots(scratch.table.repeat_interleave(N, 0), ends_T)
+    else:
+        depths_T, slots_BN, suffix = path_tables(scratch, torch.zeros_like(lens_B), tree)
+        positions_T = (depths_T.view(-1, N) + lens_B[:, None]).flatten()
+    return TreeTables(positions_T, slots_BN, AttentionPlan((), positions_T, suffix, divided=prefix), targets_BN)
+
+
+@kept
+def _ends(rows: int, count: int, device: torch.device) -> Tensor:
+    """[rows * count] int32: 1 to `count`, for each row.  The tensor is cached: never write to it."""
+    return torch.arange(1, count + 1, dtype=torch.int32, device=device).repeat(rows)
 
 
 def path_tables(pages: PageTable, lens_B: Tensor, tree: DraftTree) -> tuple[Tensor, Tensor, Segment]:

@@ -15,6 +15,7 @@ from specdec.attention.attend import PagedAttention, PassTables
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.planes import HeadsView
+from specdec.attention.context.divided import DividedContext
 from specdec.batch.choose import choose_tokens
 from specdec.batch.logprobs import token_logprobs
 from specdec.batch.packed import PackedPrompts
@@ -26,7 +27,7 @@ from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import accept
 from specdec.verify.synthetic import SyntheticAcceptance
-from specdec.verify.tables import tree_tables
+from specdec.verify.tables import TreeTables, divided_tables, tree_tables
 
 
 class VerifyResult(NamedTuple):
@@ -67,6 +68,7 @@ class TargetVerifier:
     sources: the cache of the encoder's texts; None for a target without an encoder.
     aux_layers: the layers whose outputs are captured as the drafter's features; empty: the drafter wants the final hidden
         state; None: nobody wants features.
+    context: how ranks divide each sequence's keys and values among them; None: this rank keeps whole sequences.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class TargetVerifier:
         backend: Backend,
         aux_layers: tuple[int, ...] | None = None,
         sources: KVCache | None = None,
+        context: DividedContext | None = None,
     ) -> None:
         self.model, self.cache, self.backend, self.aux_layers = model, cache, backend, aux_layers
-        self.sources = sources
+        self.sources, self.context = sources, context
         self.synthetic: SyntheticAcceptance | None = None  # forces acceptance; set before the first round is captured
 
     def read_source(self, slots_S: Tensor, ids_S: Tensor) -> None:
@@ -98,7 +101,11 @@ class TargetVerifier:
         sampling: the options of each prompt, and tables that hold it where `needs` asks for them.
         with_features: if False, the features are not meant for a drafter.
         """
-        attn = PagedAttention(self.backend, self.cache, *prompts.tables_of(self.cache.group_numbers), sources=self.sources)
+        tables, divided = prompts.tables_of(self.cache.group_numbers), []
+        if self.context is not None:
+            divided = [self.context.of_prompts(each) for each in tables]
+            tables = [each.tables for each in divided]
+        attn = PagedAttention(self.backend, self.cache, *tables, sources=self.sources)
         aux_layers = self.aux_layers if with_features else None
         if aux_layers == ():  # the drafter reads the final hidden state of every token
             out = self.model(prompts.ids_T, prompts.positions_T, attn)
@@ -106,6 +113,8 @@ class TargetVerifier:
         else:
             out = self.model(prompts.ids_T, prompts.positions_T, attn, aux_layers or (), prompts.last_B)
             hidden_BH = out.hidden_TH
+        for group, each in zip(self.cache.group_numbers, divided):
+            self.cache.keep(each.tables.slots_T, each.slots_T, group)
         logits_BV = self.model.logits(hidden_BH)
         last_positions_B = prompts.positions_T.index_select(0, prompts.last_B)
         chosen = choose_tokens(logits_BV, sampling, last_positions_B, needs, self.model.vocabulary)
@@ -116,7 +125,7 @@ class TargetVerifier:
 
         A tree that is only a root is plain decoding, which needs no features.
         """
-        tables = {group: tree_tables(state.of_group(group), tree) for group in self.cache.group_numbers}
+        tables = {group: self._tables(state.of_group(group), tree) for group in self.cache.group_numbers}
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
         attn = PagedAttention(self.backend, self.cache, *passes, sources=self.sources)
@@ -131,8 +140,10 @@ class TargetVerifier:
         if needs.history:
             emitted_B = (accepted.accepted_B + 1) * state.active_B
             state.record(accepted.tokens_BE, emitted_B, self.model.vocabulary.first)
-        if not tree.is_chain:  # the accepted path of a chain already lies in the right slots
-            for group, each in tables.items():
+        for group, each in tables.items():
+            if each.targets_BN is not None:
+                self.cache.move(each.slots_BN, accepted.path_BE, group, each.targets_BN[:, : accepted.path_BE.shape[1]])
+            elif not tree.is_chain:  # the accepted path of a chain already lies in the right slots
                 self.cache.move(each.slots_BN, accepted.path_BE, group)
         features_BEF = None if aux_layers is None else self._on_path(self._features(out), tree, accepted.path_BE)
         weighed = None if chosen.weighed_RW is None else self._on_path(chosen.weighed_RW, tree, accepted.path_BE).flatten(0, 1)
@@ -141,6 +152,9 @@ class TargetVerifier:
             accepted.tokens_BE, accepted.accepted_B, base_lens_B, accepted.emitted_BX, features_BEF,
             None if logprobs is None else logprobs.unflatten(0, accepted.tokens_BE.shape),
         )  # fmt: skip
+
+    def _tables(self, state: BatchState, tree: DraftTree) -> TreeTables:
+        return tree_tables(state, tree) if self.context is None else divided_tables(state, tree, self.context)
 
     def _features(self, out: TargetOutput) -> Tensor:
         return out.hidden_TH if out.aux_TA is None else out.aux_TA

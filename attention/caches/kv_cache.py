@@ -83,9 +83,9 @@ class KVCache:
         """What one layer reads of the cache; the same object at every call, and for all layers that share it."""
         return self._views[layer]
 
-    def move(self, slots_BN: Tensor, path_BE: Tensor, group: int = 0) -> None:
+    def move(self, slots_BN: Tensor, path_BE: Tensor, group: int = 0, targets_BE: Tensor | None = None) -> None:
         """Moves tokens within each sequence, in every layer of the group: the token at slot number path_BE[b, e] goes to slot
-        number e.
+        number e, or to slot targets_BE[b, e] (int64).
 
         slots_BN: int64, the slots of each sequence by number.  No slot may belong to two sequences, except those of the dummy
             page, whose contents are never read.
@@ -93,7 +93,12 @@ class KVCache:
             may overlap.
         """
         for tensor in self.planes_of[group].values():
-            move_slots(tensor, slots_BN, path_BE)
+            move_slots(tensor, slots_BN, path_BE, targets_BE)
+
+    def keep(self, sources_T: Tensor, targets_T: Tensor, group: int = 0) -> None:
+        """Copies tokens in every layer of the group, from their slots to others that hold none of them; both are int64."""
+        first_T1 = torch.zeros_like(sources_T)[:, None]
+        self.move(sources_T[:, None], first_T1, group, targets_T[:, None])
 
     def copy_pages(self, sources_N: Tensor, targets_N: Tensor, page_size: int, group: int) -> None:
         """Copies whole pages in every layer of the group: page targets_N[n] becomes what page sources_N[n] was before.
@@ -105,19 +110,20 @@ class KVCache:
                 layer.index_copy_(0, targets_N, layer.index_select(0, sources_N))
 
 
-def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
+def move_slots(x: Tensor, slots_BN: Tensor, path_BE: Tensor, targets_BE: Tensor | None = None) -> None:
     """`KVCache.move` for one tensor [layers, num_slots, ...]."""
     if use_operator(x):
+        assert targets_BE is None, "traced passes keep whole sequences"
         MOVE(x, slots_BN, path_BE)
         return
     x = bytes_of(x)
     if use_index_kernels(x):  # the kernel copies elements of any dtype unchanged
         from specdec.attention.caches.move_triton import launch_move
 
-        launch_move(x, slots_BN, path_BE)
+        launch_move(x, slots_BN, path_BE, targets_BE)
         return
-    source_M, target_M = slots_BN.gather(1, path_BE).flatten(), slots_BN[:, : path_BE.shape[1]].flatten()
-    x.index_copy_(1, target_M, x.index_select(1, source_M))
+    targets_BE = slots_BN[:, : path_BE.shape[1]] if targets_BE is None else targets_BE
+    x.index_copy_(1, targets_BE.flatten(), x.index_select(1, slots_BN.gather(1, path_BE).flatten()))
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -15,18 +15,21 @@ from torch import Tensor
 from specdec.ops.launch import chained
 
 
-@triton.jit(do_not_specialize=["places", "num_slots", "stride_path"])
+@triton.jit(do_not_specialize=["places", "num_slots", "stride_path", "stride_targets"])
 def move_kernel(
     kv,  # [layers, slots, SIZE]
     slots,  # [B, N] int64
     path,  # [B, E] int64
+    targets,  # [B, E] int64
     places,  # E
     num_slots,  # N
     stride_path,
     stride_layer,
+    stride_targets,
     SIZE: tl.constexpr,
     PADDED_PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,  # else slot number e is the target of place e
     PDL: tl.constexpr,
 ):
     b = tl.program_id(1).to(tl.int64)
@@ -38,24 +41,26 @@ def move_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     node_E = tl.load(path + b * stride_path + e, mask=ok_E, other=0)
-    moves_E = ok_E & (node_E != e)
+    moves_E = ok_E & (HAS_TARGETS | (node_E != e))
     from_E = tl.load(slots + b * num_slots + node_E, mask=moves_E, other=0)
-    to_E = tl.load(slots + b * num_slots + e, mask=moves_E, other=0)
+    to_E = tl.load(targets + b * stride_targets + e, mask=moves_E, other=0)
     ok = moves_E[:, None] & (column < SIZE)[None, :]
     x = tl.load(kv + from_E[:, None] * SIZE + column[None, :], mask=ok)
     tl.debug_barrier()  # all threads have read: the slot that one thread writes is the slot that another one reads
     tl.store(kv + to_E[:, None] * SIZE + column[None, :], x, mask=ok)
 
 
-def launch_move(kv: Tensor, slots_BN: Tensor, path_BE: Tensor) -> None:
-    """Launches the move of `KVCache.move` on kv [layers, num_slots, ...]; slots_BN and path_BE are int64."""
+def launch_move(kv: Tensor, slots_BN: Tensor, path_BE: Tensor, targets_BE: Tensor | None = None) -> None:
+    """Launches the move of `KVCache.move` on kv [layers, num_slots, ...]; slots_BN, path_BE and targets_BE are int64."""
+    has_targets = targets_BE is not None
+    targets_BE = slots_BN if targets_BE is None else targets_BE
     layers, size = kv.shape[0], kv[0, 0].numel()
     (B, N), E = slots_BN.shape, path_BE.shape[1]
-    assert kv.is_contiguous() and slots_BN.is_contiguous() and path_BE.stride(1) == 1
+    assert kv.is_contiguous() and slots_BN.is_contiguous() and path_BE.stride(1) == targets_BE.stride(1) == 1
     padded = triton.next_power_of_2(E)
     block = min(triton.next_power_of_2(size), max(32, 4096 // padded))
     if B * E:
         move_kernel[(triton.cdiv(size, block), B, layers)](
-            kv, slots_BN, path_BE, E, N, path_BE.stride(0), kv.stride(0),
-            SIZE=size, PADDED_PLACES=padded, BLOCK=block, num_warps=4, **chained(kv.device),
+            kv, slots_BN, path_BE, targets_BE, E, N, path_BE.stride(0), kv.stride(0), targets_BE.stride(0),
+            SIZE=size, PADDED_PLACES=padded, BLOCK=block, HAS_TARGETS=has_targets, num_warps=4, **chained(kv.device),
         )  # fmt: skip

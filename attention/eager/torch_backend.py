@@ -62,11 +62,11 @@ class TorchBackend(Backend):
 
     def prepare(self, plan: AttentionPlan) -> list[DenseBlock]:
         """The blocks of a plan: one for each packed prompt with a query, else one for the whole plan."""
-        first = plan.segments[0]
+        first = plan.parts[0]
         if len(plan.parts) == 1 and first.ragged:
             blocks = [_prompt_block(first, row) for row in range(first.rows)]
             return [block for block in blocks if block.queries]  # a block without queries has no state
-        sequences = plan.segments[-1].rows  # a shared prefix stands in front of the sequences' own segment
+        sequences = (plan.segments or plan.parts)[-1].rows  # a shared prefix stands in front of the sequences' own segment
         return [_joined_block(tuple(_spread(part, sequences) for part in plan.parts))]
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: list[DenseBlock], scoring: Scoring = PLAIN) -> AttentionState:

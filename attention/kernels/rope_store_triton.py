@@ -20,7 +20,7 @@ from specdec.attention.caches.int8_keys import INT8_KEYS, Int8KeysView
 from specdec.attention.caches.quant_cache import FP8_MAX, QuantView
 from specdec.attention.kernels.int8_triton import nearest_step, scale_and_inverse, size_of
 from specdec.ops.launch import chained
-from specdec.ops.numerics import FAST, Numerics
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
 
 MOST_FP8 = tl.constexpr(FP8_MAX)

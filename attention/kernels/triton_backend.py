@@ -27,10 +27,11 @@ from specdec.attention.kernels.suffix_triton import suffix_merge_kernel
 from specdec.attention.kernels.tiles_triton import PagedTiles, chunk_for, padded, paged_tiles, programs_at_once, splits_for
 from specdec.attention.kernels.triton_plan import TritonPlan
 from specdec.attention.kinds import PLAIN, Scoring
-from specdec.attention.latent.mla_launch import attend_latent
+from specdec.attention.latent.mla_launch import attend_latent, merge_suffix
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import chained, has_pdl
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.rope import HeadPrep
 
 PlannedView = MHAView | QuantView | Int8KeysView | SplitView | PairedView
@@ -40,6 +41,8 @@ class TritonBackend(Backend):
     """Split-KV paged attention, and a kernel that fuses suffix and merge.
 
     programs: how many programs the GPU is taken to run at once; None: one for each SM.
+    numerics: the policy that is asked about the store.  How keys are read belongs to the backend: invariant_backend.py has the
+        other way.
 
     A backend that reads paged segments by a kernel of its own overrides `partial_splits` and `paged_partial`, and calls
     `super()` for the segments that it leaves to this class.  Suffixes and the merge of all states stay here.
@@ -48,21 +51,37 @@ class TritonBackend(Backend):
     name = "triton"
     reads_no_lengths = True
 
-    def __init__(self, programs: int | None = None) -> None:
-        self.programs = programs
+    def __init__(self, programs: int | None = None, numerics: Numerics = FAST) -> None:
+        self.programs, self.numerics = programs, numerics
 
     def store(self, view: HeadsView, qkv_TXD: Tensor, slots_T: Tensor, prep: HeadPrep) -> Tensor:
         assert isinstance(view, StoredView)
-        return launch_rope_store(qkv_TXD, view, slots_T, prep)
+        return launch_rope_store(qkv_TXD, view, slots_T, prep, self.numerics)
 
     def rotate(self, q_TQD: Tensor, prep: HeadPrep) -> Tensor:
-        return launch_rope(q_TQD, prep)
+        return launch_rope(q_TQD, prep, self.numerics)
 
     def prepare(self, plan: AttentionPlan) -> TritonPlan:
         return TritonPlan(plan.segments, plan.suffix)
 
     def attend(self, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN) -> AttentionState:
         return self._state(q_THD, view, prepared, scoring)
+
+    def attend_after(
+        self, prefix: AttentionState, q_THD: Tensor, view: KVView, prepared: TritonPlan, scoring: Scoring = PLAIN
+    ) -> AttentionState:
+        suffix, q_THD = prepared.suffix, _dense_rows(q_THD)
+        if prepared.segments or suffix is None:
+            return super().attend_after(prefix, q_THD, view, prepared, scoring)
+        if isinstance(view, LatentView):
+            assert scoring.scale is not None
+            return merge_suffix(q_THD, view, suffix, scoring.scale, prefix)
+        assert isinstance(view, PlannedView)
+        check_view(q_THD, view)
+        (T, H, _), E = q_THD.shape, view.heads[1].shape[2]
+        state, none = AttentionState.empty((T, H, E), q_THD.dtype, q_THD.device), prepared.scratch(T, H, 0, E, q_THD.device)
+        launch_suffix_merge(q_THD, view, suffix, scoring, none, prefix, state, True)
+        return state
 
     def run(self, q_THD: Tensor, view: KVView, segment: Segment, scoring: Scoring = PLAIN) -> AttentionState:
         return self._state(q_THD, view, TritonPlan((segment,)), scoring)

@@ -38,6 +38,7 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import is_traced, use_operator
+from specdec.parallel.group import ALONE, Group
 
 # Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".  Prompts in captured
 # graphs must not pass it (`most_captured_cost`): the host decides into how many chunks the cached part of a row is cut, and a
@@ -74,7 +75,7 @@ class LatentInputs(LayerInputs):
             assert call.kind.span is None
             return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
         q_RHL, workspace = self.absorbed(call, view), None
-        if call.rows_R is None and call.kind.span is None:
+        if call.rows_R is None and call.kind.span is None and call.plan.divided is None:
             workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype))
         if workspace is None:
             return absorbed_values(call.attend(q_RHL), up_HXC[:, N:])
@@ -84,13 +85,14 @@ class LatentInputs(LayerInputs):
     def absorbed(self, call: LayerCall, view: LatentView) -> Tensor:
         """Stores the latents, and returns the asked-for queries [R, H, L], which can be multiplied with latents."""
         q_THQ, up_HXC, N, L = self.q_THQ, self.up_HXC, self.nope_dim, self.latent_TL.shape[1]
+        by_head = call.plan.divided is not None  # as they travel between ranks
         if call.rows_R is None:
-            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L)
+            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L, by_head)
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep, out_THR=q_THL[..., view.rank :])
             return q_THL
         store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
         q_RHQ = call.asked(q_THQ)
-        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L)
+        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L, by_head)
         q_RHL[..., view.rank :] = q_RHQ[..., N:]
         return q_RHL
 
@@ -132,12 +134,14 @@ def store_latent(
         out_THR.copy_(q_THR)
 
 
-def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int) -> Tensor:
+def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = False) -> Tensor:
     """[T, H, width]: queries that can be multiplied with latents.  Only their first C numbers are set; the caller sets the
     rest.
+
+    by_head: whether all queries of a head lie together in memory, instead of all heads of a query.
     """
     T, H, N = q_THN.shape
-    q_THL = q_THN.new_empty(T, H, width)
+    q_THL = q_THN.new_empty(H, T, width).transpose(0, 1) if by_head else q_THN.new_empty(T, H, width)
     _multiply(q_THN.transpose(0, 1), up_HXC[:, :N], q_THL[..., : up_HXC.shape[2]].transpose(0, 1))
     return q_THL
 
@@ -173,26 +177,35 @@ def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:
 class ExpandedPrompt:
     """The plan of a long prompt, for expanded heads.
 
-    prompt: the segment as given, over the cache.
     own: each row's queries over the row's own new keys only, which are packed one row after the other like the queries.
+    cached: the segment of the keys before them, over the cache: those that this rank keeps.
+    lens_DB: int32, how many of these keys each rank keeps.  group: the ranks.
     """
 
-    prompt: Segment
     own: Segment
+    cached: Segment
+    lens_DB: Tensor
+    group: Group
 
     @classmethod
     def of(cls, plan: AttentionPlan) -> ExpandedPrompt | None:
         """The expanded form of a plan; None if the pass is absorbed.
 
-        Only prompts have so many queries a row that they are expanded, and a prompt's plan is one causal segment.
+        Only prompts have so many queries a row that they are expanded, and a prompt's plan is one causal segment.  Where ranks
+        divide what is cached, absorbed queries of all heads would travel between them: there the queries of all rows count.
         """
-        prompt = plan.segments[0]
-        if len(plan.parts) > 1 or not prompt.causal or prompt.max_seqlen_q <= EXPAND_ABOVE or prompt.starts_T is not None:
+        prompt, divided = plan.parts[0], plan.divided
+        queries = prompt.max_seqlen_q
+        if divided is not None and plan.positions_T is not None:
+            queries = plan.positions_T.shape[0]
+        if len(plan.parts) > 1 or not prompt.causal or queries <= EXPAND_ABOVE or prompt.starts_T is not None:
             return None
         lens_B = prompt.cu_seqlens_q.diff()
         slots_BW = prompt.cu_seqlens_q[:-1, None] + _count(prompt.max_seqlen_q, lens_B)
         own = Segment(PageTable(slots_BW), lens_B, prompt.cu_seqlens_q, prompt.max_seqlen_q, causal=True, ragged=prompt.ragged)
-        return cls(prompt, own)
+        cached, group = (prompt, ALONE) if divided is None else divided
+        kept_B = prompt.cache_seqlens - lens_B if divided is None else cached.cache_seqlens
+        return cls(own, cached, group.gather(kept_B), group)
 
     def state(
         self, backend: Backend, view: LatentView, slots_T: Tensor, q_THQ: Tensor, up_HXC: Tensor, scoring: Scoring
@@ -202,28 +215,32 @@ class ExpandedPrompt:
         N = q_THQ.shape[2] - (view.width - view.rank)
         own = MHAView(expand(view.latents(slots_T, q_THQ.dtype), up_HXC, N))
         state = backend.run(q_THQ, own, self.own, scoring)
-        for slots_E, segment in self.cached():
-            chunk = MHAView(expand(view.latents(slots_E, q_THQ.dtype), up_HXC, N))
-            state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))
+        for slots_E, segments in self.chunks():
+            latents_DEL = self.group.gather(view.latents(slots_E, q_THQ.dtype))
+            for latent_EL, segment in zip(latents_DEL, segments, strict=True):
+                chunk = MHAView(expand(latent_EL, up_HXC, N))
+                state = merge_states(state, backend.run(q_THQ, chunk, segment, scoring))
         return state._replace(out_THD=state.out_THD[..., : up_HXC.shape[1] - N])
 
-    def cached(self) -> Iterator[tuple[Tensor, Segment]]:
-        """For each chunk of the tokens cached before this pass: (slots of its latents, the segment that reads them)."""
-        prompt, (pages_BW, P) = self.prompt, self.prompt.pages
-        B = prompt.rows
-        most = prompt.max_cached
+    def chunks(self) -> Iterator[tuple[Tensor, list[Segment]]]:
+        """For each chunk of the cached tokens: (slots of the latents that this rank keeps, the segments that read each rank's).
+
+        All ranks have equally many chunks of one size.
+        """
+        cached, (pages_BW, P), (D, B) = self.cached, self.cached.pages, self.lens_DB.shape
+        most = cached.max_cached
         assert most is not None, "a long prompt's plan must say how much of it is cached"
-        cached_B = prompt.cache_seqlens - self.own.cache_seqlens
-        size = max(1, EXPANDED_TOKENS // B)
+        size = max(1, EXPANDED_TOKENS // (B * D))
         for start in range(0, most, size):
             W = min(size, most - start)
-            lens_B = (cached_B - start).clamp(min=0, max=W)
-            place_W = _count(W, lens_B)
+            lens_DB = (self.lens_DB - start).clamp(min=0, max=W)
+            place_W = _count(W, lens_DB)
             slots_BW = pages_BW[:, (start + place_W) // P].long() * P + (start + place_W) % P
-            slots_BW = torch.where(place_W < lens_B[:, None], slots_BW, 0)  # entries past a row's pages are junk
-            expanded = PageTable(_count(B * W, lens_B).view(B, W))
-            rows = (prompt.cu_seqlens_q, prompt.max_seqlen_q)
-            yield slots_BW.flatten(), Segment(expanded, lens_B, *rows, ragged=prompt.ragged)
+            here_BW = place_W < lens_DB[self.group.rank][:, None]
+            slots_BW = torch.where(here_BW, slots_BW, 0)  # entries past a row's pages are junk
+            expanded = PageTable(_count(B * W, lens_DB).view(B, W))
+            rows = (cached.cu_seqlens_q, cached.max_seqlen_q)
+            yield slots_BW.flatten(), [Segment(expanded, lens_B, *rows, ragged=cached.ragged) for lens_B in lens_DB]
 
 
 def _count(n: int, like: Tensor) -> Tensor:

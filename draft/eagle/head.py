@@ -20,6 +20,7 @@ from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel, DraftNeeds, Place
 from specdec.draft.eagle.spec import HeadSpec
 from specdec.draft.eagle.worker import DraftWorker
+from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
@@ -76,6 +77,10 @@ class DraftHead(DraftModel):
         from specdec.draft.eagle.smoke import complaint  # which knows heads, too
 
         return complaint(self, target, ids_T)
+
+    def slots(self, spec: SpecConfig) -> int:
+        branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
+        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0)
 
     def passes(self, spec: SpecConfig) -> int:
         return spec.max_steps
@@ -150,7 +155,7 @@ class Eagle3Head(DraftHead):
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
         if self.config.recycles_normed:
             return self.norm.add(residual, delta)[1]
-        return residual + self.group.sum(delta)
+        return self.group.add(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         reads_hidden = self.config.recycles_normed or not self.config.norms_logits
@@ -184,7 +189,7 @@ class Eagle1Head(DraftHead):
             x, delta = layer(x, normed, rotation, attn, index)
             x, normed = layers[index + 1].input_layernorm.add(x, delta)
         x, delta = layers[-1](x, normed, rotation, attn, len(layers) - 1, rows_R)
-        return x + self.group.sum(delta)
+        return self.group.add(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

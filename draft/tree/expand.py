@@ -105,9 +105,9 @@ def expand(
     Up to topk 32 this takes two kernel launches; a wider beam is grown by torch.
     """
     B, K = beam.tokens_BK.shape
-    if K <= MAX_KERNEL_TOPK and use_kernels(logits_RW) and vocabulary.group.size == 1:
+    if K <= MAX_KERNEL_TOPK and vocabulary.use_kernels(logits_RW, K):
         from specdec.draft.tree.expand_triton import launch_expand
 
-        return launch_expand(candidates, level, beam, logits_RW, offsets_V, noise)
+        return launch_expand(candidates, level, beam, logits_RW, offsets_V, vocabulary.scan(noise, offsets_V))
     logp_RK, tokens_RK = vocabulary.top(logits_RW, K, offsets_V, noise=noise)
     return next_level(candidates, level, beam, tokens_RK.view(B, K, K), logp_RK.view(B, K, K))

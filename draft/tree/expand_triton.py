@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.noise.gumbel import Noise
-from specdec.ops.topk_triton import LOWEST_64, key_index, key_value, launch_scan, make_key, merge_rows, merge_sizes
+from specdec.ops.topk_triton import LOWEST_64, Scan, key_index, key_value, launch_scan, make_key, merge_rows, merge_sizes
 
 if TYPE_CHECKING:
     from specdec.draft.tree.expand import Beam, Candidates
@@ -119,12 +118,12 @@ def launch_first_level(candidates: Candidates, tokens_BK: Tensor, logp_BK: Tenso
 
 
 def launch_expand(
-    candidates: Candidates, level: int, beam: Beam, logits_RV: Tensor, offsets_V: Tensor | None, noise: Noise | None = None
+    candidates: Candidates, level: int, beam: Beam, logits_RV: Tensor, offsets_V: Tensor | None, scan: Scan = launch_scan
 ) -> Beam:
     """`expand.expand`: scans the logits, then grows the level."""
     B, K = beam.tokens_BK.shape
     assert logits_RV.shape[0] == B * K and beam.scores_BK.is_contiguous()
-    keys, sums = launch_scan(logits_RV, K, True, noise, offsets_V)
+    keys, sums = scan(logits_RV, K, True)
     tokens, indices, parents = (torch.empty(B, K, dtype=torch.int64, device=logits_RV.device) for _ in range(3))
     scores = torch.empty(B, K, dtype=torch.float32, device=logits_RV.device)
     sizes = merge_sizes(keys.shape[1], K)

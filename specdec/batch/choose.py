@@ -94,7 +94,7 @@ def scores_at(
     """[R, V] float32: the scores of one row's tokens at these places of its output, as rounds compute them.
 
     logits_RV: the target's, after the text before each place.  prompt_tokens: how many tokens the prompt has.
-    """  # fmt: skip
+    """
     (options, rules, needs), device = choice, logits_RV.device
     sampling, vocabulary = RowSampling.of([options], device), Vocabulary.of(logits_RV.shape[1], ALONE)
     before_R = torch.tensor(places, device=device) + prompt_tokens - 1

@@ -17,16 +17,16 @@ def token_logprobs(logits_RW: Tensor, tokens_R: Tensor, top: int, vocabulary: Vo
 
     logits_RW: of this rank's run of the vocabulary.  tokens_R: int64.  top: k, at most as many as there are tokens.
     """
-    top = min(top, vocabulary.size)
-    logits_RW = logits_RW.float()
-    best_R1 = vocabulary.largest(logits_RW)[:, None]
-    total_R1 = vocabulary.group.sum((logits_RW - best_R1).exp().sum(-1, keepdim=True))
-    logp_RW = (logits_RW - best_R1) - total_R1.log()
+    likeliest_Rk, ids_Rk = vocabulary.top(logits_RW, max(1, min(top, vocabulary.size)))
+    best_R1 = vocabulary.largest(logits_RW)[:, None].float()
     local_R1 = (tokens_R - vocabulary.first)[:, None]
     is_own_R1 = (local_R1 >= 0) & (local_R1 < vocabulary.own)
-    padded_RW = F.pad(logp_RW, (0, 1))  # a column for other ranks' tokens
+    padded_RW = F.pad(logits_RW, (0, 1))  # a column for other ranks' tokens
     own_R1 = padded_RW.gather(1, torch.where(is_own_R1, local_R1, vocabulary.own))
-    numbers = [vocabulary.group.sum(own_R1)]
+    logit_R1 = vocabulary.group.sum(own_R1.float())
+    numbers = [
+        (logit_R1 - best_R1) + likeliest_Rk[:, :1]
+    ]  # the best token's own is minus the logarithm of the sum over the best
     if top:
-        numbers += vocabulary.best(logp_RW, top)
+        numbers += [likeliest_Rk, ids_Rk]
     return torch.cat([each.double() for each in numbers], dim=1)

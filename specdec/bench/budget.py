@@ -11,8 +11,8 @@ from typing import Any
 
 PHASES = ("draft", "verify", "extend", "decode")
 TRACED_PHASES = ("draft", "build", "verify", "decode", "accept, commit", "extend")
-GEMM, ATTENTION, NORM, TREE, COPY, OTHER = KINDS = (
-    "GEMM", "attention", "norm, rope, elementwise", "top-k, tree, accept", "copy", "other",
+GEMM, ATTENTION, NORM, TREE, EXCHANGE, COPY, OTHER = KINDS = (
+    "GEMM", "attention", "norm, rope, elementwise", "top-k, tree, accept", "exchange between ranks", "copy", "other",
 )  # fmt: skip
 
 BUDGET_DEFINITIONS = {

@@ -30,12 +30,16 @@ READ_COLUMNS = 16384
 
 
 def byte_limit(
-    model: Target, head: DraftModel | None, spec: SpecConfig | None, batch: int, context: float, kv_cache_dtype: str = "auto"
-) -> RoundBytes:
-    """Bytes of a round of `spec`, or of a plain step if it is None.  context: committed tokens of each of `batch` sequences."""
+    model: Target, head: DraftModel | None, spec: SpecConfig | None, batch: int, context: float, kv_cache_dtype: str = "auto",
+    sharers: int = 1,
+) -> RoundBytes:  # fmt: skip
+    """Bytes of a round of `spec`, or of a plain step if it is None.
+
+    context: committed tokens of each of `batch` sequences.  sharers: ranks that divide the target's keys and values of each.
+    """
     nodes = batch * (spec.num_draft_tokens if spec else 1)
     target = _weights(model) + nodes * _row_bytes(model)
-    target_kv = int(batch * _kv_bytes(model, model.config, kv_cache_dtype, context))
+    target_kv = int(batch * _kv_bytes(model, model.config, kv_cache_dtype, context / sharers))
     if spec is None:
         return RoundBytes(target, target_kv)
     assert head is not None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -33,7 +34,8 @@ from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
 from specdec.loading.doctor import machine_facts, steal_and_total, versions
 from specdec.loading.drafters import drafter_line, smoke_check
-from specdec.loading.load import load_pair
+from specdec.loading.pair import WantedPair
+from specdec.loading.ranks import Ranks, start_ranks
 from specdec.loading.resolve import EngineSettings
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
@@ -193,7 +195,15 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
         options.engine,
         chat=options.chat,
     )
-    model, head, settings = _load(options, max(map(len, prompts)))
+    with start_ranks(options.engine) as ranks, closing(ranks):
+        return _run_cells(options, tokenizer, prompts, ranks, on_progress)
+
+
+def _run_cells(
+    options: BenchOptions, tokenizer: Tokenizer, prompts: list[list[int]], ranks: Ranks, on_progress: Progress
+) -> Measurement:
+    """All cells, on one pair."""
+    model, head, settings = _load(options, max(map(len, prompts)), ranks)
     smoke_check(model, head, tokenizer, settings)
     forced = options.synthetic_acceptance
     result = Measurement(
@@ -206,7 +216,8 @@ def run_bench(options: BenchOptions, on_progress: Progress = lambda *_: None) ->
     steal, total_cpu = steal_and_total()
     for number, (size, spec) in enumerate(options.work):
         _free_memory(settings.device)  # of the last decoder, whose pool would shrink this one's
-        session = Session(SpecDecoder(model, head, replace(settings.with_options(max_batch_size=size), spec=spec), tokenizer))
+        chosen = replace(settings.with_options(max_batch_size=size), spec=spec)
+        session = Session(SpecDecoder(model, head, chosen, tokenizer, ranks))
         if forced is not None:
             session.force_acceptance(forced)
         try:
@@ -256,12 +267,12 @@ def _report_pass(options: BenchOptions, on_progress: Progress, number: int, what
     on_progress(f"batch {size}, {name}: {what}", number * passes + index, len(options.work) * passes)
 
 
-def _load(options: BenchOptions, longest_prompt: int) -> tuple[Target, DraftModel | None, EngineSettings]:
+def _load(options: BenchOptions, longest_prompt: int, ranks: Ranks) -> tuple[Target, DraftModel | None, EngineSettings]:
     """Both models, once for all cells, with room in their position tables for the widest look-ahead."""
     widest = max(options.specs, key=lambda spec: spec.lookahead, default=SpecConfig())  # without a draft it is not looked at
     length = options.engine.max_seq_len or longest_prompt + options.sampling.max_tokens
     engine = replace(options.engine, max_batch_size=max(options.batch_sizes), max_seq_len=length)
-    model, head, settings, _ = load_pair(options.target, options.draft, widest, engine)
+    model, head, settings, _ = ranks.load(WantedPair(options.target, options.draft, widest, engine))
     for spec in options.specs:
         assert head is not None
         head.check(spec)

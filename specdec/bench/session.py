@@ -6,10 +6,10 @@ This is the only file of bench/ that touches the engine inside a decoder.  It kn
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
@@ -23,7 +23,9 @@ from specdec.generation import Generation
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
 from specdec.runner.phase_clock import PhaseClock
-from specdec.verify.synthetic import SyntheticAcceptance
+from specdec.steps import ForceAcceptance, TimePhases
+
+R = TypeVar("R")
 
 
 class StepTime(NamedTuple):
@@ -116,6 +118,10 @@ class Session:
         """Keys and values as the target's cache would give them back; None where the cache keeps them exactly."""
         return as_stored(self.decoder.engine.runner.workers.verifier.cache)
 
+    def together(self, function: Callable[..., R], *given: Any) -> R:
+        """function(workers, *given) on every rank that holds the models; this rank's result."""
+        return self.decoder.engine.runner.together(function, *given)
+
     @property
     def chunk_budget(self) -> dict[str, float | None]:
         """What a chunk of prompts may cost, in tokens of an empty context, and the context that doubles a token's cost."""
@@ -133,8 +139,7 @@ class Session:
 
     def force_acceptance(self, probs: Sequence[float]) -> None:
         """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
-        forced = SyntheticAcceptance.of(probs, self.model.config.vocab_size, self.settings.device)
-        self.decoder.engine.runner.workers.verifier.synthetic = forced
+        self.decoder.engine.runner.run(ForceAcceptance(tuple(probs)))
 
     # ---- the rule by which drafts are chosen ----
 
@@ -196,10 +201,10 @@ class Session:
     @contextmanager
     def timed_phases(self) -> Iterator[PhaseTimes]:
         """Inside, every phase is waited for and timed, from zero.  That slows rounds."""
-        clock = self.decoder.engine.runner.clock
-        clock.clear()
-        clock.enabled = True
+        runner = self.decoder.engine.runner
+        runner.clock.clear()
+        runner.run(TimePhases(True))
         try:
-            yield PhaseTimes(clock)
+            yield PhaseTimes(runner.clock)
         finally:
-            clock.enabled = False
+            runner.run(TimePhases(False))

@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec import __version__
 from specdec.cli import bench, doctor, generate, inspect, plan, serve, verify
-from specdec.cli.flags import Parser
+from specdec.cli.flags import Parser, engine_of
 from specdec.cli.output import complain
 
 EPILOG = """exit codes:
@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
+        if getattr(args, "tensor_parallel_size", 1) > 1:
+            from specdec.loading.ranks import serve_first_rank
+
+            serve_first_rank(engine_of(args))  # before a command takes ports, files or stdin, which are the first rank's
         code = args.run(args)
         sys.stdout.flush()  # a reader that went away is noticed here, not by a traceback when Python exits
         return code

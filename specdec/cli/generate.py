@@ -38,13 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--stop", type=not_empty, action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--stop-token-id", type=int, action="append", metavar="ID", help="end at this token; may be given several times")
     add("--chat", action="store_true", help="PROMPT is a user's message: apply the chat template")
-    add(
-        "--n",
-        type=int,
-        default=1,
-        metavar="N",
-        help="texts, one after the other with a line ---- between; default: %(default)s",
-    )
+    add("--n", type=int, default=1, metavar="N", help="texts, with a line ---- between them; default: %(default)s")
     add("--logprobs", type=int, metavar="N", help="print each token's log-probability to stderr, and those of the N likeliest")
     mode = "probabilities before the sampling options (raw, the default) or after them (processed)"
     add("--logprobs-mode", choices=("raw", "processed"), help=mode)

@@ -125,7 +125,7 @@ class Engine(Generic[R]):
         try:
             pending = self.runner.run(launch.step)
         except Exception as error:  # of any kind, most often a chunk too long for the memory; running requests go on
-            # This decides by what happened on one rank.  With several, the error must come back from all of them as data.
+            # With several ranks the runner has ended all of them by now, and the next step fails with the reason.
             if not isinstance(launch.step, RunChunk):
                 raise
             self.scheduler.fail(launch.seats, error)

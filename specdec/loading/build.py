@@ -14,6 +14,8 @@ from torch import nn
 from specdec.attention.attend import make_backend
 from specdec.attention.backend import Backend
 from specdec.attention.caches.kv_cache import KVCache
+from specdec.attention.context.divided import DividedContext
+from specdec.attention.context.ownership import Ownership
 from specdec.attention.kinds import FULL
 from specdec.attention.latent.mla import EXPAND_ABOVE
 from specdec.batch.state import BatchState
@@ -24,12 +26,14 @@ from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
-from specdec.loading.memory import PoolPlan, pool_plan
-from specdec.loading.resolve import EngineSettings
+from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
+from specdec.loading.resolve import CHUNK_COST, EngineSettings
 from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
+from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
+from specdec.parallel.group import Group
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
@@ -42,9 +46,6 @@ CAPTURE_SECONDS = 0.2  # how long the capture of a round's graph takes on a slow
 # shared prefixes.  On a CPU reading together gains nothing, because one dense product over all rows' keys serves all rows.
 LEAST_SAVED = {"cuda": 20_000.0, "cpu": math.inf}
 MOST_PACKED = 64  # a threshold for queries x heads of a row that read each key; above it reading together gains nothing
-# The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
-# benchmarks/README.md, prompts in chunks.
-CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 # Both decide whether a chunk is captured: the seconds that a slow host needs to launch a layer, and how many products of two
 # numbers a GPU computes in a second.
 LAUNCH_SECONDS_A_LAYER, PRODUCTS_A_SECOND = 1.2e-3, 3e14
@@ -66,7 +67,7 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
         Speculation(spec, CAPTURE_SECONDS if graphs else 0.0, _most_drafted(head, settings)),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
-        sharing=None if runner.shared is None else RowSharing(settings.options.page_size, LEAST_SAVED[device]),
+        sharing=None if runner.shared is None else RowSharing(settings.page_tokens, LEAST_SAVED[device]),
     )
     return Engine(scheduler, runner, DEPTH[device])
 
@@ -77,32 +78,43 @@ def _most_drafted(head: DraftModel | None, settings: EngineSettings) -> int | No
 
 
 def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) -> PoolPlan:
-    """The KV pool for both models."""
+    """The KV pool for both models: as large as the rank with the least memory has room for.  All ranks must ask."""
+    memory = model.group.least(pool_bytes(settings.device), settings.device)
     if head is None:
-        return pool_plan([model.config], settings)
-    return pool_plan([model.config, *head.needs.models], settings, slot_bytes=head.needs.slot_bytes)
+        return pool_plan([model.config], settings, memory)
+    return pool_plan([model.config, *head.needs.models], settings, memory, head.needs.slot_bytes)
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
+    use_numerics(model, settings.numerics)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
-    reads_together = settings.options.prefix_caching and most_read(model.config) is None  # else each query reads its own choice
+    # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  Where
+    # ranks divide sequences, each row reads its own.
+    divided = settings.options.decode_context_parallel_size > 1
+    may_share = most_read(model.config) is None and not settings.numerics.is_invariant and not divided
+    reads_together = settings.options.prefix_caching and may_share
     shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured_cost(model, head), shared)
+    # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
+    most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared)
 
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:
-    backend = make_backend(settings.attention_backend)
-    cache, longest = _cache(model, model.config, plan, settings), settings.longest_source(model.config)
+    backend = make_backend(settings.attention_backend, settings.numerics)
+    context, longest = divided_context(settings, plan.num_pages[0], model.group), settings.longest_source(model.config)
+    cache = _cache(model, model.config, plan, settings, context)
     sources = _source_cache(model.config, settings) if longest else None
-    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, sources)
+    verifier = TargetVerifier(model, cache, backend, head.needs.features if head else None, sources, context)
     rows = settings.options.max_batch_size + 1  # the last row is always padding
-    drafter = head.worker(_place(head, backend, settings, plan, rows)) if head else None
+    # The drafter's numbers don't reach the text, so it runs what is fastest.
+    draft_backend = make_backend(settings.attention_backend) if settings.numerics.is_invariant else backend
+    drafter = head.worker(_place(head, draft_backend, settings, plan, rows)) if head else None
     state = BatchState.empty(
         rows,
         settings.pages_per_sequence,
-        page_size=settings.options.page_size,
+        page_size=settings.page_tokens,
         groups=len(plan.groups),
         source_size=longest,
         device=settings.device,
@@ -114,11 +126,13 @@ def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: P
     spec = settings.spec
     assert spec is not None
     head.check(spec)
+    # A round may begin a round's tokens later than the host knows.
+    assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
     return Place(
         spec=spec,
         backend=backend,
         caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
-        slots=plan.num_pages[0] * settings.options.page_size,
+        slots=plan.num_pages[0] * settings.page_tokens,
         span=plan.groups[0].span,
         rows=rows,
         max_pause=MAX_PAUSE if spec.is_auto else 0,
@@ -127,14 +141,23 @@ def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: P
     )
 
 
+def divided_context(settings: EngineSettings, pages: int, group: Group) -> DividedContext | None:
+    """How the ranks of a group divide sequences among them; None if each keeps whole ones.  pages: of the pool."""
+    options = settings.options
+    if options.decode_context_parallel_size == 1:
+        return None
+    holders = group.neighbours(options.decode_context_parallel_size)
+    run = options.context_interleave or options.page_size
+    ownership = Ownership(holders.rank, holders.size, options.page_size, run)
+    return DividedContext(holders, ownership, pages * options.page_size, settings.scratch_room)
+
+
 # ---- chunks of prompts ----
 
 
 def chunk_budget(config: ModelConfig, settings: EngineSettings, most: int | None) -> ChunkBudget:
     """What a chunk of prompts may cost.  config: the target's.  most: the most tokens of one prompt in one chunk."""
-    asked = settings.options.prefill_chunk
-    costs = CHUNK_COST[settings.device.type] if asked == "auto" else (asked, asked, asked)
-    return ChunkBudget(*costs, doubling_context(config), most)
+    return ChunkBudget(*settings.chunk_costs, doubling_context(config), most)
 
 
 def doubling_context(config: ModelConfig) -> float:
@@ -172,9 +195,13 @@ def most_captured_cost(model: Target, head: DraftModel | None) -> int:
     return min(most, EXPAND_ABOVE) if keeps_latents(model.config) else most
 
 
-def _cache(model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings) -> KVCache:
-    """The KV cache of one of both models.  config: that model's."""
-    options, slots = settings.options, [pages * settings.options.page_size for pages in plan.num_pages]
+def _cache(
+    model: nn.Module, config: ModelConfig, plan: PoolPlan, settings: EngineSettings, context: DividedContext | None = None
+) -> KVCache:
+    """The KV cache of one of both models.  config: that model's.  context: of a cache that ranks divide among them."""
+    options, slots = settings.options, [pages * settings.page_tokens for pages in plan.num_pages]
+    if context is not None:
+        slots = [context.scratch + context.room]
     kept = options.kv_cache_dtype, settings.dtype, settings.device
     return make_cache(model, config, slots, *kept, plan.groups_of_layers(config), options.int8_queries)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
+from collections import Counter
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +30,7 @@ from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.options import EngineOptions, setting_of, usable_cpus
+from specdec.parallel import nccl
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
@@ -78,6 +81,8 @@ def run_doctor(console: Console) -> None:
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
         ("driver", facts["driver"] or "no NVIDIA driver found"),
+        ("ranks", _ranks_line(len(facts["gpus"]))),
+        *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
     ]
     _print_pairs(console, "Machine", rows)
     found = versions()
@@ -106,7 +111,7 @@ def _settings_table() -> Table:
     table.add_column("meaning", overflow="fold", ratio=3)
     taken = _taken_here()
     for item in fields(EngineOptions):
-        default = "off" if item.default is False else str(item.default)
+        default = ("on" if item.default else "off") if isinstance(item.default, bool) else str(item.default)
         found = taken.get(item.name)
         table.add_row(item.name, Text(f"{default}: {found}" if found else default), Text(setting_of(item).meaning))
     return table
@@ -177,6 +182,16 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']}, capability {gpu['capability']}, {memory:.1f} GiB, {gpu['multiprocessors']} multiprocessors"
 
 
+def _exchange_line(gpus: int) -> str:
+    """How ranks on this machine's GPUs exchange, and how long that takes."""
+    from specdec.parallel.symmetric.measure import measure
+
+    try:
+        return str(measure(gpus))
+    except RuntimeError as error:
+        return f"they can't: {error}"
+
+
 def _why_no_gpu(driver: str | None) -> str:
     if not driver:
         return "none"
@@ -185,14 +200,39 @@ def _why_no_gpu(driver: str | None) -> str:
     return f"a driver is there, but torch (CUDA {torch.version.cuda}) sees no GPU"
 
 
+def _ranks_line(gpus: int) -> str:
+    """How many ranks can hold a model together here (tensor_parallel_size), and how they exchange what they compute."""
+    if not gpus:
+        return "tensor_parallel_size on CPUs: processes of this machine, over gloo"
+    if gpus == 1:
+        return "tensor_parallel_size 1: there is one GPU"
+    try:
+        through = f"NCCL {nccl.version()}"
+    except RuntimeError as error:
+        return f"tensor_parallel_size 1: {error}"
+    return f"tensor_parallel_size up to {gpus}, {through}; links: {_links() or 'nvidia-smi does not say'}"
+
+
+def _links() -> str:
+    """What joins each pair of GPUs, in the words of nvidia-smi: NV18 is 18 lines of NVLink, SYS the way over the CPUs."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in _nvidia_smi("topo", "-m")]
+    rows = [line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]
+    pairs = Counter(kind for number, row in enumerate(rows) for kind in row[number + 2 : len(rows) + 1])
+    return ", ".join(f"{kind} ({count} {'pair' if count == 1 else 'pairs'})" for kind, count in pairs.items())
+
+
 def _driver() -> str | None:
     """The driver's version, from nvidia-smi: torch doesn't tell it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return next((line.strip() for line in _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """Lines that it prints; none where it is not there or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return (done.stdout.splitlines() or [""])[0].strip() or None
+        return []
+    return done.stdout.splitlines()
 
 
 def _cpu_name() -> str:

@@ -35,22 +35,30 @@ enough, the water falls down again as rain or snow. It runs into the rivers, and
 
 def drafter_line(head: DraftModel, settings: EngineSettings) -> str:
     """What the drafter is, and what it does in texts longer than those it was trained on."""
+    beyond = beyond_line(head, settings)
+    return f"{head.description}; {beyond}" if beyond else head.description
+
+
+def beyond_line(head: DraftModel, settings: EngineSettings) -> str:
+    """What happens beyond the trained length; empty if no text can be longer."""
     length, policy = head.trained_length, settings.options.beyond_trained
     if length is None or settings.max_seq_len <= length:
-        return head.description
+        return ""
     does = {"draft": "it goes on there", "window": f"it reads the last {length} tokens alone", "stop": "it stops there"}[policy]
-    return f"{head.description}; texts may have {settings.max_seq_len}: {does} (beyond_trained={policy!r})"
+    texts = f"texts may have {settings.max_seq_len} tokens, and the head was trained on {length}"
+    return f"{texts}: {does} (beyond_trained={policy!r})"
 
 
 def smoke_check(model: Target, head: DraftModel | None, tokenizer: Tokenizer, settings: EngineSettings) -> None:
-    """Warns of a drafter that does not fit its target as it was read.
+    """Warns of a drafter that does not fit its target as it was read, or that may go on beyond its trained length.
 
-    Does nothing where it can't tell: without a drafter or a tokenizer, for an encoder-decoder, or where ranks hold shares of
-    the models.
+    Whether it fits can't be told without a tokenizer, for an encoder-decoder, or where ranks hold shares of the models.
     """
-    if head is None or not settings.options.smoke or not tokenizer.is_present or model.config.encoder is not None:
+    if head is None or not settings.options.smoke:
         return
-    if model.group.size > 1:
+    if settings.options.beyond_trained == "draft" and (beyond := beyond_line(head, settings)):
+        warnings.warn(f"{beyond}; see beyond_trained (--beyond-trained) for window and stop", stacklevel=3)
+    if not tokenizer.is_present or model.config.encoder is not None or model.group.size > 1:
         return
     ids = [token for token in tokenizer.encode(TEXT) if token < model.config.vocab_size]
     ids_T = torch.tensor(ids[: min(MOST_TOKENS, settings.max_seq_len)], device=settings.device)

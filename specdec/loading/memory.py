@@ -49,8 +49,7 @@ class PoolPlan(NamedTuple):
     def admission(self, settings: EngineSettings, sources: int = 0) -> Admission:
         """An admission over these pages, all of them free.  sources: see Admission."""
         pools = [
-            PagePool(pages, settings.options.page_size, group.ring)
-            for group, pages in zip(self.groups, self.num_pages, strict=True)
+            PagePool(pages, settings.page_tokens, group.ring) for group, pages in zip(self.groups, self.num_pages, strict=True)
         ]
         caching = settings.options.prefix_caching
         if len(pools) == 1:
@@ -60,31 +59,28 @@ class PoolPlan(NamedTuple):
         return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
 
 
-def pool_plan(
-    configs: Sequence[ModelConfig], settings: EngineSettings, memory: float | None = None, slot_bytes: int = 0
-) -> PoolPlan:
+def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: float, slot_bytes: int = 0) -> PoolPlan:
     """The KV pool for a full batch of longest sequences, or as much as the memory holds; then requests wait for pages.
 
     With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
     KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.
 
-    configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; None: what the device has to give.
+    configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; such as `pool_bytes` gives.
     slot_bytes: what a drafter keeps of each token beside keys and values, in the first group.
     ValueError if the memory holds no page.
     """
     options, longest = settings.options, settings.pages_per_sequence
     groups = layer_groups(configs, settings)
     first, *others = kv_page_bytes(configs, settings, groups)
-    page_bytes = (first + slot_bytes * options.page_size, *others)
+    page_bytes = (first + slot_bytes * settings.page_tokens, *others)
     needed = [(group.ring or longest) + 1 for group in groups]
     wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]
     if options.prefix_caching:
-        most = KEPT_TOKENS // options.page_size
+        most = KEPT_TOKENS // settings.page_tokens
         batches = options.max_batch_size * longest  # copies of rings are kept for as many tokens as other pages
         kept = most if settings.device.type == "cuda" else min(most, HOST_KEPT_BATCHES * batches + 1)
         wanted = [max(pages, kept) for pages in wanted]
-    memory = _pool_bytes(settings.device) if memory is None else memory
-    memory -= source_bytes(configs[0], settings)
+    memory -= source_bytes(configs[0], settings) + scratch_bytes(configs[0], settings)
     num_pages = share_memory(memory, wanted, page_bytes, needed)
     plan = PoolPlan(groups, num_pages, page_bytes)
     if min(num_pages) < 2 or (len(groups) > 1 and plan.bytes > memory):
@@ -96,16 +92,17 @@ def pool_plan(
 def layer_groups(configs: Sequence[ModelConfig], settings: EngineSettings) -> tuple[Group, ...]:
     """Which layers of these models share page tables."""
     spans, options = [kind.span for config in configs for kind in config.layer_kinds], settings.options
-    return page_groups(spans, settings.lookahead, options.page_size, settings.pages_per_sequence, options.prefix_caching)
+    return page_groups(spans, settings.lookahead, settings.page_tokens, settings.pages_per_sequence, options.prefix_caching)
 
 
 def kv_page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings, groups: Sequence[Group]) -> tuple[int, ...]:
     """The bytes of one page of each group, of what the group's layers store in both models."""
     options, sizes = settings.options, [0] * len(groups)
-    for config in configs:
+    for model, config in enumerate(configs):
         layout = cache_layout(config, options.kv_cache_dtype, settings.dtype)
+        tokens = settings.page_tokens if model else options.page_size  # ranks divide what the target keeps alone
         for layer in set(config.kv_source):  # a layer that reads another one's keys and values stores none
-            sizes[group_of(config.layer_kinds[layer].span, groups)] += options.page_size * layout.layer_bytes(layer)
+            sizes[group_of(config.layer_kinds[layer].span, groups)] += tokens * layout.layer_bytes(layer)
     return tuple(sizes)
 
 
@@ -116,7 +113,13 @@ def source_bytes(target: ModelConfig, settings: EngineSettings) -> int:
     return slots * sum(map(layout.layer_bytes, range(target.num_layers)))
 
 
-def _pool_bytes(device: torch.device) -> float:
+def scratch_bytes(target: ModelConfig, settings: EngineSettings) -> int:
+    """The bytes of the scratch where a pass's own tokens lie on every rank; 0 where ranks divide no sequence."""
+    layout = cache_layout(target, settings.options.kv_cache_dtype, settings.dtype)
+    return settings.scratch_room * sum(map(layout.layer_bytes, set(target.kv_source)))
+
+
+def pool_bytes(device: torch.device) -> float:
     """The bytes that KV may take: a share of the GPU's free memory, or of all memory of the host."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that torch keeps of an engine that is gone would count as taken

@@ -17,9 +17,8 @@ import torch
 from specdec.config import SpecConfig
 from specdec.draft.eagle.load import open_head
 from specdec.draft.kinds import WITHOUT_CHECKPOINT
-from specdec.loading.build import CHUNK_COST
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
-from specdec.loading.resolve import EngineSettings, resolve_settings
+from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
 from specdec.models.checkpoints.loader import DTYPES, open_target
 from specdec.models.config import ModelConfig

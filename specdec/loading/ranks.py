@@ -1,68 +1,131 @@
-"""Loads a pair onto the ranks that a decoder was asked for, and has all of them run the first one's steps.
+"""Has all ranks of a decoder load their shares of a pair, and run the steps of the first one.
 
-With one rank nothing is started.  This module knows options and runners; how ranks find each other is parallel/processes.py's.
+With one rank nothing is started.  This module knows options, models and runners; how ranks find each other is the business of
+parallel/.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
-from specdec.config import SpecConfig
+import torch
+
 from specdec.draft.drafter import DraftModel
-from specdec.loading.build import build_runner, plan_pool
-from specdec.loading.load import load_pair
+from specdec.engine.loop import Engine
+from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
+from specdec.loading.pair import Loaded
 from specdec.loading.resolve import EngineSettings, resolve_device
 from specdec.models.target import Target
 from specdec.options import EngineOptions
-from specdec.parallel.group import ALONE
-from specdec.parallel.processes import Followers, Seat
-from specdec.runner.runner import DeviceRunner, follow
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.launched import follow_first, launched, meet_others
+from specdec.parallel.processes import Followers, Line, Seat, start
+from specdec.runner.runner import Call, DeviceRunner
 from specdec.steps import Step
 
 
-class Wanted(NamedTuple):
-    """What every rank loads its share of."""
+class Wanted(Protocol):
+    """What every rank loads its share of.  It is pickled."""
 
-    target: str | Path
-    draft: str | Path | None
-    spec: SpecConfig
-    options: EngineOptions
+    @property
+    def options(self) -> EngineOptions: ...
+
+    def check(self, size: int) -> None:
+        """ValueError if so many ranks can't share it, with the nearest number that can."""
+        ...
+
+    def load(self, group: Group, options: EngineOptions) -> Loaded:
+        """This rank's share.  options: `self.options`, with this rank's device."""
+        ...
+
+
+class Load(NamedTuple):
+    """The message that has other ranks load their shares, in place of what they held."""
+
+    wanted: Wanted
+
+
+class Build(NamedTuple):
+    """The message that has other ranks make a runner, in place of the last one, for the steps that follow.
+
+    drafts: with the draft head.
+    """
+
+    settings: EngineSettings
+    drafts: bool
 
 
 class Ranks:
-    """The ranks of one decoder, of which this process is the first."""
+    """The ranks that hold one pair together, of which this process is the first.
 
-    def __init__(self, wanted: Wanted) -> None:
-        self._wanted, size = wanted, wanted.options.tensor_parallel_size
-        if size > 1 and resolve_device(wanted.options.device).type != "cpu":
-            raise ValueError(f"tensor_parallel_size must be 1 on a GPU, got {size}; nearest setting that works: device='cpu'")
-        self._followers = Followers(size, run_rank, wanted) if size > 1 else None
+    options: say how many there are, and on which devices.  ValueError if there are fewer devices.
+    """
 
-    def load(self) -> tuple[Target, DraftModel | None, EngineSettings, Path]:
-        """This rank's share, as of `load_pair`.  RankFailed if another rank could not load its own."""
-        group = ALONE if self._followers is None else self._followers.join()
-        loaded = load_pair(*self._wanted, group)
-        if self._followers is not None:
-            self._followers.wait()
+    def __init__(self, options: EngineOptions) -> None:
+        check_devices(options)
+        self.size = options.tensor_parallel_size
+        self._followers: Followers | None = None
+        self._finalizer: weakref.finalize[Any, Ranks] | None = None  # for a decoder that is forgotten, or not closed at the end
+
+    def load(self, wanted: Wanted) -> Loaded:
+        """This rank's share.  RankFailed if another rank could not load its own."""
+        if self.size == 1:
+            return wanted.load(ALONE, wanted.options)
+        wanted.check(self.size)
+        if self._followers is None:
+            place = launched(self.size)
+            self._followers = start(self.size, run_rank) if place is None else meet_others(place)
+            self._finalizer = weakref.finalize(self, self._followers.close)
+        followers, options = self._followers, options_of(wanted.options, 0)
+        followers.send(Load(wanted))
+        with _explained(followers):
+            if followers.group is ALONE:
+                followers.join(resolve_device(options.device))
+            loaded = wanted.load(followers.group, options)
+        followers.wait("loaded")
         return loaded
 
-    def lead(self, runner: DeviceRunner) -> None:
-        """Has the other ranks run every step of this runner."""
-        if self._followers is not None:
-            runner.announce = self._followers.send
+    def build_engine(self, model: Target, head: DraftModel | None, settings: EngineSettings) -> Engine[DeviceRunner]:
+        """See build.py.  All ranks make a runner, in place of the last one, and from now on run every step of this rank's."""
+        followers = self._followers
+        if followers is None:
+            return build_engine(model, head, settings)
+        followers.send(Build(settings, head is not None))
+        with _explained(followers):
+            engine = build_engine(model, head, settings)
+        engine.runner.lead(followers)
+        return engine
 
     def close(self) -> None:
-        if self._followers is not None:
-            self._followers.close()
+        """Ends the other ranks.  A second call does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 @contextmanager
-def start_ranks(target: str | Path, draft: str | Path | None, spec: SpecConfig, options: EngineOptions) -> Iterator[Ranks]:
-    """The ranks of a decoder that the block makes.  If the block fails, they end."""
-    ranks = Ranks(Wanted(target, draft, spec, options))
+def _explained(followers: Followers) -> Iterator[None]:
+    """Errors of the block are those of the rank that failed first, but for what was asked wrongly: all ranks find the same."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise
+    except BaseException as error:
+        raise followers.explain(error) from error
+
+
+@contextmanager
+def start_ranks(options: EngineOptions) -> Iterator[Ranks]:
+    """The ranks of a decoder that the block makes.  If the block fails, they end.
+
+    Where a launcher such as torchrun has started the ranks, the block runs on the first.  The other processes serve it until
+    its decoder is closed, and then end: SystemExit is raised in them.
+    """
+    serve_first_rank(options)
+    ranks = Ranks(options)
     try:
         yield ranks
     except BaseException:
@@ -70,7 +133,101 @@ def start_ranks(target: str | Path, draft: str | Path | None, spec: SpecConfig, 
         raise
 
 
-def run_rank(seat: Seat, wanted: Wanted, steps: Iterator[Step]) -> None:
-    """What the process of another rank does: loads its share, and runs the first rank's steps."""
-    model, head, settings, _ = load_pair(*wanted, seat.join())
-    follow(build_runner(model, head, settings, plan_pool(model, head, settings)), steps)
+def serve_first_rank(options: EngineOptions) -> None:
+    """On a launched rank that is not the first: serves the first one until it ends, and raises SystemExit.  Else nothing."""
+    place = launched(options.tensor_parallel_size)
+    if place is not None and place.rank > 0:
+        check_devices(options)
+        follow_first(place, run_rank)
+        raise SystemExit(0)
+
+
+class Follower:
+    """Another rank: what it holds, as the first rank's messages change it."""
+
+    def __init__(self, seat: Seat, line: Line) -> None:
+        self._seat, self._line = seat, line
+        self._group: Group | None = None
+        self._held: tuple[Target, DraftModel | None, torch.device] | None = None
+        self._runner: DeviceRunner | None = None
+
+    def take(self, message: Any) -> None:
+        """Does what a message says."""
+        if isinstance(message, Load):
+            self._load(message.wanted)
+        elif isinstance(message, Build):
+            self._build(message.settings, message.drafts)
+        else:
+            assert self._runner is not None, "steps come after Build"
+            follow(self._runner, message)
+
+    def _load(self, wanted: Wanted) -> None:
+        options = options_of(wanted.options, self._seat.rank)
+        device = resolve_device(options.device)
+        if self._group is None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            self._line.tell("here")
+            self._group = self._seat.join(device)
+        self._runner = self._held = None
+        free_memory(device)
+        model, head, _, _ = wanted.load(self._group, options)
+        self._held = model, head, device
+        self._line.tell("loaded")
+
+    def _build(self, settings: EngineSettings, drafts: bool) -> None:
+        assert self._held is not None, "Build comes after Load"
+        model, head, device = self._held
+        head = head if drafts else None
+        self._runner = None
+        free_memory(device)  # of the last runner's pool and graphs
+        settings = replace(settings, device=device, options=replace(settings.options, device=str(device)))
+        self._runner = build_runner(model, head, settings, plan_pool(model, head, settings))
+
+
+def run_rank(seat: Seat, line: Line) -> None:
+    """What the process of another rank does: whatever the first rank's messages say."""
+    follower = Follower(seat, line)
+    for message in line.messages():
+        follower.take(message)
+
+
+def follow(runner: DeviceRunner, step: Step | Call) -> None:
+    """Runs a step of the first rank on another one, which reads no tokens back."""
+    if isinstance(step, Call):
+        runner.together(step.function, *step.given)
+    elif (pending := runner.run(step)) is not None:
+        pending.drop()
+
+
+def options_of(options: EngineOptions, rank: int) -> EngineOptions:
+    """The options of one rank: its GPU is as many after the first one's as its number on its machine says.
+
+    The first GPU is cuda:0 unless the options name one.
+    """
+    size, first = options.tensor_parallel_size, _first_device(options)
+    if size == 1 or first.type != "cuda":
+        return options
+    place = launched(size)
+    number = rank if place is None else place.local_rank
+    return replace(options, device=f"cuda:{(first.index or 0) + number}")
+
+
+def check_devices(options: EngineOptions) -> None:
+    """ValueError unless there is a GPU for each rank of this machine, or all run on CPUs."""
+    size, first = options.tensor_parallel_size, _first_device(options)
+    if size == 1 or first.type != "cuda":
+        return
+    place = launched(size)
+    needed, there = size if place is None else place.local_size, torch.cuda.device_count() - (first.index or 0)
+    if needed > there:
+        raise ValueError(
+            f"tensor_parallel_size {size} needs {needed} GPUs from cuda:{first.index or 0} on, but torch sees {max(there, 0)}; "
+            f"nearest setting that works: tensor_parallel_size={max(there, 1)}"
+        )
+
+
+def _first_device(options: EngineOptions) -> torch.device:
+    if options.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(options.device)

@@ -14,11 +14,18 @@ from specdec.attention.capabilities import BackendChoice, choose_backend
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
+from specdec.loading.context import check_context
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
+from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
 from specdec.options import EngineOptions
+from specdec.runner.prompts import LARGEST_STEP
+
+# The first three fields of ChunkBudget, by kind of device.  On a CPU they also bound the size of a chunk's mask.  Measured:
+# benchmarks/README.md, prompts in chunks.
+CHUNK_COST = {"cuda": (2048, 3072, 8192), "cpu": (256, 1024, 1024)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +62,33 @@ class EngineSettings:
         return 0 if target.encoder is None else min(target.encoder.max_tokens, self.max_seq_len)
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a sequence that a page stands for: those that each rank holds of it, over all ranks that divide it."""
+        return self.options.page_size * self.options.decode_context_parallel_size
+
+    @property
     def pages_per_sequence(self) -> int:
         """Entries in the page table of the longest sequence, look-ahead included."""
-        return -(-(self.max_seq_len + self.lookahead) // self.options.page_size)
+        return -(-(self.max_seq_len + self.lookahead) // self.page_tokens)
+
+    @property
+    def chunk_costs(self) -> tuple[int, int, int]:
+        """The first three fields of ChunkBudget."""
+        asked = self.options.prefill_chunk
+        return CHUNK_COST[self.device.type] if asked == "auto" else (asked, asked, asked)
+
+    @property
+    def scratch_room(self) -> int:
+        """The most tokens of one pass, where these lie in a scratch because ranks divide sequences among them; else 0."""
+        if self.options.decode_context_parallel_size == 1:
+            return 0
+        nodes = self.spec.num_draft_tokens if self.spec else 1
+        return max(max(self.chunk_costs) + LARGEST_STEP, (self.options.max_batch_size + 1) * nodes)
+
+    @property
+    def numerics(self) -> Numerics:
+        """The policy that chooses how the target is computed."""
+        return INVARIANT if self.options.deterministic else FAST
 
     def with_options(self, **changes: Any) -> EngineSettings:
         """The same settings with other options, such as max_batch_size or page_size, that need no new resolution."""
@@ -103,6 +134,7 @@ def resolve_settings(
             f"prefix_caching=True is for decoder-only targets: keys and values of a {target.family} decoder depend on what its "
             "encoder read; nearest setting that works: prefix_caching=False"
         )
+    check_context(options, target, target_backend)
     settings = EngineSettings(
         options=options,
         spec=spec,
@@ -114,7 +146,40 @@ def resolve_settings(
         target_backend=target_backend,
         target_backend_reason=target_backend_reason,
     )
+    if options.deterministic:
+        check_deterministic(settings, target)
     return replace(settings, attention_backend=choose_attention(settings, target))
+
+
+def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
+    """ValueError if some part of the target can't be computed in one order of sums.  choose_attention checks the backend."""
+    options, architecture = settings.options, architecture_of(settings.device)
+
+    def refuse(problem: str, nearest: str = "deterministic=False") -> None:
+        raise ValueError(f"deterministic=True {problem}; nearest setting that works: {nearest}")
+
+    if architecture is None or architecture[0] != 9:
+        got = settings.device if architecture is None else f"{settings.device} of {'.'.join(map(str, architecture))}"
+        refuse(f"runs on GPUs of compute capability 9.x, whose products were found to be equal bit for bit, got {got}")
+    if settings.target_backend != "native":
+        refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
+    if type(target) is not ModelConfig:
+        refuse(
+            f"computes Llama-like targets, whose layers are ordinary attention and one MLP, got a {target.family} target, "
+            "whose attention or experts run kernels with an order of sums that depends on the batch"
+        )
+    if settings.dtype not in (torch.bfloat16, torch.float16):
+        refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
+    if options.kv_cache_dtype != "auto":
+        refuse(
+            f"keeps keys and values in the model's dtype, got kv_cache_dtype={options.kv_cache_dtype!r}",
+            "kv_cache_dtype='auto'",
+        )
+    if options.tensor_parallel_size > 1:
+        refuse(f"runs in one process, got tensor_parallel_size={options.tensor_parallel_size}", "tensor_parallel_size=1")
+    sizes = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim
+    if any(size % 8 for size in sizes):
+        refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {' and '.join(map(str, sizes))}")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -181,8 +246,10 @@ def attention_needs(settings: EngineSettings, *configs: ModelConfig) -> Attentio
         rope_dim=target.head_dim if keeps_latents(target) else 0,
         sparse=most_read(target) is not None,
         page_size=settings.options.page_size,
+        divided=settings.options.decode_context_parallel_size > 1,
         tree=spec is not None and spec.topk > 1,
         graphs=settings.cuda_graphs,
+        deterministic=settings.options.deterministic,
         shared_prefixes=settings.options.prefix_caching,
         rows=settings.options.max_batch_size,
         tokens=settings.max_seq_len,

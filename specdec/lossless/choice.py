@@ -39,6 +39,7 @@ class Text(NamedTuple):
         """
         sampling = self.sampling
         assert sampling.temperature == 0 or sampling.seed is not None
+        assert self.choice or not sampling.bad_words, "the ids of bad words are known to whoever has the tokenizer"
         choice = self.choice or RowChoice.of(sampling, sampling.seed or 0, self.prompt_ids)
         return scores_at(logits_RV, choice, len(self.prompt_ids), self.token_ids, places)
 

@@ -10,8 +10,7 @@ import torch
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.lossless.choice import Text
-from specdec.lossless.passes import DensePasses
-from specdec.lossless.reference import Judged, read_text
+from specdec.lossless.reference import Judged, read_together
 from specdec.lossless.verification import Divergence
 
 
@@ -40,7 +39,8 @@ def explain_divergence(
     if index >= min(len(ids_a), len(ids_b)):
         return one_ends(prompt, index, ids_a, ids_b)
     pair = [(index, ids_a[index]), (index, ids_b[index])]
-    a, b = read_text(DensePasses(session), Text(prompt_ids, ids_a, sampling, session.choice(prompt_ids, sampling)), pair).asked
+    text = Text(prompt_ids, ids_a, sampling, session.choice(prompt_ids, sampling))
+    a, b = read_together(session, text, pair).asked
     return difference(prompt, a, b, rounds(session))
 
 

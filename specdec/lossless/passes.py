@@ -10,31 +10,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.attention.caches.int8_keys import rounded_queries
-from specdec.attention.eager.dense import DenseAttention
-from specdec.bench.session import Session
+from specdec.attention.eager.dense import DenseAttention, StoreFn
+from specdec.loading.resolve import EngineSettings
 from specdec.lossless.widen import replaced, widened
 from specdec.models.kv import most_read
+from specdec.models.target import Target
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+class Source(Protocol):
+    """What passes need of a decoder: a `Session`, or what a rank that has none holds."""
+
+    @property
+    def model(self) -> Target: ...
+    @property
+    def settings(self) -> EngineSettings: ...
+    @property
+    def as_stored(self) -> StoreFn | None: ...
+
+
+class Held(NamedTuple):
+    """A `Source` of a rank that has no session."""
+
+    model: Target
+    settings: EngineSettings
+    as_stored: StoreFn | None
 
 
 class DensePasses:
     """Passes over texts of one decoder.  Nothing else may use the decoder's target meanwhile.
 
-    jumps: whether the target chooses experts or keys by scores.  Where two scores tie within rounding, a pass may choose
-    either, and its logits are then far off.
+    choosing: whether the target chooses experts or keys by scores.  steps: whether keys and values are kept in 8 bits.  Where a
+    score or a value lies on a border within rounding, a pass may take either side, and its logits are then far off.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Source) -> None:
         self.model, self.dtype, self.device = session.model, session.settings.dtype, session.settings.device
         self._as_stored = session.as_stored
         self._queries_as_read = rounded_queries if session.settings.options.int8_queries else None
-        self.jumps = self.model.config.has_experts or most_read(self.model.config) is not None
+        config = self.model.config
+        self.choosing = config.has_experts or most_read(config) is not None
+        self.steps = self._as_stored is not None
 
     @contextmanager
     def wide(self) -> Iterator[None]:
@@ -68,4 +91,4 @@ class DensePasses:
             return self.hidden(ids)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        return self.model.logits(hidden_RH)
+        return self.model.vocabulary.whole(self.model.logits(hidden_RH))

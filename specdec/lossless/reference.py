@@ -7,12 +7,12 @@ far these amounts lie apart among the leading tokens is the noise of that place.
 further below the best than FACTOR times the noise of its place, or the text's median noise where that is larger.
 
 FACTOR comes from benchmarks/near_ties.py, which measures how far below the best the tokens of right texts lie, in units of this
-noise: at most 1.2.
+noise: about 1 at most where nothing of the next paragraph plays a part.
 
 Over 8-bit KV both passes round keys and values as the cache does.  A value near the border of two steps may be rounded to
-either of them, so the noise is larger there, and is measured as such.  With a router that chooses experts, or an indexer that
-chooses keys, a few places hang on the last bit of one score, and one pass may show nothing of that.  If such a model's token is
-not explained, more passes run, with the embedding an ulp off, and the largest noise counts.
+either of them.  A router that chooses experts, or an indexer that chooses keys, may likewise hang on the last bit of one score.
+The noise is larger there, but one pass may show nothing of it at just the place that another pass shows it.  So if a token of
+such a decoder is not explained, more passes run, with the embedding an ulp off, and the largest noise counts.
 
 Shapes: R places in the text (the prompt's last ones, then all of the output), I places of the output, C leading tokens, V
 vocabulary.
@@ -26,14 +26,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specdec.attention.caches.quant_cache import as_stored
+from specdec.bench.session import Session
+from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import Text, least_raise
-from specdec.lossless.passes import DensePasses
+from specdec.lossless.passes import DensePasses, Held
+from specdec.runner.workers import Workers
 
 FACTOR = 2.0
 LEADING = 16  # tokens whose logits are compared at a place
 PROMPT_PLACES = 64  # at most; an output may be too short to tell the usual noise
 PIECE = 256  # places whose logits are held at once
-MORE_PASSES = 32  # at most, for models that choose experts or keys
+PASSES_CHOOSING, PASSES_STEPS = 32, 4  # more passes at most (see DensePasses): the more there are, the more they may excuse
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,26 @@ def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] 
     extra = list(asked)
     look = _Look(passes, text, {place for place, _ in extra})
     judged = [look.judge(place, token) for place, token in [*((p, text.token_ids[p]) for p in look.off), *extra]]
-    for number in range(MORE_PASSES if passes.jumps else 0):
+    for number in range(PASSES_CHOOSING if passes.choosing else PASSES_STEPS if passes.steps else 0):
         if all(each.is_explained or each.margin is None for each in judged):
             break
         look.measure(passes.hidden_nearby(look.before, number))
         judged = [replace(each, bound=look.bound_I[each.index].item()) for each in judged]
     own = len(look.off)
     return Reading(judged[:own], judged[own:], look.bound_I.median().item(), int((look.gap_I <= look.bound_I).sum()))
+
+
+def read_together(session: Session, text: Text, asked: Iterable[tuple[int, int]] = ()) -> Reading:
+    """As `read_text`, by all ranks that hold the session's target: each computes its share of every pass."""
+    if session.settings.options.tensor_parallel_size == 1:
+        return read_text(DensePasses(session), text, asked)
+    return session.together(_read_share, session.settings, text, list(asked))
+
+
+def _read_share(workers: Workers, settings: EngineSettings, text: Text, asked: list[tuple[int, int]]) -> Reading:
+    verifier, device = workers.verifier, workers.state.lens_B.device
+    held = Held(verifier.model, replace(settings, device=device), as_stored(verifier.cache))
+    return read_text(DensePasses(held), text, asked)
 
 
 class _Look:

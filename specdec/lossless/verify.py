@@ -11,8 +11,7 @@ from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
 from specdec.lossless.choice import Text
 from specdec.lossless.near_tie import difference, first_divergence, one_ends, rounds
-from specdec.lossless.passes import DensePasses
-from specdec.lossless.reference import read_text
+from specdec.lossless.reference import read_together
 from specdec.lossless.verification import Divergence, OffTarget, PromptVerdict, Verification
 from specdec.progress import Progress
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 def check_decoder(decoder: SpecDecoder) -> None:
     """ValueError if there is nothing to compare, or no reference to compare it with."""
-    config, size = decoder.model.config, decoder.settings.options.tensor_parallel_size
+    config = decoder.model.config
     if decoder.head is None:
         raise ValueError(
             "verify compares speculative with plain decoding, but this decoder has no draft head; nearest thing that works: "
@@ -32,11 +31,6 @@ def check_decoder(decoder: SpecDecoder) -> None:
         raise ValueError(
             f"verify is for decoder-only targets, got a {config.family} model: the reference reads one model's text, not what "
             "an encoder read besides; nearest thing that works: a decoder-only target"
-        )
-    if size > 1:
-        raise ValueError(
-            f"verify computes its reference in one process, got tensor_parallel_size={size}; nearest setting that works: "
-            "tensor_parallel_size=1"
         )
 
 
@@ -77,19 +71,19 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
     """One prompt's plain output a and speculative output b."""
     index = first_divergence(a.token_ids, b.token_ids)
     part: Divergence | None = None
-    passes, asked = DensePasses(session), []
+    asked = []
     if index is not None and index < min(len(a.token_ids), len(b.token_ids)):
         asked = [(index, a.token_ids[index]), (index, b.token_ids[index])]
     elif index is not None:
         part = one_ends(number, index, a.token_ids, b.token_ids)
     choice = session.choice(a.prompt_token_ids, sampling)
-    reading = read_text(passes, Text(a.prompt_token_ids, a.token_ids, sampling, choice), asked)
+    reading = read_together(session, Text(a.prompt_token_ids, a.token_ids, sampling, choice), asked)
     if asked:
         mine, theirs = reading.asked
         part = difference(number, mine, theirs, rounds(session))
     readings = {"both" if index is None else "baseline": reading}
     if index is not None:
-        readings["speculative"] = read_text(passes, Text(b.prompt_token_ids, b.token_ids, sampling, choice))
+        readings["speculative"] = read_together(session, Text(b.prompt_token_ids, b.token_ids, sampling, choice))
     off = [
         OffTarget(each.index, each.token, each.best, each.margin, each.bound, side)  # type: ignore[arg-type]
         for side, found in readings.items()

@@ -112,6 +112,11 @@ def head_dims(config: ModelConfig) -> tuple[int, ...]:
     return own if config.encoder is None else (*own, config.encoder.head_dim)
 
 
+def kv_holders(config: ModelConfig, ranks: int) -> int:
+    """How many of `ranks` ranks that share a model hold the same keys and values of a token.  config: the whole model's."""
+    return ranks if keeps_latents(config) else max(1, ranks // config.num_kv_heads)
+
+
 def heads_a_key(config: ModelConfig) -> int:
     """How many query heads read the same key: all of them with latent attention, else the size of a GQA group."""
     return config.num_heads if keeps_latents(config) else config.num_heads // config.num_kv_heads

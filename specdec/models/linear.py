@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specdec.ops.numerics import FAST, Numerics
 from specdec.ops.products.linear import gated_linear, linear
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]
@@ -160,6 +160,13 @@ class Linear(nn.Module):
     def num_bytes(self) -> int:
         """Bytes that a product reads of the matrix."""
         return sum(stored.numel() * stored.element_size() for stored in self.parameters())
+
+
+def use_numerics(model: nn.Module, numerics: Numerics) -> None:
+    """Makes all matrices of a model choose their products by that policy."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.numerics = numerics
 
 
 class LinearStack(nn.Module):

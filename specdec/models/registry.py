@@ -76,6 +76,15 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
     return TargetChoice("native", "asked for by name" if backend == "native" else f"a native module for {family!r}", config)
 
 
+def refuse_ranks(choice: TargetChoice, size: int) -> None:
+    """ValueError if several ranks can't share such a target."""
+    if size > 1 and choice.backend == "transformers":
+        raise ValueError(
+            f"tensor_parallel_size must be 1 for a target through transformers' code ({choice.reason}), got {size}; nearest "
+            "setting that works: tensor_parallel_size=1"
+        )
+
+
 def load_chosen(
     choice: TargetChoice,
     folder: Path,
@@ -90,10 +99,7 @@ def load_chosen(
     cuda_graphs: whether passes are to be captured; ValueError if they can't be.  group: the ranks that hold the model together.
     """
     if choice.backend == "transformers":
-        if group.size > 1:
-            raise ValueError(
-                f"tensor_parallel_size must be 1 for a target through transformers' code ({choice.reason}), got {group.size}"
-            )
+        refuse_ranks(choice, group.size)
         from specdec.models.transformers_backend.target import load_transformers_target
 
         try:

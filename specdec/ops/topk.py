@@ -50,9 +50,9 @@ def top_tokens(
     if use_operator(logits) and out is None and noise is None:
         return TOP_TOKENS(logits, k, offsets_V)
     if use_kernels(logits):
-        from specdec.ops.topk_triton import launch_top_tokens
+        from specdec.ops.topk_triton import launch_top_tokens, noisy_scan
 
-        return launch_top_tokens(logits, k, offsets_V, out, noise)
+        return launch_top_tokens(logits, k, offsets_V, out, noisy_scan(noise, offsets_V))
     logits = logits.float() if noise is None else perturb(logits, noise, offsets_V)
     top, ids = stable_topk(logits, k)
     best = top[..., :1]
@@ -75,9 +75,9 @@ def greedy_tokens(
     if use_operator(logits) and noise is None:
         return GREEDY_TOKENS(logits, offsets_V, finite)
     if use_kernels(logits):
-        from specdec.ops.topk_triton import launch_greedy_tokens
+        from specdec.ops.topk_triton import launch_greedy_tokens, noisy_scan
 
-        return launch_greedy_tokens(logits, offsets_V, finite, noise)
+        return launch_greedy_tokens(logits, offsets_V, finite, noisy_scan(noise, offsets_V))
     if noise is not None:
         logits = perturb(logits, noise, offsets_V)
     ids = logits.argmax(-1)

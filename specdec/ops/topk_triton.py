@@ -9,6 +9,9 @@ Shapes: R rows, N tokens of a slice, S slices, M = S * k keys of a row, C = k be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -223,19 +226,34 @@ def slice_size(rows: int, vocab: int, k: int) -> int:
     return next((size for size in sizes if triton.cdiv(vocab, size) * k <= MAX_KEYS), sizes[-1])
 
 
+# Scans rows of logits: called with (logits, k, softmax), gives what `launch_scan` gives.
+Scan = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+
+
+def scan_slices(rows: int, vocab: int, k: int) -> int:
+    """The number of slices in which a row is scanned."""
+    return triton.cdiv(vocab, slice_size(rows, vocab, k))
+
+
 def launch_scan(
-    logits_RV: Tensor, k: int, softmax: bool, noise: Noise | None = None, offsets_V: Tensor | None = None
+    logits_RV: Tensor,
+    k: int,
+    softmax: bool,
+    out: tuple[Tensor, Tensor] | None = None,
+    noise: Noise | None = None,
+    offsets_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(keys [R, S, k], sums [R, S]): the best tokens of each slice, and its sum of exponentials.  Rows may be strided.
 
-    noise: what `gumbel.perturb` adds to the logits; offsets_V goes with it.
+    out: memory for the two results.  noise: what `gumbel.perturb` adds to the logits; offsets_V goes with it.
     """
     R, V = logits_RV.shape
     assert 1 <= k <= V and logits_RV.stride(1) == 1
-    size = slice_size(R, V, k)
-    slices = triton.cdiv(V, size)
-    keys = torch.empty(R, slices, k, dtype=torch.int64, device=logits_RV.device)
-    sums = torch.empty(R, slices, dtype=torch.float32, device=logits_RV.device)
+    size, slices = slice_size(R, V, k), scan_slices(R, V, k)
+    if out is None:
+        keys = torch.empty(R, slices, k, dtype=torch.int64, device=logits_RV.device)
+        out = keys, torch.empty(R, slices, dtype=torch.float32, device=logits_RV.device)
+    keys, sums = out
     if R:
         tensors, strides = ((keys, keys, keys), (0, 0)) if noise is None else noise_arguments(noise)
         ahead, each = (0, 1) if noise is None else (noise.ahead, R // noise.seed_B.shape[0])
@@ -251,6 +269,11 @@ def launch_scan(
     return keys, sums
 
 
+def noisy_scan(noise: Noise | None, offsets_V: Tensor | None) -> Scan:
+    """`launch_scan` of logits to which the noise is added, if there is any."""
+    return launch_scan if noise is None else partial(launch_scan, noise=noise, offsets_V=offsets_V)
+
+
 def merge_sizes(slices: int, k: int) -> dict[str, int]:
     """The padded sizes of `merge_rows`."""
     power = triton.next_power_of_2
@@ -258,7 +281,7 @@ def merge_sizes(slices: int, k: int) -> dict[str, int]:
 
 
 def launch_top_tokens(
-    logits: Tensor, k: int, offsets_V: Tensor | None, out: tuple[Tensor, Tensor] | None, noise: Noise | None = None
+    logits: Tensor, k: int, offsets_V: Tensor | None, out: tuple[Tensor, Tensor] | None, scan: Scan = launch_scan
 ) -> tuple[Tensor, Tensor]:
     """`topk.top_tokens`: (log-probabilities, ids)."""
     shape = (*logits.shape[:-1], k)
@@ -266,28 +289,26 @@ def launch_top_tokens(
         out = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
     logp, ids = out
     assert logp.shape == ids.shape == shape and logp.is_contiguous() and ids.is_contiguous()
-    _merge(logits, k, offsets_V, logp, ids, noise)
+    _merge(scan(logits.reshape(-1, logits.shape[-1]), k, True), offsets_V, logp, ids)
     return logp, ids
 
 
-def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None, finite: bool = False, noise: Noise | None = None) -> Tensor:
+def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None, finite: bool = False, scan: Scan = launch_scan) -> Tensor:
     """`topk.greedy_tokens`: int64 ids."""
     ids = logits.new_empty(logits.shape[:-1], dtype=torch.int64)
-    _merge(logits, 1, offsets_V, None, ids, noise, finite=finite)
+    _merge(scan(logits.reshape(-1, logits.shape[-1]), 1, False), offsets_V, None, ids, finite)
     return ids
 
 
 def _merge(
-    logits: Tensor, k: int, offsets_V: Tensor | None, logp: Tensor | None, ids: Tensor, noise: Noise | None,
-    finite: bool = False,
-) -> None:  # fmt: skip
-    """Scans logits and merges into ids, and into logp if given."""
-    softmax = logp is not None
-    keys, sums = launch_scan(logits.reshape(-1, logits.shape[-1]), k, softmax, noise, offsets_V)
-    rows, slices, _ = keys.shape
+    scanned: tuple[Tensor, Tensor], offsets_V: Tensor | None, logp: Tensor | None, ids: Tensor, finite: bool = False
+) -> None:
+    """Merges what a scan gave into ids, and into logp if given."""
+    keys, sums = scanned
+    rows, slices, k = keys.shape
     if rows:
         merge_kernel[(rows,)](
             keys, sums, ids if offsets_V is None else offsets_V, sums if logp is None else logp, ids, slices,
-            **merge_sizes(slices, k), SOFTMAX=softmax, HAS_OFFSETS=offsets_V is not None, FINITE=finite,
-            num_warps=1 if slices * k <= 256 else 4, **chained(logits.device),
+            **merge_sizes(slices, k), SOFTMAX=logp is not None, HAS_OFFSETS=offsets_V is not None, FINITE=finite,
+            num_warps=1 if slices * k <= 256 else 4, **chained(ids.device),
         )  # fmt: skip

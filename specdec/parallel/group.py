@@ -1,7 +1,7 @@
 """How the ranks that hold one model exchange what each has computed: sums of terms, and what every rank found.
 
 Every exchange is a call that all ranks make, in the same order and with tensors of the same shape and dtype.  Its result is the
-same on all of them, bit for bit: terms are added in the order of ranks.  This module knows no model.
+same on all of them, bit for bit.  This module knows no model.
 
 Shapes: T tokens, H hidden size, N ranks.
 """
@@ -27,14 +27,43 @@ class Group(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """[N, *x.shape]: x of every rank, in the order of ranks."""
 
+    def swap(self, x: Tensor) -> Tensor:
+        """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
+        return self.gather(x)[:, self.rank].contiguous()
+
+    def neighbours(self, size: int) -> Group:
+        """The group of `size` adjacent ranks to which this rank belongs; size divides N.  All ranks ask for it alike."""
+        assert self.size % size == 0, (self.size, size)
+        return self if size == self.size else Neighbours(self, size)
+
     def sum(self, x: Tensor) -> Tensor:
-        """x of all ranks, added up in x's dtype or a wider one and rounded once."""
+        """x of all ranks, added up in the order of ranks, in x's dtype or a wider one, and rounded once."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return self.gather(x).to(wide).sum(0).to(x.dtype)
+
+    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
+        """x + all ranks' terms.  x: the same on all ranks, as the result is."""
+        return x_TH + self.sum(term_TH)
 
     def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + all ranks' terms, its norm).  x: the same on all ranks, as both results are."""
         return add_rms_norm(x_TH, self.sum(term_TH), weight_H, eps)
+
+    def least(self, value: float, device: torch.device) -> float:
+        """The smallest of all ranks' values.  The host waits for it."""
+        return self.gather(torch.tensor([value], dtype=torch.float64, device=device)).min().item()
+
+    def problem(self) -> str:
+        """Why exchanges have failed, if any has; what they gave since then means nothing.  The host does not wait for it."""
+        return ""
+
+    def abort(self) -> None:
+        """Ends every exchange that waits for a rank, now and later; what they give means nothing.  Any thread may ask, more
+        than once.
+
+        Here there is nothing to end: the exchanges end by themselves when a rank is gone.
+        """
+        return
 
 
 class Alone(Group):
@@ -48,15 +77,15 @@ class Alone(Group):
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x_TH, term_TH, weight_H, eps)
+    def least(self, value: float, device: torch.device) -> float:
+        return value
 
 
-class ProcessGroup(Group):
-    """Ranks in processes of their own.
+class GlooGroup(Group):
+    """Ranks in processes on CPUs.
 
-    backend: connects them; gloo, or NCCL on GPUs.  It is no process group of torch.distributed's own list, so that a program
-    may have several decoders, and groups of its own.
+    backend: a process group that is not on torch.distributed's own list, so that a program may have several decoders, and
+    groups of its own.
     """
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
@@ -66,6 +95,22 @@ class ProcessGroup(Group):
         all_N = x.new_empty((self.size, *x.shape))
         self._backend.allgather([list(all_N.unbind())], [x.contiguous()]).wait()
         return all_N
+
+    def swap(self, x: Tensor) -> Tensor:
+        swapped = x.new_empty(x.shape)
+        self._backend.alltoall_base(swapped, x.contiguous(), [], []).wait()
+        return swapped
+
+
+class Neighbours(Group):
+    """Some adjacent ranks of a larger group, all of whose ranks make the same calls: each takes what is its neighbours'."""
+
+    def __init__(self, everyone: Group, size: int) -> None:
+        self._everyone, self.size = everyone, size
+        self.rank, self._first = everyone.rank % size, everyone.rank // size * size
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._everyone.gather(x)[self._first : self._first + self.size]
 
 
 ALONE = Alone()

@@ -1,29 +1,38 @@
-"""Starts the other ranks of a model as processes of this machine, connects all of them, and passes messages to them.
+"""Connects the processes of all ranks, and passes the first rank's messages to the others.
 
 The first rank lives in the caller's process.  Each other rank is a process of its own that runs a function until its messages
-end.  Two connections hold them together: a `Group`, for exchanges of tensors, and a pipe from the first rank to each other one.
-A rank that ends early closes both, which ends the waiting of the others with an error; if the first rank's process ends, the
-pipes close and the others leave.  This module knows no model and no step.
+end.  Two connections hold them together: a `Group`, for exchanges of tensors, and a pipe between the first rank and each other
+one.  A rank that ends early closes its pipe, which ends all waiting for it with an error; if the first rank's process ends, the
+others leave.  This module knows no model and no step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import select
 import signal
+import socket
+import threading
+import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from specdec.parallel.group import Group, ProcessGroup
+from specdec.parallel.group import ALONE, GlooGroup, Group
 
 HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they connect
-END_SECONDS = 10.0  # that a rank is given to leave by itself
+END_SECONDS = 5.0  # that a rank is given to leave by itself
+WORD_SECONDS = 3.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
+END = None  # the message after the last one
 
 
 class RankFailed(RuntimeError):
@@ -31,109 +40,221 @@ class RankFailed(RuntimeError):
 
 
 class Seat(NamedTuple):
-    """A rank's place.  port: where the store of the first rank listens."""
+    """A rank's place.  store: where all ranks find each other."""
 
     rank: int
     size: int
-    port: int
+    store: dist.Store
 
-    def join(self) -> Group:
-        """Connects to the other ranks, which do the same."""
-        store = dist.TCPStore(HOST, self.port, self.size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
-        return ProcessGroup(dist.ProcessGroupGloo(store, self.rank, self.size, PATIENCE), self.rank, self.size)
+    def join(self, device: torch.device) -> Group:
+        """Connects to the other ranks, which do the same: through GPUs' memory and NCCL if they have one each, else gloo."""
+        if device.type == "cpu":
+            return GlooGroup(dist.ProcessGroupGloo(self.store, self.rank, self.size, PATIENCE), self.rank, self.size)
+        from specdec.parallel.nccl import NcclGroup, new_name
+        from specdec.parallel.symmetric.group import connect
+
+        if self.rank == 0:
+            self.store.set("nccl", new_name().hex())
+        name = bytes.fromhex(self.store.get("nccl").decode())
+        return connect(NcclGroup(name, self.rank, self.size, device), device)
 
 
-# What another rank runs: it is given its place, the arguments, and the messages of the first rank until there are no more.
-Work = Callable[[Seat, Any, Iterator[Any]], None]
+class Line:
+    """Another rank's end of the pipe to the first rank."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        threading.Thread(target=self._watch, name="specdec first rank", daemon=True).start()
+
+    def tell(self, word: str, text: str = "") -> None:
+        """Tells the first rank that this one has come as far as `word`, or that it has "failed", and why."""
+        with contextlib.suppress(OSError):  # the first rank may be gone
+            self._pipe.send((word, text))
+
+    def messages(self) -> Iterator[Any]:
+        """The first rank's messages, until it sends the last one or its process ends."""
+        with contextlib.suppress(EOFError, OSError):
+            while (message := self._pipe.recv()) is not END:
+                yield message
+
+    def _watch(self) -> None:
+        """Ends this process soon after the first rank is gone: its own thread may wait for that rank's device for ever."""
+        gone = select.poll()
+        gone.register(self._pipe.fileno(), select.POLLHUP | getattr(select, "POLLRDHUP", 0))
+        gone.poll()
+        time.sleep(END_SECONDS)
+        os._exit(1)
+
+
+# What another rank runs: it is given its place, and its line to the first rank.
+Work = Callable[[Seat, Line], None]
 
 
 class Followers:
-    """The processes of all ranks but the first.
+    """All ranks but the first, as the first one sees them.
 
-    work: what they run, a function of a module (it is pickled).  arguments: what it is given.
+    pipes: to each.  processes: theirs, if this process has started them.
+    failure: why a rank has failed, the first one included; empty while all are well.
+    group: the first rank's, once it has joined; its exchanges end if a rank fails, and at `close`.  device: where they run.
     """
 
-    def __init__(self, size: int, work: Work, arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA forbids fork
-        self._store = dist.TCPStore(HOST, 0, size, is_master=True, timeout=PATIENCE, wait_for_workers=False)
-        self.seat = Seat(0, size, self._store.port)
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(1, size):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_run, args=(work, Seat(rank, size, self.seat.port), arguments, theirs), name=f"rank {rank}", daemon=True
-            )
-            process.start()
-            theirs.close()  # so that the pipe ends when the process does
-            self._pipes.append(mine)
-            self._processes.append(process)
+    def __init__(self, seat: Seat, pipes: list[Connection], processes: list[Any]) -> None:
+        self.seat, self._pipes, self._processes = seat, pipes, processes
+        self.failure = ""
+        self.group: Group = ALONE
+        self.device = torch.device("cpu")
+        self._words, self._waited = Counter[str](), Counter[str]()
+        self._news = threading.Condition()
+        self._is_ending = False
+        self._listener = threading.Thread(target=self._listen, name="specdec ranks", daemon=True)
+        self._listener.start()
 
-    def join(self) -> Group:
-        """The first rank's group, once all others have joined."""
-        gloo = dist.ProcessGroupGloo(self._store, 0, self.seat.size, PATIENCE)
-        return ProcessGroup(gloo, 0, self.seat.size)
+    def join(self, device: torch.device) -> None:
+        """Connects this rank to the others, once all of them are ready for it."""
+        self.wait("here")
+        self.group, self.device = self.seat.join(device), device
 
     def send(self, message: Any) -> None:
-        """Passes a message to every rank.  RankFailed, with its traceback, if one has ended."""
+        """Passes a message to every rank.  RankFailed, with the reason, if one has failed."""
         self.check()
         for pipe in self._pipes:
             try:
                 pipe.send(message)
             except OSError as error:
-                self.check()
-                raise RankFailed(f"a rank has ended: {error}") from error
+                raise self.explain(error) from error
 
-    def wait(self) -> list[Any]:
-        """The next answer of each rank.  RankFailed, with its traceback, if one has ended."""
-        answers = []
-        for rank, pipe in enumerate(self._pipes, 1):
-            try:
-                kind, answer = pipe.recv()
-            except EOFError:
-                raise RankFailed(f"rank {rank} has ended without a word") from None
-            if kind == "failed":
-                raise RankFailed(f"rank {rank} failed:\n{answer}")
-            answers.append(answer)
-        return answers
+    def wait(self, word: str) -> None:
+        """Waits until all ranks have come as far as `word` once more.  RankFailed, with the reason, if one has failed."""
+        self._waited[word] += len(self._pipes)
+        with self._news:
+            self._news.wait_for(lambda: self.failure or self._words[word] >= self._waited[word])
+        self.check()
 
     def check(self) -> None:
-        """RankFailed, with its traceback, if a rank has ended."""
-        for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes), 1):
-            with contextlib.suppress(EOFError, OSError):
-                if pipe.poll():
-                    kind, answer = pipe.recv()
-                    if kind == "failed":
-                        raise RankFailed(f"rank {rank} failed:\n{answer}")
-            if process.exitcode is not None:
-                raise RankFailed(f"rank {rank} has ended with exit code {process.exitcode}")
+        """RankFailed, with the reason, if a rank has failed."""
+        if not self.failure and (problem := self.group.problem()):
+            self._fail(problem)
+        if self.failure:
+            raise RankFailed(self.failure)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for an error of this rank within work of all ranks, after which none of them can go on.
+
+        That is RankFailed if another rank failed first, which may have made this one fail.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self.failure, timeout=0.0 if isinstance(error, KeyboardInterrupt) else WORD_SECONDS)
+        if self.failure:
+            return error if isinstance(error, RankFailed) else RankFailed(self.failure)
+        self._fail(f"rank 0 failed: {type(error).__name__}: {error}")
+        return error
 
     def close(self) -> None:
-        """Ends the messages, and the processes that do not leave by themselves.  A second call does nothing."""
+        """Ends the messages, and the processes that do not leave by themselves.  A second call does nothing.
+
+        What runs on this rank's device is waited for, as it may need the others.
+        """
+        self._is_ending = True
+        if self.device.type == "cuda" and not self.failure:
+            torch.cuda.synchronize(self.device)
         for pipe in self._pipes:
-            pipe.close()
+            with contextlib.suppress(OSError, ValueError):
+                pipe.send(END)
+        self._listener.join(END_SECONDS)
+        self._end_all()
+        self._abort().join(END_SECONDS)
+
+    # ---- what ends ranks ----
+
+    def _listen(self) -> None:
+        """Takes what the other ranks tell, until all of them have ended."""
+        rank_of = {pipe: rank for rank, pipe in enumerate(self._pipes, 1)}
+        while rank_of:
+            for pipe in wait(list(rank_of)):
+                assert isinstance(pipe, Connection)
+                try:
+                    word, text = pipe.recv()
+                except (EOFError, OSError):
+                    word, text = "failed", "it has ended without a word"
+                    rank = rank_of.pop(pipe)
+                    if self._is_ending or self.failure:
+                        continue
+                    text += self._exit_code(rank)
+                else:
+                    rank = rank_of[pipe]
+                if word == "failed":
+                    self._fail(f"rank {rank} failed: {text}")
+                with self._news:
+                    self._words[word] += 1
+                    self._news.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        with self._news:
+            if self.failure:
+                return
+            self.failure = reason
+            self._news.notify_all()
+        self._abort()
+        self._end_all(seconds=0.0)
+
+    def _abort(self) -> threading.Thread:
+        """Ends this rank's exchanges, on a thread: NCCL waits there for the graphs in which they were captured to go."""
+        thread = threading.Thread(target=self.group.abort, name="specdec abort", daemon=True)
+        thread.start()
+        return thread
+
+    def _exit_code(self, rank: int) -> str:
+        if not self._processes:
+            return ""
+        process = self._processes[rank - 1]
+        process.join(1.0)
+        hint = "; a script that starts ranks must do so below `if __name__ == '__main__':`" if not self._words else ""
+        return f", with exit code {process.exitcode}{hint}"
+
+    def _end_all(self, seconds: float = END_SECONDS) -> None:
+        """Ends ranks that have not ended: their processes, or else the pipes, on whose end they leave."""
         for process in self._processes:
-            process.join(END_SECONDS)
+            process.join(seconds)
             if process.exitcode is None:
                 process.kill()
                 process.join()
+        if not self._processes:
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(pipe.fileno())) as line:
+                    line.shutdown(socket.SHUT_RDWR)
 
 
-def _run(work: Work, seat: Seat, arguments: Any, pipe: Connection) -> None:
+def start(size: int, work: Work) -> Followers:
+    """Starts all ranks but the first as processes of this machine.  work: what they run, a function of a module (pickled)."""
+    context = multiprocessing.get_context("spawn")  # CUDA forbids fork
+    store = dist.TCPStore(HOST, 0, size, is_master=True, timeout=PATIENCE, wait_for_workers=False)
+    pipes: list[Connection] = []
+    processes: list[Any] = []
+    for rank in range(1, size):
+        mine, theirs = context.Pipe()
+        given = work, rank, size, store.port, theirs
+        process = context.Process(target=_run, args=given, name=f"rank {rank}", daemon=True)
+        process.start()
+        theirs.close()  # so that the pipe ends when the process does
+        pipes.append(mine)
+        processes.append(process)
+    return Followers(Seat(0, size, store), pipes, processes)
+
+
+def _run(work: Work, rank: int, size: int, port: int, pipe: Connection) -> None:
     """What the process of another rank does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's; it closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
+    store = dist.TCPStore(HOST, port, size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
+    follow_line(work, Seat(rank, size, store), Line(pipe))
+
+
+def follow_line(work: Work, seat: Seat, line: Line) -> None:
+    """Runs the work of another rank.  An error is told to the first rank and ends this process at once.
+
+    A rank that failed leaves others waiting on the device, which nothing of this process may wait for in turn.
+    """
     try:
-        work(seat, arguments, _messages(pipe))
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first rank may be gone
-            pipe.send(("failed", traceback.format_exc()))
-        raise SystemExit(1) from None
-
-
-def _messages(pipe: Connection) -> Iterator[Any]:
-    """The first rank's messages, until it closes the pipe or its process ends.  First tells it that this rank is ready."""
-    with contextlib.suppress(OSError):
-        pipe.send(("ready", None))
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            yield pipe.recv()
+        work(seat, line)
+    except BaseException as error:
+        line.tell("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        os._exit(1)

@@ -9,16 +9,21 @@ Shapes: R rows, W a rank's run of the vocabulary, k best, N ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.ops.launch import use_kernels
 from specdec.ops.noise.floor import bins_of, floor_of
 from specdec.ops.noise.gumbel import Noise, perturb
 from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
+
+if TYPE_CHECKING:
+    from specdec.ops.topk_triton import Scan
 
 
 class Vocabulary(NamedTuple):
@@ -36,34 +41,17 @@ class Vocabulary(NamedTuple):
         first = min(group.rank * most, size)
         return cls(first, min(most, size - first), size, group)
 
-    def best(self, logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest of each row over all ranks: (values [R, k], ids [R, k] int64), best first, ties to the lower id.
-
-        logits_RW: float32 of this rank's ids.  NaN counts as the largest value.
-        """
-        most = min(k, -(-self.size // self.group.size))
-        values_Rk = logits_RW.new_full((len(logits_RW), most), -torch.inf)
-        ids_Rk = torch.full_like(values_Rk, self.size, dtype=torch.int64)  # of no token: after all others
-        if held := min(most, self.own):
-            values_Rk[:, :held], places = stable_topk(torch.where(logits_RW.isnan(), torch.nan, logits_RW), held)  # no -NaN
-            ids_Rk[:, :held] = places + self.first
-        # Ranks are gathered in the order of their ids, so a stable sort leaves equal values in that order too.
-        values_RX = self.group.gather(values_Rk).transpose(0, 1).flatten(1)
-        ids_RX = self.group.gather(ids_Rk).transpose(0, 1).flatten(1)
-        order_Rk = values_RX.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        return values_RX.gather(1, order_Rk), ids_RX.gather(1, order_Rk)
-
-    def largest(self, logits_RW: Tensor) -> Tensor:
-        """[R]: the largest logit of each row, NaN if there is one."""
-        return logits_RW.amax(-1) if self.group.size == 1 else self.best(logits_RW.float(), 1)[0][:, 0]
-
     def greedy(
         self, logits_RW: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False, noise: Noise | None = None
     ) -> Tensor:
         """[R] int64: as `greedy_tokens` of whole logits.  offsets_V: of the whole vocabulary."""
         if self.group.size == 1:
             return greedy_tokens(logits_RW, offsets_V, finite=finite, noise=noise)
-        values_R1, ids_R1 = self.best(self._perturbed(logits_RW, noise, offsets_V), 1)
+        if self.use_kernels(logits_RW, 1):
+            from specdec.ops.topk_triton import launch_greedy_tokens
+
+            return launch_greedy_tokens(logits_RW, offsets_V, finite, self.scan(noise, offsets_V))
+        values_R1, ids_R1, _ = self._best(self._perturbed(logits_RW, noise, offsets_V), 1)
         tokens_R = with_offsets(ids_R1[:, 0], offsets_V)
         return torch.where(values_R1[:, 0].isfinite(), tokens_R, -1) if finite else tokens_R
 
@@ -78,26 +66,88 @@ class Vocabulary(NamedTuple):
         """(log-probabilities [R, k] float32, ids [R, k] int64): as `top_tokens` of whole logits.  out: memory for the two."""
         if self.group.size == 1:
             return top_tokens(logits_RW, k, offsets_V, out, noise)
-        logits_RW = self._perturbed(logits_RW, noise, offsets_V)
-        values_Rk, ids_Rk = self.best(logits_RW, k)
-        best_R1 = values_Rk[:, :1]
-        total_R = self.group.sum((logits_RW - best_R1).exp().sum(-1))
-        result = (values_Rk - best_R1) - total_R.log()[:, None], with_offsets(ids_Rk, offsets_V)
+        if self.use_kernels(logits_RW, k):
+            from specdec.ops.topk_triton import launch_top_tokens
+
+            return launch_top_tokens(logits_RW, k, offsets_V, out, self.scan(noise, offsets_V))
+        values_Rk, ids_Rk, total_R1 = self._best(self._perturbed(logits_RW, noise, offsets_V), k)
+        result = (values_Rk - values_Rk[:, :1]) - total_R1, with_offsets(ids_Rk, offsets_V)
         return result if out is None else (out[0].copy_(result[0]), out[1].copy_(result[1]))
 
-    def part(self, logits_RV: Tensor) -> Tensor:
-        """[R, W]: this rank's run of whole logits."""
-        return logits_RV[:, self.first : self.first + self.own]
+    def best(self, logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of each row: (values [R, k] float32, ids [R, k] int64), best first, ties to the lower id.
+
+        NaN counts as the largest value.
+        """
+        if self.group.size > 1:
+            return self._best(logits_RW, k)[:2]
+        logits_RW = logits_RW.float()
+        return stable_topk(torch.where(logits_RW.isnan(), torch.nan, logits_RW), k)
+
+    def largest(self, logits_RW: Tensor) -> Tensor:
+        """[R]: the largest logit of each row, NaN if there is one."""
+        if self.group.size == 1:
+            return logits_RW.amax(-1)
+        own_R = logits_RW.amax(-1) if self.own else logits_RW.new_full(logits_RW.shape[:1], -torch.inf)
+        return self.group.gather(own_R).amax(0)
+
+    def use_kernels(self, logits_RW: Tensor, k: int) -> bool:
+        """Whether kernels go on with what `scan` finds.  Several ranks need equal runs for that, so that all find as much."""
+        return use_kernels(logits_RW) and (self.group.size == 1 or (self.size % self.group.size == 0 and k <= self.own))
+
+    def scan(self, noise: Noise | None = None, offsets_V: Tensor | None = None) -> Scan:
+        """What scans the logits of all ranks on a GPU.  Each rank gets what all have found, from one exchange.
+
+        noise: added to the logits before; offsets_V goes with it.
+        """
+        from specdec.ops.topk_triton import noisy_scan
+
+        if self.group.size == 1:
+            return noisy_scan(noise, offsets_V)
+        from specdec.parallel.scan_triton import launch_scan_ranks
+
+        scan = partial(launch_scan_ranks, gather=self.group.gather)
+        if noise is None:
+            return scan
+        return lambda logits_RW, k, softmax: scan(self._perturbed(logits_RW, noise, offsets_V), k, softmax)
 
     def _perturbed(self, logits_RW: Tensor, noise: Noise | None, offsets_V: Tensor | None) -> Tensor:
-        """[R, W] float32: this rank's logits with the noise of its own ids, if there is any."""
+        """This rank's logits, in float32 with the noise of its own ids if there is any."""
         if noise is None:
-            return logits_RW.float()
+            return logits_RW
         floor_R = None
         if noise.filters is not None:
             largest_R = self.largest(logits_RW).float()
             floor_R = floor_of(self.group.sum(bins_of(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
         return perturb(logits_RW, noise, offsets_V, self.first, floor_R)
+
+    def _best(self, logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row over all ranks: the k largest values [R, k] float32, best first, their ids [R, k] int64, and [R, 1] the
+        logarithm of the sum of all exponentials over the largest.  Ties go to the lower id.
+
+        NaN counts as the largest value.
+        """
+        logits_RW = logits_RW.float()
+        most, held = min(k, -(-self.size // self.group.size)), min(k, self.own)
+        values_Rk = logits_RW.new_full((len(logits_RW), most), -torch.inf)
+        ids_Rk = torch.full_like(values_Rk, self.size, dtype=torch.int64)  # of no token: after all others
+        total_R1 = torch.full_like(values_Rk[:, :1], -torch.inf)
+        if held:
+            values_Rk[:, :held], places = stable_topk(torch.where(logits_RW.isnan(), torch.nan, logits_RW), held)  # no -NaN
+            ids_Rk[:, :held] = places + self.first
+            total_R1 = logits_RW.logsumexp(-1, keepdim=True)
+        # One exchange, of numbers that hold all exactly.  Ranks are gathered in the order of their ids, so a stable sort leaves
+        # equal values in that order too.
+        found_NRX = self.group.gather(torch.cat((values_Rk.double(), ids_Rk.double(), total_R1.double()), dim=1))
+        values_RX, ids_RX = (found_NRX[..., i * most : (i + 1) * most].transpose(0, 1).flatten(1) for i in range(2))
+        order_Rk = values_RX.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        values_Rk = values_RX.gather(1, order_Rk).float()
+        total_R1 = found_NRX[..., -1].logsumexp(0)[:, None].float()
+        return values_Rk, ids_RX.gather(1, order_Rk).long(), total_R1 - values_Rk[:, :1]
+
+    def part(self, logits_RV: Tensor) -> Tensor:
+        """[R, W]: this rank's run of whole logits."""
+        return logits_RV[:, self.first : self.first + self.own]
 
     def whole(self, logits_RW: Tensor) -> Tensor:
         """[R, V]: the logits of all ranks."""

@@ -7,6 +7,7 @@ tensors only.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class Readback:
         self.device = device
         self.waits = 0
         self.wait_seconds = 0.0
+        self.check: Callable[[], None] | None = None  # raises if what was waited for means nothing: another rank has failed
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
 
     def start(self, source: Tensor, begun: Any = None) -> Ticket:
@@ -58,6 +60,8 @@ class Ticket:
             self._done.synchronize()
             self._owner.wait_seconds += time.perf_counter() - start
             self._owner.waits += 1
+        if self._owner.check is not None:
+            self._owner.check()
         values = self._host.tolist()
         self.drop()
         return values

@@ -6,8 +6,8 @@ steps compute the same.  It knows tensors and both models' workers; it knows no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from specdec.steps import (
     CopyPages,
     Emitted,
     EnterRows,
+    ForceAcceptance,
     LeaveRows,
     Pending,
     RunChunk,
@@ -35,7 +36,30 @@ from specdec.steps import (
     Source,
     Step,
     StopDrafting,
+    TimePhases,
 )
+from specdec.verify.synthetic import SyntheticAcceptance
+
+R = TypeVar("R")
+
+
+class Call(NamedTuple):
+    """What other ranks call with their workers, as the first one does: see `DeviceRunner.together`."""
+
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+
+
+class Followers(Protocol):
+    """The other ranks, as the first one's runner knows them.
+
+    send: tells them a step, which this rank runs next.  check: raises if one of them has failed.  explain: what to raise for an
+    error of this rank, after which none of them can go on.
+    """
+
+    def send(self, message: Any) -> None: ...
+    def check(self) -> None: ...
+    def explain(self, error: BaseException) -> BaseException: ...
 
 
 class DeviceRunner:
@@ -45,12 +69,11 @@ class DeviceRunner:
     graphs: see RoundRunner.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
     shared: buffers for the pages that rows read together; None where rows never do.
-    announce: on the first of several ranks, tells each step to the others before this rank runs it.
     """
 
     def __init__(self, workers: Workers, graphs: GraphMode, most_captured: int = 0, shared: SharedPrefix | None = None) -> None:
         self.workers, self.shared = workers, shared
-        self.announce: Callable[[Step], None] | None = None
+        self._followers: Followers | None = None
         self.device = workers.state.lens_B.device
         # Callers' threads may have other streams current; all steps of a batch must run in order, so they share one.
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -67,6 +90,8 @@ class DeviceRunner:
             LeaveRows: self._leave,
             StopDrafting: self._stop_drafting,
             CopyPages: self._copy,
+            TimePhases: self._time_phases,
+            ForceAcceptance: self._force_acceptance,
         }
 
     @property
@@ -77,8 +102,30 @@ class DeviceRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Pending | None:
         """Launches the step, as `Runner.run` describes it."""
-        if self.announce is not None:
-            self.announce(step)
+        if self._followers is None:
+            return self._run(step)
+        self._followers.send(step)
+        try:
+            return self._run(step)
+        except BaseException as error:  # an interrupt too: the others run the whole step, and wait for this rank in it
+            raise self._followers.explain(error) from error
+
+    def lead(self, followers: Followers) -> None:
+        """Has the other ranks run every step from now on, and fails with the reason if one of them does."""
+        self._followers = followers
+        self.readback.check = followers.check
+
+    def together(self, function: Callable[..., R], *given: Any) -> R:
+        """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
+        if self._followers is None:
+            return function(self.workers, *given)
+        self._followers.send(Call(function, given))
+        try:
+            return function(self.workers, *given)
+        except BaseException as error:
+            raise self._followers.explain(error) from error
+
+    def _run(self, step: Step) -> Pending | None:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
             return self._actions[type(step)](step)
 
@@ -176,6 +223,15 @@ class DeviceRunner:
         for cache in self.workers.caches:
             cache.copy_pages(sources_N, targets_N, self.workers.state.page_size, step.group)
 
+    # ---- what is measured ----
+
+    def _time_phases(self, step: TimePhases) -> None:
+        self.clock.enabled = step.enabled
+
+    def _force_acceptance(self, step: ForceAcceptance) -> None:
+        verifier = self.workers.verifier
+        verifier.synthetic = SyntheticAcceptance.of(step.probs, verifier.model.config.vocab_size, self.device)
+
     def _rows(self, rows: int, shared: bool) -> BatchState:
         """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""
         state = self.workers.state.narrow(rows)
@@ -183,14 +239,6 @@ class DeviceRunner:
             return state
         assert self.shared is not None
         return state.sharing(self.shared)
-
-
-def follow(runner: DeviceRunner, steps: Iterable[Step]) -> None:
-    """Runs the first rank's steps on another rank, which reads no tokens back."""
-    for step in steps:
-        pending = runner.run(step)
-        if pending is not None:
-            pending.drop()
 
 
 class ChunkPending:

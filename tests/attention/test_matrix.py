@@ -204,7 +204,18 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     varied = {f.name for f in fields(AttentionNeeds) for c in CELLS if getattr(c.needs, f.name) != getattr(first, f.name)}
     elsewhere = {key for change in OTHER_MACHINES.values() for key in change}
     only_for_auto = {"gpu", "rows", "tokens", "kv_heads", "packed"}
-    assert varied | elsewhere | only_for_auto == {f.name for f in fields(AttentionNeeds)}
+    by_another_test = {"deterministic"}  # the right bits are no matter of tolerance: kernels/test_leaves.py
+    assert varied | elsewhere | only_for_auto | by_another_test == {f.name for f in fields(AttentionNeeds)}
+
+
+def test_one_backend_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a library whose splits depend on the batch, taken for a text that must not depend on it."""
+    monkeypatch.setattr("specdec.attention.capabilities.installed", lambda package: "99.0")
+    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, (9, 0), deterministic=True, page_size=256)
+    refused = {name: why_not(name, needs) for name in BACKENDS if name not in ("triton", "flashmla")}
+    assert all("order that depends on the batch" in why and "deterministic=False" in why for why in refused.values()), refused
+    assert [name for name in BACKENDS if TABLE[name].deterministic] == ["triton"]
+    assert choose_backend("auto", needs).name == "triton"
 
 
 def test_command_line_and_settings_page_say_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:

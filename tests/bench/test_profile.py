@@ -16,7 +16,7 @@ from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecConfig
 from specdec.bench import byte_limit as byte_limit_module
-from specdec.bench.budget import ATTENTION, COPY, GEMM, NORM, OTHER, TREE, Budget, RoundBytes
+from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, NORM, OTHER, TREE, Budget, RoundBytes
 from specdec.bench.byte_limit import READ_REPEATS, byte_limit, read_bandwidth
 from specdec.bench.kernels import MARKS, Span, kind_of, phases_of, short_name, split
 from specdec.bench.measurement import Measurement
@@ -59,6 +59,7 @@ def test_bytes_are_those_that_a_round_reads(zoo: Zoo, target: str, kind: str) ->
     assert step.target == 4 * (N * layer + H + V * H + 2 * H)  # a row for each sequence
     assert step.target_kv == 4 * 2 * 10 * N * 2 * K * D
     assert (step.draft, step.draft_kv, step.draft_passes) == (0, 0, 0)
+    assert byte_limit(model, head, None, batch=2, context=10, sharers=2).target_kv == step.target_kv // 2
     once = byte_limit(model, head, SPEC, batch=2, context=10)
     assert once.target == step.target + 4 * 10 * H  # 12 nodes instead of 2
     Vd = {"eagle3": 2 * V // 3, "eagle3-full": V, "eagle1": V}[kind]
@@ -109,6 +110,8 @@ def test_every_instant_of_a_trace_is_counted_once() -> None:
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16, float, 128, 16, 4, 4, false>(float)", GEMM),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)", GEMM),
         ("gated_linear_kernel", GEMM),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", EXCHANGE),
+        ("few_rows_kernel", EXCHANGE),
         ("paged_attention_kernel", ATTENTION),
         ("suffix_merge_kernel", ATTENTION),
         ("void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t> >()", ATTENTION),

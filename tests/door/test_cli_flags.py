@@ -29,8 +29,15 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "cuda_graphs": (["off"], False),
     "kv_cache_dtype": (["int8"], "int8"),
     "int8_queries": ([], True),
+    "draft_format": (["modelopt"], "modelopt"),
+    "draft_pickle": ([], True),
+    "beyond_trained": (["stop"], "stop"),
+    "smoke": ([], False),
     "backend": (["transformers"], "transformers"),
     "prefix_caching": ([], True),
+    "tensor_parallel_size": (["2"], 2),
+    "decode_context_parallel_size": (["2"], 2),
+    "context_interleave": (["8"], 8),
     "prefill_chunk": (["64"], 64),
     "threads": (["1"], 1),
 }
@@ -88,7 +95,7 @@ def test_every_flag_arrives(command: str) -> None:
             continue
         words, value = OTHER[item.name]
         assert value != item.default
-        args = parse([command, flag_of(item.name), *words])
+        args = parse([command, flag_of(f"no_{item.name}" if item.default is True else item.name), *words])
         assert engine_of(args) == EngineOptions(**{item.name: value}), item.name
 
 

@@ -103,7 +103,9 @@ def test_unknown_settings_name_the_nearest_one(zoo: Zoo) -> None:
 
 def test_options_come_together_or_one_by_one(zoo: Zoo) -> None:
     """Keeps out: an options object of which some fields are ignored, and two sources that disagree in silence."""
-    options = EngineOptions(device="cpu", dtype="float64", max_batch_size=2, max_seq_len=64, page_size=4, threads=1)
+    options = EngineOptions(
+        device="cpu", dtype="float64", max_batch_size=2, max_seq_len=64, page_size=4, threads=1, smoke=False
+    )  # fmt: skip
     one = SpecDecoder.from_pretrained(zoo.target("llama"), options=options)
     other = zoo.decoder("llama", dtype="float64", max_batch_size=2, max_seq_len=64, page_size=4, threads=1)
     assert one.settings == other.settings and one.settings.options == options
@@ -122,7 +124,9 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
     assert found == {
         "device": "cpu", "dtype": "float32", "max_batch_size": 8, "max_seq_len": 128, "page_size": 4, "attention": "torch",
         "cuda_graphs": False, "kv_cache_dtype": "auto", "int8_queries": False, "backend": "native", "prefix_caching": False,
-        "prefill_chunk": "auto", "threads": 1,
+        "tensor_parallel_size": 1, "decode_context_parallel_size": 1, "context_interleave": None, "deterministic": False,
+        "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False, "beyond_trained": "draft",
+        "smoke": False,
     }  # fmt: skip
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 

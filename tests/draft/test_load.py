@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.draft.eagle.formats.body import default_aux_layers
 from specdec.draft.eagle.head import DraftHead
-from specdec.draft.eagle.load import load_head
+from specdec.draft.eagle.load import HowToRead, load_head
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.ops.topk import with_offsets
 
@@ -125,6 +125,41 @@ def test_draft_ids_are_mapped_once(zoo: Zoo) -> None:
     head = load(zoo, zoo.head("llama", "eagle3"))
     assert head.d2t_V is not None and torch.equal(with_offsets(torch.arange(26), head.d2t_V), kept_ids(40, 26))
     assert load(zoo, zoo.head("llama", "eagle3-full")).d2t_V is None
+
+
+def test_pickles_are_opened_on_request_alone(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a format that can hold code, opened because a folder holds nothing else; and tensors that two files hold."""
+    folder = save_eagle3(tmp_path, zoo.target("llama"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle, .* or draft_pickle=True \(--draft-pickle\)"):
+        load(zoo, folder)
+    where = zoo.target("llama")
+    model = load_target(where, read_target_config(where), 64, CPU, torch.float32)
+    head = load_head(folder, model, 64, CPU, torch.float32, HowToRead(pickles=True))
+    assert torch.equal(head.norm.weight, tensors["norm.weight"])  # type: ignore[attr-defined]
+    (folder / "pytorch_model.bin").unlink()
+    for name in ("a", "b"):
+        save_file(tensors, folder / f"{name}.safetensors")
+    with pytest.raises(ValueError, match="tensor '.*' stands in a.safetensors too; expected each once"):
+        load(zoo, folder)
+
+
+def test_eagle1_by_the_class_that_others_name(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a class that two publishers use, taken for the layout of one that can't be read."""
+    folder = save_eagle1(tmp_path, zoo.target("llama"), architectures=["LlamaForCausalLMEagle"])
+    assert load(zoo, folder).config.kind == "eagle1"
+
+
+def test_two_spellings_of_rope_must_agree(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: one of two different ropes, taken by chance."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    folder = save_eagle3(tmp_path, zoo.target("llama"), rope_parameters=rope, rope_theta=500.0, rope_scaling=None)
+    assert load(zoo, folder).config.model.rope.theta == 500.0
+    for other in (dict(rope_theta=600.0), dict(rope_scaling={"type": "linear", "factor": 2.0})):
+        with pytest.raises(ValueError, match="rope_parameters and the older rope_theta, rope_scaling differ"):
+            load(zoo, changed(save_eagle3(tmp_path, zoo.target("llama"), rope_parameters=rope), **other))
 
 
 def test_default_aux_layers(zoo: Zoo) -> None:

@@ -1,5 +1,6 @@
 """What happens in texts longer than a head was trained on: nothing, a window, or plain decoding from there on."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -47,6 +48,16 @@ def test_a_window_of_that_length(zoo: Zoo) -> None:
     (out,) = decoder.generate([prompt], SamplingParams(max_tokens=30))
     assert out.token_ids == zoo.greedy("llama", prompt, 30)
     assert "it reads the last 64 tokens alone (beyond_trained='window')" in drafter_line(decoder.head, decoder.settings)
+
+
+def test_going_on_is_said_once_and_only_where_texts_are_longer(zoo: Zoo) -> None:
+    """Keeps out: a head that drafts worse and worse in long texts, and a user who wonders why."""
+    with pytest.warns(UserWarning, match=r"texts may have 160 tokens, and the head was trained on 64: it goes on there"):
+        zoo.decoder("llama", "eagle3", SpecConfig(2, 1, 3), max_seq_len=160, smoke=True)
+    for more in (dict(max_seq_len=64), dict(max_seq_len=160, beyond_trained="stop"), dict(max_seq_len=160, smoke=False)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            zoo.decoder("llama", "eagle3", SpecConfig(2, 1, 3), **{"smoke": True, **more})
 
 
 def test_options_that_would_do_nothing(zoo: Zoo) -> None:

@@ -131,3 +131,14 @@ def test_eos_comes_from_the_models_own_files(zoo: Zoo, tmp_path: Path, name: str
     assert out.token_ids == plain[: at + 1] and out.finish_reason == "eos"
     (out,) = decoder.generate(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True))
     assert out.token_ids == plain and out.finish_reason == "length"
+
+
+def test_nothing_ends_the_text_before_the_least_tokens(oracle: tuple[SpecDecoder, list[int]]) -> None:
+    """Keeps out: a stop string that ends a text too early, one that counts although it was over by then, and one overlooked."""
+    decoder, ids = oracle
+    for stop_at, least, length in ((3, 6, len(POSITIONS)), (5, 6, 6), (5, 5, 6), (8, 6, 9)):
+        stop = decoder.tokenizer.decode([ids[stop_at]])
+        sampling = SamplingParams(max_tokens=len(POSITIONS), stop=stop, min_tokens=least, **BASE)
+        request = Driver(decoder).add(new_request(PROMPT, sampling, decode=decoder.tokenizer.decode))
+        Driver(decoder).run_until_idle()
+        assert len(request.result().token_ids) == length, (stop_at, least)

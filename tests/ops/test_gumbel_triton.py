@@ -15,7 +15,7 @@ from specdec.ops.noise.floor import Filters, least_logits
 from specdec.ops.noise.gumbel import Noise, perturb, token_noise
 from specdec.ops.noise.gumbel_triton import gumbel_of_bits, launch_gumbel_noise, launch_perturb
 from specdec.ops.topk import top_tokens
-from specdec.ops.topk_triton import launch_greedy_tokens, launch_top_tokens
+from specdec.ops.topk_triton import launch_greedy_tokens, launch_top_tokens, noisy_scan
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-6}
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
@@ -89,11 +89,11 @@ def check(B: int, each: int, V: int, k: int, dtype: torch.dtype, has_filters: bo
     x, there, moved = logits.to(DEVICE), on_device(noise), offsets.to(DEVICE) if V % 4 == 0 else None
     table = None if moved is None else offsets
     want_logp, want_ids = top_tokens(logits, k, table, noise=noise)
-    logp, ids = launch_top_tokens(x, k, moved, None, there)
+    logp, ids = launch_top_tokens(x, k, moved, None, noisy_scan(there, moved))
     assert torch.equal(ids.cpu(), want_ids)
     torch.testing.assert_close(logp.cpu(), want_logp, atol=2e-5, rtol=2e-6)
     if k == 1:
-        assert torch.equal(launch_greedy_tokens(x, moved, noise=there).cpu(), want_ids[:, 0])
+        assert torch.equal(launch_greedy_tokens(x, moved, scan=noisy_scan(there, moved)).cpu(), want_ids[:, 0])
     greedy = (noise.temperature_B == 0).repeat_interleave(each)  # of these rows nothing may change, not even by rounding
     if bool(greedy.any()):
         plain = launch_top_tokens(x[greedy.to(DEVICE)], k, moved, None)

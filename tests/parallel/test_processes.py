@@ -3,53 +3,158 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.parallel.pairs import FailingPair
+from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.loading import pair, ranks
+from specdec.loading.pair import WantedPair, no_room
+from specdec.loading.ranks import Ranks, start_ranks
+from specdec.options import EngineOptions
+from specdec.parallel.group import Group
+from specdec.prompts import Tokenizer
 
 SPEC = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8)
 SETTINGS = {"device": "cpu", "max_seq_len": 80, "threads": 1}
 SAMPLINGS = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=0.9, seed=3)]
+PROMPTS = ragged_prompts(40, 2, seed=5)
 
 
 def load(zoo: Zoo, size: int) -> SpecDecoder:
-    pair = zoo.target("qwen3"), zoo.head("qwen3", "eagle3")
-    return SpecDecoder.from_pretrained(*pair, SPEC, **SETTINGS, tensor_parallel_size=size)  # type: ignore[arg-type]
+    folders = zoo.target("qwen3"), zoo.head("qwen3", "eagle3")
+    return SpecDecoder.from_pretrained(*folders, SPEC, **SETTINGS, tensor_parallel_size=size)  # type: ignore[arg-type]
+
+
+@contextmanager
+def ended_within(seconds: float) -> Iterator[None]:
+    """Afterwards no process is left, and no more time has gone by."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(zoo: Zoo) -> None:
-    """Keeps out: steps that do not reach the other rank, or in another order; a process that stays after `close`."""
-    prompts = ragged_prompts(40, 2, seed=5)
+    """Keeps out: steps that do not reach the other rank, or in another order; a process that stays after `close`, or that
+    Ctrl-C ends."""
     with load(zoo, 1) as decoder:
-        want = [out.token_ids for out in decoder.generate(prompts, SAMPLINGS)]
+        want = [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)]
     with load(zoo, 2) as decoder:
-        for _ in range(2):
-            assert [out.token_ids for out in decoder.generate(prompts, SAMPLINGS)] == want
-        assert len(multiprocessing.active_children()) == 1
+        assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)] == want
+        (child,) = multiprocessing.active_children()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)  # a terminal sends it to both
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            decoder.generate([[3]], SamplingParams(max_tokens=70, ignore_eos=True))
+            time.sleep(10)
+        assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)] == want
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_requests(zoo: Zoo) -> None:
     """Keeps out: a request that waits for ever for a rank that is gone."""
-    with load(zoo, 2) as decoder:
+    with load(zoo, 2) as decoder, ended_within(10):
         (child,) = multiprocessing.active_children()
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(RuntimeError):
-            decoder.generate(ragged_prompts(40, 1, seed=5), SAMPLINGS[0])
-        assert time.monotonic() - began < 10
-    assert not multiprocessing.active_children()
+        with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code -9"):
+            decoder.generate(PROMPTS, SAMPLINGS)
 
 
 @pytest.mark.slow
-def test_sizes_that_do_not_fit_are_refused(zoo: Zoo) -> None:
-    """Keeps out: a refusal that leaves a process behind, or comes as another rank's traceback."""
+@pytest.mark.parametrize(
+    ("rank", "call", "reason"), [(1, 1, "rank 1 failed: RuntimeError: no more room"), (0, 3, "no more room")]
+)
+def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Zoo) -> None:
+    """Keeps out: ranks that wait for the exchanges of a pass that another one gave up; an error without its reason."""
+    options = EngineOptions(**SETTINGS, tensor_parallel_size=2)  # type: ignore[arg-type]
+    wanted = WantedPair(zoo.target("qwen3"), zoo.head("qwen3", "eagle3"), SPEC, options)
+    with start_ranks(options) as started:
+        model, head, settings, folder = started.load(FailingPair(wanted, rank, call))
+        with SpecDecoder(model, head, settings, Tokenizer(folder), started) as decoder, ended_within(10):
+            with pytest.raises(RuntimeError, match=reason):
+                decoder.generate(PROMPTS, SAMPLINGS)
+            with pytest.raises(RuntimeError, match="rank . failed: "):
+                decoder.generate(PROMPTS, SAMPLINGS)
+    started.close()
+
+
+SCRIPT = """
+import sys
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+with SpecDecoder.from_pretrained(*sys.argv[1:], SpecConfig(3, 3, 8), device="cpu", max_seq_len=80, threads=1,
+                                 tensor_parallel_size=2) as decoder:
+    print(decoder.generate([3, 1, 4], SamplingParams(max_tokens=20))[0].token_ids)
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_a_launcher_join(zoo: Zoo) -> None:
+    """Keeps out: a rank of torchrun that starts ranks of its own, goes on with the script, or stays."""
+    folders = [str(zoo.target("qwen3")), str(zoo.head("qwen3", "eagle3"))]
+    with load(zoo, 1) as decoder:
+        want = decoder.generate([3, 1, 4], SamplingParams(max_tokens=20))[0].token_ids
+    launch = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    done = subprocess.run(
+        [*launch, sys.executable, "-P", "-c", SCRIPT, *folders], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(want)), done.stderr
+
+
+def test_another_number_of_launched_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: two ranks of four processes, of which the others wait for ever."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="must be the number of processes .* 4, got 2; nearest .* tensor_parallel_size=4"):
+        with start_ranks(EngineOptions(device="cpu", tensor_parallel_size=2)):
+            pass
+
+
+def test_what_ranks_can_not_share_is_refused_before_any_starts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a refusal that takes seconds, leaves a process, or comes as another rank's traceback."""
+    monkeypatch.setattr(ranks, "start", lambda *_: pytest.fail("a rank has started"))
     with pytest.raises(ValueError, match="tensor_parallel_size 3 does not fit 4 attention heads; nearest .*: 2"):
         load(zoo, 3)
-    assert not multiprocessing.active_children()
+    with pytest.raises(ValueError, match="must be 1 for a target through transformers' code .*, got 2; nearest"):
+        folder = zoo.target("qwen3")
+        SpecDecoder.from_pretrained(folder, **SETTINGS, backend="transformers", tensor_parallel_size=2)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ValueError, match="needs 4 GPUs from cuda:1 on, but torch sees 2; nearest .*tensor_parallel_size=2"):
+        Ranks(EngineOptions(device="cuda:1", tensor_parallel_size=4))
+
+
+class Second(Group):
+    """The second of two ranks, with nobody to talk to."""
+
+    rank, size = 1, 2
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nobody answers")
+
+
+def test_a_rank_without_room_says_what_would_have(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: an error of CUDA that names neither the rank nor a size that fits; a size that the heads do not allow."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(pair, "load_pair", full)
+    monkeypatch.setattr(pair, "weights_bytes", lambda folder: 100 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 40 << 30))
+    wanted = WantedPair(zoo.target("qwen3"), None, SPEC, EngineOptions(device="cpu", tensor_parallel_size=2))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 has no room .*hold 100.0 GiB.*tensor_parallel_size=4, or"):
+        wanted.load(Second(), wanted.options)
+    assert "nearest setting that works: a smaller model" in no_room(10 << 40, Second(), torch.device("cpu"), wanted._configs())

@@ -1,23 +1,14 @@
 """Whole decoders on several ranks: the first one's scheduler decides, and all ranks run its steps, each with its share."""
 
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from toolkit.deepseek import DeepseekZoo
-from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
-from toolkit.parallel.ranks import ThreadGroup, on_ranks
+from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
-from specdec.decoder import Tokenizer
-from specdec.loading.build import build_runner
-from specdec.loading.load import load_pair
-from specdec.loading.memory import pool_plan
-from specdec.options import EngineOptions
-from specdec.runner.runner import follow
-from specdec.steps import Step
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
 SAMPLINGS = [
@@ -39,27 +30,12 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Zoo], Zoo]:
 
 def generated(target: Path, draft: Path, spec: SpecConfig, size: int, **settings: Any) -> list[list[int]]:
     """What `size` ranks write together, greedily and sampled."""
-    options = EngineOptions(device="cpu", max_seq_len=80, **settings)
-    steps: list[SimpleQueue[Step | None]] = [SimpleQueue() for _ in range(size)]
     prompts = ragged_prompts(40, len(SAMPLINGS), seed=5)
 
-    def work(group: ThreadGroup) -> list[list[int]]:
-        model, head, resolved, folder = load_pair(target, draft, spec, options, group)
-        assert head is not None
-        if group.rank:
-            plan = pool_plan([model.config, head.config.model], resolved)
-            follow(build_runner(model, head, resolved, plan), iter(steps[group.rank].get, None))
-            return []
-        with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
-            others = steps[1:]
-            Driver(decoder).tell_steps(lambda step: [queue.put(step) for queue in others] and None)
-            try:
-                return [out.token_ids for out in decoder.generate(prompts, SAMPLINGS)]
-            finally:
-                for queue in others:
-                    queue.put(None)
+    def ids(decoder: SpecDecoder) -> list[list[int]]:
+        return [out.token_ids for out in decoder.generate(prompts, SAMPLINGS)]
 
-    return on_ranks(size, work)[0]
+    return with_ranks(target, draft, spec, size, ids, **settings)
 
 
 @pytest.mark.parametrize("size", [2, 4])

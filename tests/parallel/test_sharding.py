@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toolkit.deepseek import DeepseekZoo, SparseZoo
-from toolkit.models import Zoo
+from toolkit.models import Zoo, save_target
 from toolkit.parallel.ranks import ThreadGroup, on_ranks
 from torch import Tensor
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.kv_scales import kv_scales
 from specdec.models.config import ModelConfig
 from specdec.models.registry import _native, choose_target
 from specdec.models.sharding import join, misfit, share_of
@@ -104,6 +106,18 @@ def test_a_rank_holds_its_share(folder_of: Any) -> None:
     held = [sum(p.numel() for name, p in rank.layers.named_parameters() if "proj" in name) for rank in ranks]
     twice_held = 4 * 2 * 24 * 32 // 2  # 2 key/value heads on 4 ranks: in 4 layers, half of a head of keys and of values more
     assert held[1] == held[0] // 2 and held[2] == held[0] // 4 + twice_held
+
+
+def test_scales_of_keys_and_values_go_with_their_heads(tmp_path: Path) -> None:
+    """Keeps out: the first heads' scales on every rank; scales refused because a rank holds fewer heads than there are."""
+    folder, scale_2K = save_target(tmp_path, "llama"), torch.tensor([[0.5, 2.0], [0.25, 4.0]])
+    path = folder / "model.safetensors"
+    names = [f"model.layers.1.self_attn.{letter}_scale" for letter in "kv"]
+    save_file({**load_file(path), **dict(zip(names, scale_2K))}, path)
+    for size, heads in ((2, [0, 1]), (4, [0, 0, 1, 1])):  # on 4 ranks, neighbours hold the same head
+        for rank, head in enumerate(heads):
+            (scale,) = [scale for scale in kv_scales(load(folder, Shard(rank, size))) if scale is not None]
+            assert scale.tolist() == scale_2K[:, head : head + 1].tolist()
 
 
 def test_uneven_vocabularies_are_cut_in_runs() -> None:

@@ -14,6 +14,8 @@ from specdec.config import SpecConfig
 from specdec.engine.needs import RowChoice
 from specdec.generation import Generation, Stats
 from specdec.options import EngineOptions
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
 
 
 class StubModel(torch.nn.Module):
@@ -26,6 +28,7 @@ class StubModel(torch.nn.Module):
         self.config = SimpleNamespace(
             num_layers=1, num_kv_heads=1, head_dim=4, layer_kinds=(FULL,), kv_source=(0,), has_experts=False
         )
+        self.vocabulary = Vocabulary.of(len(logits), ALONE)
 
     def forward(self, ids_T, positions_T, attn):
         assert positions_T.tolist() == list(range(len(ids_T)))

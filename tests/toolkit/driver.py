@@ -21,6 +21,7 @@ from specdec.batch.tree import DraftTree
 from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
+from specdec.runner.runner import Followers
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
@@ -335,9 +336,9 @@ class Driver(Hooks):
         """Makes both models' attention run on this backend."""
         self._workers.verifier.backend = self.drafter.backend = backend
 
-    def tell_steps(self, announce: Callable[[Any], None]) -> None:
-        """`announce` is called with each step before it runs, as by the first of several ranks."""
-        self._runner.announce = announce
+    def lead(self, followers: Followers) -> None:
+        """Has other ranks told each step before it runs."""
+        self._runner.lead(followers)
 
     def force_acceptance(self, probs: list[float]) -> None:
         """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says."""
@@ -349,9 +350,8 @@ class Driver(Hooks):
     def draft(self, rows: int, spec: SpecConfig) -> DraftTree:
         """The next tree of the first rows.  Drafting changes nothing of the batch but slots after the committed tokens."""
         with torch.inference_mode():
-            return self.drafter.draft(
-                self._workers.state.narrow(rows), spec, union(request.choice.needs for request in self.running)
-            )
+            needs = union(request.choice.needs for request in self.running)
+            return self.drafter.draft(self._workers.state.narrow(rows), spec, needs)
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
         """Runs draft, verify and extend of one round, without the engine, with what the running requests need."""

@@ -62,11 +62,12 @@ def parse_head_rope(raw: dict[str, Any], target: ModelConfig | None, where: str,
             raise ValueError(f"{where} lacks rope_theta (or rope_parameters); expected the head's own")
         return RopeConfig() if target is None else target.rope
     rope = parse_rope_with_yarn(raw, where)
-    old = {key: value for key, value in raw.items() if key != "rope_parameters"}
-    if parameters and (scaling or raw.get("rope_theta") is not None):
-        told = {"rope_theta": parameters.get("rope_theta"), **old} if raw.get("rope_theta") is None else old
-        if parse_rope_with_yarn(told, where) != rope and (scaling or parameters.get("rope_type", "default") == "default"):
-            raise ValueError(f"{where}: rope_parameters and the older rope_theta, rope_scaling differ; expected one of them")
+    theta = raw.get("rope_theta")
+    other_theta = parameters.get("rope_theta") if theta is not None else None
+    older = {"rope_theta": rope.theta, "rope_scaling": scaling}
+    is_other = scaling and parameters and parse_rope_with_yarn(older, where) != rope
+    if (other_theta is not None and other_theta != theta) or is_other:
+        raise ValueError(f"{where}: rope_parameters and the older rope_theta, rope_scaling differ; expected one of them")
     return rope
 
 

@@ -28,7 +28,7 @@ OTHER_KINDS = (
 # Layouts of EAGLE heads that can't be read, by the class that their config names.
 OTHER_LAYOUTS = {
     "Qwen3Eagle3Model": "DeepSpec", "Gemma4Eagle3Model": "DeepSpec", "LlamaEagle3DraftModel": "NeMo",
-    "Eagle3DeepseekV2ForCausalLM": "ModelOpt with latent attention", "LlamaForCausalLMEagle": "ModelOpt's EAGLE-1",
+    "Eagle3DeepseekV2ForCausalLM": "ModelOpt with latent attention",
 }  # fmt: skip
 
 

@@ -23,8 +23,10 @@ _NAMES = (
 _UNUSED = ("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
 
 
-def take_kv_scale(checkpoint: Checkpoint, prefix: str, num_kv_heads: int) -> Tensor | None:
+def take_kv_scale(checkpoint: Checkpoint, prefix: str, num_kv_heads: int, own: slice = slice(None)) -> Tensor | None:
     """[2, K] float32 of the attention named `prefix`, one number spread over the heads; None if it has none.
+
+    num_kv_heads: of all ranks.  own: those that this rank holds.
 
     ValueError if just one of the two is there, or they are no positive numbers, one for all heads or one for each.
     """
@@ -33,7 +35,7 @@ def take_kv_scale(checkpoint: Checkpoint, prefix: str, num_kv_heads: int) -> Ten
     for pair in _NAMES:
         names = [f"{prefix}.{name}" for name in pair]
         if any(name in checkpoint for name in names):
-            return torch.stack([_scale(checkpoint, name, num_kv_heads) for name in names])
+            return torch.stack([_scale(checkpoint, name, num_kv_heads)[own] for name in names])
     return None
 
 

@@ -170,7 +170,10 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
     Attention that reads another layer's keys and values has queries only.
     """
     if not attention.shares_kv:
-        attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, attention.num_kv_heads)
+        keys, D = attention.qkv_proj.tensors("k_proj")["weight"], attention.head_dim
+        first = keys.start // D
+        own = slice(first, first + attention.num_kv_heads)
+        attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, keys.shape[0] // D, own)
     fill_parts(attention.qkv_proj, checkpoint, prefix)
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     if attention.qk_norm is not None:

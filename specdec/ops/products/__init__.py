@@ -1,1 +1,1 @@
-"""Matrix products, and the choice of the kernel for each shape."""
+"""Matrix products, the kernel for each shape, and the policy that is asked about such choices everywhere."""

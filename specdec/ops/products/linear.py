@@ -2,8 +2,8 @@
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
 kernel in linear_triton.py, and products of up to 192 rows with wide weights the one in linear_wide_triton.py, for those shapes
-for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (specdec/ops/numerics.py).
-This module knows no model.
+for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (numerics.py); under an
+invariant one no library computes anything.  This module knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
-from specdec.ops.numerics import FAST, Numerics
 from specdec.ops.operator import define, use_operator
+from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.tiles import FEW, ProductTiles
 
 
@@ -27,6 +27,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numeri
     """x W^T + bias: [T, O], summed in float32 and rounded once."""
     if use_operator(x_TI):
         return LINEAR(x_TI, weight_OI, bias_O)
+    if numerics.is_invariant:
+        return _invariant(x_TI, weight_OI, bias_O, False, numerics)
     tiles = _tiles(x_TI, weight_OI, False, numerics)
     return F.linear(x_TI, weight_OI, bias_O) if tiles is None else _launch(x_TI, weight_OI, bias_O, False, tiles)
 
@@ -39,6 +41,8 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
     """
     if use_operator(x_TI):
         return GATED_LINEAR(x_TI, weight_2FI, bias_2F)
+    if numerics.is_invariant:
+        return _invariant(x_TI, weight_2FI, bias_2F, True, numerics)
     tiles = _tiles(x_TI, weight_2FI, True, numerics)
     if tiles is None:
         return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
@@ -61,10 +65,23 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
         return None
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
-    tiles = numerics.product_tiles(x.shape[0], *weight.shape, x.dtype, gated)
+    O, I = weight.shape
+    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
+
+
+def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, numerics: Numerics) -> Tensor:
+    """The product whose rows do not depend on each other.  It never falls back to a library."""
+    assert use_kernels(x) and has_pdl(x.device) and x.dtype == weight.dtype and weight.is_contiguous()
+    x_TI = x.reshape(-1, x.shape[-1])
+    (T, I), O = x_TI.shape, weight.shape[0]
+    tiles = numerics.product_tiles(T, O, I, x.dtype, gated)
+    assert tiles is not None and (T <= FEW or _tma_reads(weight)), "refused where the decoder is built"
+    if x_TI.stride(1) != 1 or not _tma_reads(x_TI):
+        x_TI = x_TI.contiguous()
+    return _launch(x_TI, weight, bias, gated, tiles).unflatten(0, x.shape[:-1])
 
 
 def _tma_reads(*matrices: Tensor) -> bool:
@@ -73,6 +90,10 @@ def _tma_reads(*matrices: Tensor) -> bool:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    if tiles.columns:
+        from specdec.ops.products.linear_tiled_triton import launch_tiled_linear
+
+        return launch_tiled_linear(x, weight, bias, gated, tiles)
     if tiles.block_t > FEW:
         from specdec.ops.products.linear_wide_triton import launch_wide_linear
 

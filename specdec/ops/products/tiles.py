@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 FEW = 64  # threshold in rows of x: up to this many, linear_triton.py's kernel is used, and linear_wide_triton.py's for more
+STEP = 128  # columns of a step of invariant products whose columns are split: borders of splits are multiples of it
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 
 
@@ -25,6 +26,7 @@ class ProductTiles(NamedTuple):
     block_i: columns of a step.
     splits: programs that share a tile's columns.
     warps, stages: Triton's.
+    columns: of a split, for linear_tiled_triton.py's kernel, which takes any number of rows; 0 for the other kernels.
     """
 
     block_t: int
@@ -33,6 +35,7 @@ class ProductTiles(NamedTuple):
     splits: int
     warps: int
     stages: int
+    columns: int = 0
 
     def shared_bytes(self, itemsize: int) -> int:
         """Bytes of shared memory that the pipeline's stages take."""
@@ -90,3 +93,35 @@ def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:
     if not 1 < T <= 16 or O > 1536 or I > 1024:
         return None
     return ProductTiles(8 if T <= 8 else 16, 16, 32, min(8, -(-I // 32)), 2, 3)
+
+
+@cache
+def invariant_tiles(T: int, O: int, I: int, gated: bool) -> ProductTiles:
+    """Tiles by which a row's result does not depend on T, bit for bit, in bfloat16 and float16 on Hopper.
+
+    An element is a sum over columns.  Its order is fixed by two things: the splits, which here depend on the weight's shape
+    alone; and the tensor cores' instruction, which adds up 16 columns at a time.  At least 64 weight rows, 16 rows of x and 4
+    warps a program make it the same one (wgmma) for any number of rows.  Other sizes of tiles don't matter.
+    """
+    splits = -(-I // 2048) if O < 4096 else 1 if O >= 16384 else -(-I // 8192)
+    if T > FEW:
+        many = _tiles_many(T, O, torch.bfloat16, gated) if splits == 1 else None
+        return many or _tiles_of_rows(T, O, I, splits)
+    block_t = max(16, 1 << (T - 1).bit_length())
+    if splits > 1:
+        return ProductTiles(block_t, 64, STEP, splits, 4, 6 if T <= 16 else 5)
+    if T <= 16:
+        return ProductTiles(block_t, 64, 256, 1, 4, 4)
+    if O >= 16384:
+        stages = 4 if T <= 32 else 3
+        return ProductTiles(block_t, 64, 128, 1, 4, stages) if gated else ProductTiles(block_t, 128, 128, 1, 8, stages)
+    return ProductTiles(block_t, 64, 128, 1, 4, 7 if O <= 4096 else 5)
+
+
+def _tiles_of_rows(T: int, O: int, I: int, splits: int) -> ProductTiles:
+    """Tiles of linear_tiled_triton.py's kernel: large ones where they fill the GPU, else small ones."""
+    steps = -(-I // STEP)
+    columns = -(-steps // splits) * STEP
+    if -(-O // 256) * -(-T // 128) >= WAVE_FULL * SMS:
+        return ProductTiles(128, 256, 64, splits, 8, 4, columns)
+    return ProductTiles(64 if T <= 128 else 128, 128, 64, splits, 4, 4, columns)

@@ -93,6 +93,11 @@ class Settings:
 def _on_its_device(engine: EngineOptions, num_gpus: int) -> EngineOptions:
     """The same with a device that is none of the replica's choice: Ray shows a replica its own GPU alone, as cuda:0."""
     device, own = str(engine.device), "cuda" if num_gpus else "cpu"
+    if engine.tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size must be 1 in a replica, which has one GPU or none, got {engine.tensor_parallel_size}; "
+            "nearest thing that works for a model on several GPUs: specdec serve"
+        )
     if device not in ("auto", own):
         wanted = int(device.startswith("cuda"))
         nearest = "device='auto'" if wanted == num_gpus else f"num_gpus={wanted}, device='auto'"

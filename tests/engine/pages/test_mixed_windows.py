@@ -18,7 +18,7 @@ from toolkit.pages import long_prompts_wait_from, ring_passes_take
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.groups import ALL, Group
-from specdec.loading.memory import kv_page_bytes, pool_plan
+from specdec.loading.memory import kv_page_bytes, pool_bytes, pool_plan
 from specdec.steps import CopyPages
 
 TREE, CHAIN, LENGTH, CHUNK = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5), 80, 8
@@ -228,7 +228,7 @@ def test_the_pool_is_what_arithmetic_says(zoo: Zoo) -> None:
     full = (3 * settings.pages_per_sequence + 1) * 4 * (2 * a_token[0] + head.num_layers * a_token[1])
     local = (3 * ring + 1) * 4 * 2 * a_token[0]
     assert driver.cache_bytes == full + local
-    plan = pool_plan([target, head], settings)
+    plan = pool_plan([target, head], settings, pool_bytes(settings.device))
     assert plan.bytes == full + local and plan.groups == (ALL, Group(ring, 6))
     assert plan.groups_of_layers(target) == (0, 0, 1, 1) and plan.groups_of_layers(head) == (0,) * head.num_layers
     assert sum(kv_page_bytes([target, head], settings, plan.groups)) == kv_page_bytes([target, head], settings, (ALL,))[0]

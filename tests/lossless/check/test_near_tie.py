@@ -76,7 +76,7 @@ def test_the_least_raise_is_the_least_that_changes_the_choice(options):
     Whatever it says is tried: the logits moved by a little more choose the token, by a little less they do not.
     """
     generator = torch.Generator().manual_seed(0)
-    for seed in range(12):
+    for seed in range(4):
         text = Text([1, 2], [0], SamplingParams(temperature=0.8, seed=seed, **options))
         logits_V = 2 * torch.randn(6, generator=generator)
         scores_V = text.scores(logits_V[None], [0])[0]

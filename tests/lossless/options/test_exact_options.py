@@ -13,6 +13,7 @@ from toolkit.models import Zoo, ragged_prompts
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.batch.choose import scores_at
 
 V, TOKENS, EOS = 40, 20, 7
 TREE, CHAIN = SpecConfig(4, 3, 12), SpecConfig(4, 1, 5)
@@ -141,3 +142,17 @@ def test_n_generations_of_a_prompt(decoder: SpecDecoder) -> None:
     assert len({tuple(out.token_ids) for out in unseeded}) == 4
     with pytest.raises(ValueError, match="n must be 1 .* got 3; nearest thing that works: SpecDecoder.generate"):
         decoder.stream(prompts[0], replace(base, n=3))
+
+
+def test_a_finished_text_is_judged_by_the_same_rules(zoo: Zoo, decoder: SpecDecoder) -> None:
+    """Each token has the highest score at its place, given the text before it.  Keeps out: a near-tie check that looks at the
+    whole text, or at none, and so calls every text under options wrong."""
+    rules = {**ALL, "bad_words": [[5], [11, 3]], "stop_token_ids": [EOS]}
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=2, **rules)
+    (out,) = decoder.generate([3, 9, 20], params)
+    choice = decoder.new_request([3, 9, 20], params).choice
+    with torch.no_grad():
+        logits_TV = zoo.hf("llama")(torch.tensor([[3, 9, 20, *out.token_ids]])).logits[0, 2:-1]
+    places = range(len(out.token_ids))
+    assert scores_at(logits_TV, choice, 3, out.token_ids, places).argmax(-1).tolist() == out.token_ids
+    assert scores_at(logits_TV, choice, 3, [0] * len(out.token_ids), places).argmax(-1).tolist() != out.token_ids

@@ -53,6 +53,7 @@ def settings(**given: Any) -> Settings:
         ({"port": 80}, TypeError, "port is no setting of a replica: Ray's proxies listen"),
         ({"num_gpus": 0, "device": "cuda"}, ValueError, "nearest setting that works: num_gpus=1, device='auto'"),
         ({"device": "cpu"}, ValueError, "nearest setting that works: num_gpus=0, device='auto'"),
+        ({"tensor_parallel_size": 2}, ValueError, "must be 1 in a replica, which has one GPU or none, got 2; nearest"),
         ({"device": "cuda:1"}, ValueError, "Ray chooses the GPU of each replica; nearest setting that works: device='auto'"),
     ],
 )

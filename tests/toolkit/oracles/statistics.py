@@ -8,8 +8,8 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 
-def filtered(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """Probabilities after temperature, then top-k, then top-p (the smallest set that reaches it), in float64."""
+def filtered(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
+    """Probabilities after temperature, then top-k, top-p (the smallest set that reaches it) and min-p, in float64."""
     probs = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-probs, kind="stable")
     if top_k:
@@ -18,6 +18,7 @@ def filtered(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: floa
     if top_p < 1:
         enough = int(np.searchsorted(probs[order].cumsum(), top_p)) + 1
         probs[order[enough:]] = 0
+    probs[probs < min_p * probs.max()] = 0
     return probs / probs.sum()
 
 

@@ -1,7 +1,9 @@
 """The policy that is asked wherever a choice depends on how much is computed at once: tiles, splits, own or library product.
 
 A sum of floating-point numbers depends on its order, and tiles and splits decide the order.  `FAST` chooses what was measured
-to be fastest for each shape, so a row's result may differ in its last bits with the number of rows beside it.
+to be fastest for each shape, so a row's result may differ in its last bits with the number of rows beside it.  `INVARIANT`
+chooses so that the order of every sum is the same for any number of rows: a token's logits then depend on the tokens up to it
+alone, bit for bit.
 
 This module knows the choices, and neither kernels nor models.  Choices of attention belong to its backends: make_backend
 (attention/attend.py) is told the policy too.
@@ -13,13 +15,19 @@ from __future__ import annotations
 
 import torch
 
-from specdec.ops.products.tiles import ProductTiles, product_tiles
+from specdec.ops.products.tiles import ProductTiles, invariant_tiles, product_tiles
 
 FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
 
 
 class Numerics:
-    """One policy.  FAST is the only object of this class itself."""
+    """The policy that chooses what is fastest.
+
+    is_invariant: whether a row's result must not depend on what is computed beside it.  It then can't be left to a library,
+        and rows can't read a common prefix together.
+    """
+
+    is_invariant = False
 
     def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
         """The tiles of a product of T rows with a weight [O, I]; None: cuBLAS computes it.
@@ -34,4 +42,17 @@ class Numerics:
         return most if tokens > FEW_TOKENS else min(8, most)
 
 
-FAST = Numerics()
+class Invariant(Numerics):
+    """The policy by which a row's result depends on nothing but the row: in bfloat16 and float16, on Hopper."""
+
+    is_invariant = True
+
+    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles:
+        assert dtype in (torch.bfloat16, torch.float16), dtype
+        return invariant_tiles(T, O, I, gated)
+
+    def heads_a_program(self, tokens: int, heads: int) -> int:
+        return super().heads_a_program(1, heads)
+
+
+FAST, INVARIANT = Numerics(), Invariant()

@@ -1,0 +1,1 @@
+"""Keys and values of a sequence that several ranks divide among them (decode context parallelism)."""

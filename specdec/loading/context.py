@@ -1,0 +1,46 @@
+"""Refuses settings of decode context parallelism that do not fit the target.  This module knows options and configs only."""
+
+from __future__ import annotations
+
+from specdec.models.config import ModelConfig
+from specdec.models.kv import kv_holders, most_read
+from specdec.options import EngineOptions
+
+NAME = "decode_context_parallel_size"
+
+
+def check_context(options: EngineOptions, target: ModelConfig, target_backend: str) -> None:
+    """ValueError, with the nearest setting that works, if ranks can't divide this target's keys and values as asked."""
+    size, ranks, run = options.decode_context_parallel_size, options.tensor_parallel_size, options.context_interleave
+    if run is not None and size == 1:
+        raise ValueError(f"context_interleave is for {NAME} above 1, got {run}; nearest setting that works: None")
+    if run is not None and options.page_size % run:
+        fits = next(fit for fit in range(run, 0, -1) if options.page_size % fit == 0)
+        raise ValueError(
+            f"context_interleave must divide page_size={options.page_size}, got {run}; nearest setting that works: {fits}"
+        )
+    if size == 1:
+        return
+    if problem := _problem(target, target_backend):
+        raise ValueError(f"{NAME} must be 1 {problem}, got {size}; nearest setting that works: 1")
+    holders = kv_holders(target, ranks)
+    if holders % size:
+        fits = next(fit for fit in range(size, 0, -1) if holders % fit == 0)
+        held = "one process holds" if holders == 1 else f"{holders} processes hold"
+        raise ValueError(
+            f"{NAME} must divide the number of processes that hold the same keys and values: with "
+            f"tensor_parallel_size={ranks}, {held} each key/value head of this target, got {size}; "
+            f"nearest setting that works: {fits}"
+        )
+
+
+def _problem(target: ModelConfig, target_backend: str) -> str:
+    """What of the target can't be divided at all; empty if nothing is."""
+    if target.encoder is not None:
+        return "for a target with an encoder"
+    if target_backend != "native":
+        return "for a target through transformers' code"
+    if most_read(target) is not None:
+        return "where an indexer chooses the keys that are read (sparse attention)"
+    spans = [str(kind) for kind in target.layer_kinds if kind.span is not None]
+    return f"for layers that read a span of keys only ({spans[0]})" if spans else ""

@@ -1,0 +1,101 @@
+"""The kernel that sums, gathers or swaps small tensors of any shape: best tokens, totals, the sums of a few rows.
+
+A program takes BLOCK pairs of words of the tensor, wherever rows begin and end.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.launch import chained
+from specdec.parallel.symmetric.inbox import BLOCK, Inbox
+from specdec.parallel.symmetric.messages_triton import (
+    DTYPES,
+    call_number,
+    lanes,
+    next_count,
+    pack,
+    place,
+    receive,
+    send,
+    unpack,
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["word_count"])
+def flat_kernel(
+    x, out, table, counts, patience, word_count,
+    RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0)
+    first = channel * BLOCK  # in pairs
+    index = lanes(BLOCK, SYS)
+    low = (first + index) * 2
+    fault = tl.load(table + RANKS).to(tl.pointer_type(tl.int32))
+    own_inbox = tl.load(table + RANK).to(tl.pointer_type(tl.int64))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    count = tl.load(counts + channel)
+    number = call_number(count)
+    piece = word_count.to(tl.int64) if KIND == "swap" else 0  # what lies between the words for two ranks
+    own = load_pairs(x + RANK * piece, low, word_count)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            words = load_pairs(x + peer * piece, low, word_count) if KIND == "swap" else own
+            inbox = tl.load(table + peer).to(tl.pointer_type(tl.int64))
+            send(inbox + place(channel, count, RANK, peer, RANKS, CAPACITY) + index * 2, words, number, SYS)
+    for sender in tl.static_range(RANKS):
+        if sender == RANK:
+            words = own
+        else:
+            area = own_inbox + place(channel, count, sender, RANK, RANKS, CAPACITY)
+            words = receive(area + index * 2, number, index, fault, patience, sender, False, SYS)
+        if KIND != "sum":
+            store_pairs(out + sender * word_count.to(tl.int64), words, low, word_count)
+        elif sender == 0:
+            value = unpack(words, DTYPE, SYS)
+        else:
+            value += unpack(words, DTYPE, SYS)
+    if KIND == "sum":
+        store_pairs(out, pack(value, DTYPE, SYS), low, word_count)
+    tl.store(counts + channel, next_count(count))
+
+
+@triton.jit
+def load_pairs(x, low, word_count):
+    second = tl.load(x + low + 1, mask=low + 1 < word_count, other=0).to(tl.int64) << 32
+    return (tl.load(x + low, mask=low < word_count, other=0).to(tl.int64) & 0xFFFFFFFF) | second
+
+
+@triton.jit
+def store_pairs(out, words, low, word_count):
+    """Stores the words of pairs that lie within a tensor, which may end between the two of a pair."""
+    tl.store(out + low, words.to(tl.int32), mask=low < word_count)
+    tl.store(out + low + 1, (words >> 32).to(tl.int32), mask=low + 1 < word_count)
+
+
+def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal["sum", "gather", "swap"]) -> Tensor:
+    """The sum of all ranks' x; or x of all ranks, [N, *x.shape]; or what each rank has for this one, where x is [N, ...].
+
+    patience: in nanoseconds.  x: whole words, at most BLOCK pairs a channel; with "swap" for each rank.
+    """
+    x, layout = x.contiguous(), inbox.layout
+    words = x.flatten().view(torch.int32)
+    out = torch.empty((layout.ranks, *x.shape) if kind == "gather" else x.shape, dtype=x.dtype, device=x.device)
+    count = len(words) // layout.ranks if kind == "swap" else len(words)
+    pairs = triton.cdiv(count, 2)
+    assert pairs <= layout.channels * BLOCK
+    block = max(32, min(BLOCK, triton.next_power_of_2(pairs)))
+    flat_kernel[(triton.cdiv(pairs, block),)](
+        words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, count,
+        RANK=rank, RANKS=layout.ranks, CAPACITY=layout.capacity, BLOCK=block, KIND=kind, SYS=x.is_cuda,
+        DTYPE=DTYPES[x.dtype] if kind == "sum" else tl.int32, num_warps=max(1, block // 128), **chained(x.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,123 @@
+"""A group of ranks whose GPUs reach each other's memory: exchanges run in one kernel, without NCCL.
+
+The group that this one was made from does what the kernels can't, or not well: other dtypes, rows longer than the inbox was
+made for, odd sizes, large tensors to gather, and sums of many rows over more than two ranks.
+
+Shapes: T tokens, H hidden size, N ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from specdec.ops.launch import KERNEL_DTYPES
+from specdec.parallel.group import Group
+from specdec.parallel.symmetric.inbox import BLOCK, Inbox, Unreachable, open_inboxes
+
+# Seconds that a GPU waits for a rank.  It is long because a rank may compile kernels, or capture, while others wait for it; the
+# end of a rank's process is noticed by the first rank's at once, which aborts.
+PATIENCE = 300.0
+ABORTED = -1  # what `abort` writes into the inbox's fault
+# Bytes that a rank sends up to which they go as messages: twice as many bytes, but no fence.
+MOST_AS_MESSAGES = 3 << 18
+# Bytes that a rank may send beyond those that it sends in NCCL's ring: here each sends its whole term to every other one.  With
+# two ranks that is what a ring sends too.
+MOST_BEYOND_RING = 2 << 20
+
+
+class SymmetricGroup(Group):
+    """The ranks of `base`, with an inbox each.  base: does what the kernels can't."""
+
+    def __init__(self, base: Group, inbox: Inbox) -> None:
+        assert inbox.layout.ranks == base.size > 1
+        self.base, self.inbox, self.rank, self.size = base, inbox, base.rank, base.size
+        self.patience = PATIENCE
+
+    def gather(self, x: Tensor) -> Tensor:
+        if not self._is_small(x):
+            return self.base.gather(x)
+        from specdec.parallel.symmetric.flat_triton import launch_flat
+
+        return launch_flat(self.inbox, self.rank, self._patience, x, "gather")
+
+    def swap(self, x: Tensor) -> Tensor:
+        if not self._is_small(x[0]):
+            return self.base.swap(x)
+        from specdec.parallel.symmetric.flat_triton import launch_flat
+
+        return launch_flat(self.inbox, self.rank, self._patience, x, "swap")
+
+    def neighbours(self, size: int) -> Group:
+        return self if size == self.size else self.base.neighbours(size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self._is_small(x) and x.dtype in KERNEL_DTYPES:
+            from specdec.parallel.symmetric.flat_triton import launch_flat
+
+            return launch_flat(self.inbox, self.rank, self._patience, x, "sum")
+        return self._rows(None, x, None, 0.0)[0] if self._has_rows(x) else self.base.sum(x)
+
+    def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
+        if self._has_rows(term_TH) and x_TH.dtype == term_TH.dtype:
+            return self._rows(x_TH, term_TH, None, 0.0)[0]
+        return self.base.add(x_TH, term_TH)
+
+    def add_rms_norm(self, x_TH: Tensor, term_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self._has_rows(term_TH) and x_TH.dtype == weight_H.dtype == term_TH.dtype:
+            return self._rows(x_TH, term_TH, weight_H, eps)
+        return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps)
+
+    def problem(self) -> str:
+        fault = int(self.inbox.fault)
+        missing = f"rank {fault - 1} did not come to an exchange with rank {self.rank} within {self.patience:g} s"
+        return missing if fault > 0 else ""
+
+    def abort(self) -> None:
+        if not int(self.inbox.fault):
+            self.inbox.fault.numpy()[0] = ABORTED
+        self.base.abort()
+
+    @property
+    def _patience(self) -> int:
+        return int(self.patience * 1e9)
+
+    def _is_small(self, x: Tensor) -> bool:
+        num_bytes = x.numel() * x.element_size()
+        return 0 < num_bytes <= self.inbox.layout.channels * BLOCK * 8 and num_bytes % 4 == 0 and self._is_here(x)
+
+    def _has_rows(self, x: Tensor) -> bool:
+        if x.dim() != 2 or not x.numel() or x.dtype not in KERNEL_DTYPES or not self._is_here(x):
+            return False
+        row_bytes = x.shape[1] * x.element_size()
+        beyond = (self.size - 1) * (1 - 2 / self.size) * len(x) * row_bytes
+        return row_bytes % 16 == 0 and row_bytes <= self.inbox.layout.row_bytes and beyond <= MOST_BEYOND_RING
+
+    def _is_here(self, x: Tensor) -> bool:
+        return x.device == self.inbox.counts_C.device and not torch.is_grad_enabled()
+
+    def _rows(self, x_TH: Tensor | None, term_TH: Tensor, weight_H: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        from specdec.parallel.symmetric.rows_triton import launch_rows
+
+        sent = (self.size - 1) * term_TH.numel() * term_TH.element_size()
+        few = len(term_TH) <= self.inbox.layout.channels and sent <= MOST_AS_MESSAGES
+        return launch_rows(self.inbox, self.rank, self._patience, x_TH, term_TH, weight_H, eps, few)
+
+
+def connect(base: Group, device: torch.device) -> Group:
+    """A group of the same ranks that exchanges through GPUs' memory; or `base`, with a warning, where GPUs can't reach it.
+
+    All ranks call it together, and get the same.
+    """
+    try:
+        inbox, give_back = open_inboxes(base, device)
+    except Unreachable as error:
+        if base.rank == 0:
+            warnings.warn(f"ranks exchange over NCCL, which takes longer: {error}", stacklevel=2)
+        return base
+    group = SymmetricGroup(base, inbox)
+    weakref.finalize(group, give_back).atexit = False  # a process that ends has given back everything
+    return group

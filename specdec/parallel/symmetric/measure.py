@@ -1,0 +1,92 @@
+"""How long ranks of this machine take to sum a layer's terms, add and norm them: through GPUs' memory, and over NCCL.
+
+It starts a process for each GPU but the first, as a decoder does, and measures on random rows of bf16.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.parallel.group import Group
+from specdec.parallel.processes import Line, Seat, start
+from specdec.parallel.symmetric.group import SymmetricGroup
+
+ROWS, HIDDEN = (1, 8, 64, 1024), 4096
+CALLS, REPLAYS = 20, 9
+
+
+class Measured(NamedTuple):
+    """size: ranks.  problem: why they do not use each other's memory, empty if they do.  us: microseconds of a call for each of
+    ROWS, by way: "memory" and "NCCL".
+    """
+
+    size: int
+    problem: str
+    us: dict[str, list[float]]
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, ROWS))
+        times = "; ".join(f"{way} {', '.join(f'{us:.1f}' for us in found)} us" for way, found in self.us.items())
+        taken = f"over NCCL ({self.problem})" if self.problem else "through each other's memory"
+        return f"{taken}; sum + norm of {rows} rows x {HIDDEN}: {times}"
+
+
+def measure(size: int) -> Measured:
+    """Measures with `size` GPUs.  RankFailed if a rank failed."""
+    ranks = start(size, _take_part)
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ranks.join(torch.device("cuda", 0))
+        group = ranks.group
+        us = _times(group)
+        ranks.wait("measured")
+    finally:
+        ranks.close()
+    return Measured(size, "" if isinstance(group, SymmetricGroup) else "; ".join(str(each.message) for each in said), us)
+
+
+def _take_part(seat: Seat, line: Line) -> None:
+    torch.cuda.set_device(seat.rank)
+    line.tell("here")
+    _times(seat.join(torch.device("cuda", seat.rank)))
+    line.tell("measured")
+
+
+@torch.inference_mode()
+def _times(group: Group) -> dict[str, list[float]]:
+    ways = {"memory": group, "NCCL": group.base} if isinstance(group, SymmetricGroup) else {"NCCL": group}
+    with torch.cuda.device(group.rank):
+        return {name: [_microseconds(way, rows) for rows in ROWS] for name, way in ways.items()}
+
+
+def _microseconds(group: Group, rows: int) -> float:
+    x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    weight = torch.ones(HIDDEN, dtype=x.dtype, device="cuda")
+    chain = partial(_chain, group, x, weight)
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        chain()
+    times = []
+    for _ in range(REPLAYS):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended) * 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def _chain(group: Group, x_TH: Tensor, weight_H: Tensor) -> None:
+    term_TH = x_TH
+    for _ in range(CALLS):
+        x_TH, term_TH = group.add_rms_norm(x_TH, term_TH, weight_H, 1e-5)

@@ -1,0 +1,197 @@
+"""Attention in one order of sums: plain steps, chunks of prompts and nodes of trees give the same bits.
+
+On a GPU in bfloat16, else in float16 under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from toolkit.kernels import DEVICE, HAS_GPU
+from toolkit.oracles.reference import ReferenceBackend
+from torch import Tensor
+
+from specdec.attention.caches.heads_cache import MHAView
+from specdec.attention.kernels import invariant_backend
+from specdec.attention.kernels.invariant_backend import InvariantBackend, LeavesPlan, leaves_before, octaves_of
+from specdec.attention.kernels.leaves_triton import first_key, leaf_of
+from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
+from specdec.attention.pages import PageTable
+from specdec.attention.plan import causal_segment, prefix_segment
+from specdec.attention.segment import AttentionPlan
+from specdec.attention.state import AttentionState
+from specdec.batch.tree import DraftTree
+from specdec.verify.tables import path_tables
+
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+ALL_AT_ONCE, ONE_LEAF_EACH = 1, 10**6  # how many programs the GPU is said to run: few take all leaves, many take one
+PATH = (0, 1, 3)  # in a tree of PARENTS, the nodes that hold the text
+PARENTS = (0, 0, 0, 1, 1)
+
+
+class World:
+    """A sequence of `length` tokens on scattered pages.  Unread slots hold NaN."""
+
+    def __init__(self, length: int, K: int = 1, G: int = 2, D: int = 16, page: int = 4) -> None:
+        random = torch.Generator().manual_seed(length + D)
+        pages = -(-length // page) + 4
+        self.table_1W = torch.randperm(pages, generator=random).int()[None].to(DEVICE)
+        self.pages = PageTable(self.table_1W, page)
+        self.slots = (self.table_1W[0].long()[:, None] * page + torch.arange(page, device=DEVICE)).flatten()
+        self.kv = torch.full((pages * page, 2, K, D), torch.nan, dtype=DTYPE, device=DEVICE)
+        self.kv[self.slots[:length]] = torch.randn(length, 2, K, D, generator=random).to(DEVICE, DTYPE)
+        self.q_THD = torch.randn(length, K * G, D, generator=random).to(DEVICE, DTYPE)
+
+    def ask(
+        self,
+        q_THD: Tensor,
+        plan: AttentionPlan,
+        kind: LayerKind,
+        programs: int,
+        scoring: Scoring = PLAIN,
+        kv: Tensor | None = None,
+    ) -> AttentionState:
+        backend = InvariantBackend(programs)
+        return backend.attend(q_THD, MHAView(self.kv if kv is None else kv), backend.prepare(plan.local(kind)), scoring)
+
+    def tokens(self, start: int, end: int, kind: LayerKind, programs: int, scoring: Scoring = PLAIN) -> AttentionState:
+        """The attention of the tokens from `start` to `end`, each of which reads up to itself."""
+        return self.ask(self.q_THD[start:end], self.plan(start, end), kind, programs, scoring)
+
+    def plan(self, start: int, end: int) -> AttentionPlan:
+        return AttentionPlan((causal_segment(self.pages, ints(end), end - start),))
+
+    def tree(self, length: int, kind: LayerKind, programs: int) -> AttentionState:
+        """The attention of a tree's nodes after `length` tokens.  The nodes of PATH hold the tokens that come next."""
+        N = len(PARENTS)
+        kv, q_THD = self.kv.clone(), torch.randn(N, *self.q_THD.shape[1:]).to(DEVICE, DTYPE)
+        kv[self.slots[length : length + N]] = torch.randn(N, *kv.shape[1:]).to(DEVICE, DTYPE)
+        for depth, node in enumerate(PATH):
+            kv[self.slots[length + node]] = self.kv[self.slots[length + depth]]
+            q_THD[node] = self.q_THD[length + depth]
+        parents_1N = torch.tensor([PARENTS], device=DEVICE)
+        tree = DraftTree.from_parents(parents_1N, parents_1N, 2)
+        positions_T, _, suffix = path_tables(self.pages, ints(length), tree)
+        prefix = prefix_segment(self.pages, ints(length), N)
+        return self.ask(q_THD, AttentionPlan((prefix,), positions_T, suffix), kind, programs, kv=kv)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def same(a: AttentionState, b: AttentionState) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def rows(state: AttentionState, start: int, end: int | None = None) -> AttentionState:
+    return AttentionState(*(x[start:end] for x in state))
+
+
+@pytest.fixture(autouse=True)
+def short_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves of one block, so that short sequences have several.  Memory for states starts as NaN."""
+    plain = LeavesPlan.scratch
+
+    def poisoned(*args: Any) -> tuple[Tensor, Tensor]:
+        values, sums = plain(*args)
+        return values.fill_(torch.nan), sums.fill_(torch.nan)
+
+    monkeypatch.setattr(LeavesPlan, "scratch", poisoned)
+    monkeypatch.setattr(invariant_backend, "LEAST", 64)
+    monkeypatch.setattr(invariant_backend, "JOINED", 2)
+    torch.manual_seed(0)
+
+
+@triton.jit
+def _borders(keys, leaves, firsts, N: tl.constexpr, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
+    n = tl.arange(0, N)
+    leaf = leaf_of(tl.load(keys + n), LEAST, OCTAVES)
+    first = first_key(leaf, LEAST, OCTAVES)
+    tl.store(leaves + n, leaf)
+    tl.store(firsts + n, first)
+
+
+@pytest.mark.parametrize("octaves", [0, 1, 5])
+def test_leaves_tile_the_positions(octaves: int) -> None:
+    """Keeps out: a position in no leaf or in two, and a host that plans fewer leaves than the kernels count."""
+    borders, position = [], 0
+    for leaf in range(16 * (octaves + 1) + 20):
+        borders.append(position)
+        position += 64 << min(leaf // 16, octaves)
+    keys = sorted({max(0, border + offset) for border in borders for offset in (-1, 0, 1)})
+    keys = (keys + [0] * 128)[:128]
+    leaves, firsts = (torch.empty(128, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    _borders[(1,)](ints(*keys), leaves, firsts, N=128, LEAST=64, OCTAVES=octaves)
+    want = [max(i for i, border in enumerate(borders) if border <= key) for key in keys]
+    assert leaves.tolist() == want and firsts.tolist() == [borders[leaf] for leaf in want]
+    assert [leaves_before(key + 1, octaves) for key in keys] == [leaf + 1 for leaf in want]
+
+
+@pytest.mark.parametrize("kind", [FULL, LayerKind(window=70), LayerKind(chunk=131)], ids=str)
+def test_a_token_s_attention_does_not_depend_on_its_chunk(kind: LayerKind) -> None:
+    """Keeps out: blocks that begin where a chunk or a window begins, splits by the number of programs, masked keys."""
+    world = World(140)
+    chunk = world.tokens(122, 140, kind, ALL_AT_ONCE)
+    assert same(chunk, world.tokens(122, 140, kind, ONE_LEAF_EACH))
+    for position in (122, 128, 139):
+        for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
+            assert same(world.tokens(position, position + 1, kind, programs), rows(chunk, position - 122, position - 121))
+    want = ReferenceBackend()
+    wide = MHAView(world.kv.double())
+    right = want.attend(world.q_THD[122:].double(), wide, want.prepare(world.plan(122, 140).local(kind)))
+    for got, exact in zip(chunk, right, strict=True):
+        torch.testing.assert_close(got.double(), exact.double(), atol=2e-2 if HAS_GPU else 3e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [FULL, LayerKind(window=70), LayerKind(window=2)], ids=str)
+@pytest.mark.parametrize("length", [62, 126, 128])
+def test_a_node_s_attention_is_that_of_a_plain_step(length: int, kind: LayerKind) -> None:
+    """Keeps out: a tree's keys summed apart from the prefix, a tree across a border of blocks or leaves, siblings read."""
+    world = World(140)
+    steps = [world.tokens(length + depth, length + depth + 1, kind, ALL_AT_ONCE) for depth in range(len(PATH))]
+    for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
+        nodes = world.tree(length, kind, programs)
+        for node, step in zip(PATH, steps, strict=True):
+            assert same(rows(nodes, node, node + 1), step), (programs, node)
+
+
+def test_scoring_and_padded_rows() -> None:
+    """Keeps out: a softcap that one of the ways leaves out, NaN in a row without keys."""
+    world, scoring = World(70), Scoring(scale=0.3, softcap=2.0)
+    chunk = world.tokens(60, 70, FULL, ALL_AT_ONCE, scoring)
+    assert same(world.tokens(69, 70, FULL, ONE_LEAF_EACH, scoring), rows(chunk, 9))
+    assert not torch.equal(chunk.out_THD, world.tokens(60, 70, FULL, ALL_AT_ONCE).out_THD)
+    for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
+        empty = world.ask(world.q_THD[:1], AttentionPlan((causal_segment(world.pages, ints(0), 1),)), FULL, programs)
+        assert empty.out_THD.eq(0).all() and empty.lse_TH.eq(-torch.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "G", "D", "page"), [(8, 4, 128, 16), (2, 3, 64, 1), (1, 8, 256, 32), (4, 1, 80, 7)])
+@pytest.mark.parametrize("kind", [FULL, LayerKind(window=300), LayerKind(chunk=256)], ids=str)
+def test_real_shapes(kind: LayerKind, K: int, G: int, D: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: kernels whose products or reductions compile to other instructions than each other's."""
+    monkeypatch.setattr(invariant_backend, "LEAST", 128)
+    world = World(2500, K, G, D, page)
+    chunk = world.tokens(0, 2500, kind, ALL_AT_ONCE)
+    assert same(rows(chunk, 2000), world.tokens(2000, 2500, kind, ONE_LEAF_EACH))
+    for position in (0, 63, 64, 127, 128, 700, 2047, 2048, 2049, 2304, 2499):
+        step = world.tokens(position, position + 1, kind, ONE_LEAF_EACH)
+        assert same(step, world.tokens(position, position + 1, kind, ALL_AT_ONCE))
+        assert same(step, rows(chunk, position, position + 1)), position
+    for length in (1, 60, 126, 128, 700, 2047, 2302):
+        for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
+            nodes = world.tree(length, kind, programs)
+            for depth, node in enumerate(PATH):
+                assert same(rows(nodes, node, node + 1), rows(chunk, length + depth, length + depth + 1)), (length, node)
+
+
+def test_a_span_has_short_leaves() -> None:
+    """Keeps out: a windowed layer far from position 0 whose window lies in one leaf, which one program would read."""
+    want = {None: 4, 128: 0, 1024: 0, 4096: 2, 10**6: 4}
+    assert {span: octaves_of(span) for span in want} == want

@@ -1,0 +1,120 @@
+"""Two ranks on two GPUs over NCCL: they write what one writes, in captured rounds, and end when one of them does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit.deepseek import DeepseekZoo, SparseZoo
+from toolkit.driver import Driver
+from toolkit.models import Zoo, ragged_prompts
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.loading.pair import WantedPair
+from specdec.loading.ranks import Ranks
+from specdec.models.registry import choose_target
+from specdec.models.sharding import misfit
+from specdec.options import EngineOptions
+from specdec.prompts import Tokenizer
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+
+TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
+PROMPTS = ragged_prompts(40, 5, seed=5)
+SAMPLINGS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=9, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=24, temperature=0.8, top_k=7, top_p=0.9, seed=4),
+    SamplingParams(max_tokens=16),
+    SamplingParams(max_tokens=20, temperature=1.0, seed=5),
+]
+GREEDY = [SamplingParams(max_tokens=params.max_tokens) for params in SAMPLINGS]
+ZOOS: dict[type[Zoo], tuple[str, ...]] = {
+    Zoo: ("qwen3", "llama", "llama3-tied-dim8", "llama-dim80-biases", "qwen2", "diffllama-mha", "diffllama-gqa"),
+    DeepseekZoo: ("v2-lite", "v3", "v2-dense-biases"),
+    SparseZoo: ("v32-dense-biases", "glm"),
+}
+FAMILIES = [(zoo, name) for zoo, names in ZOOS.items() for name in names]
+FIRST = [(Zoo, "qwen3"), (DeepseekZoo, "v3")]  # chains and sampling too; other families differ in their layers alone
+
+
+def options_of(size: int) -> EngineOptions:
+    return EngineOptions(device="cuda", dtype="float32", max_seq_len=80, max_batch_size=4, tensor_parallel_size=size)
+
+
+@pytest.fixture(scope="module")
+def zoos(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Zoo], Zoo]:
+    return {zoo: zoo(tmp_path_factory.mktemp("zoo")) for zoo in (Zoo, DeepseekZoo, SparseZoo)}
+
+
+@pytest.fixture(scope="module", params=[size for size in (2, 4) if size <= GPUS])
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[int, Ranks]]:
+    """Processes that every test of the module has load another pair."""
+    found = Ranks(options_of(request.param))
+    yield request.param, found
+    found.close()
+
+
+def decoder_of(target: Path, draft: Path, spec: SpecConfig, size: int, ranks: Ranks | None = None) -> SpecDecoder:
+    wanted = WantedPair(target, draft, spec, options_of(size))
+    model, head, settings, folder = (ranks or Ranks(options_of(1))).load(wanted)
+    return SpecDecoder(model, head, settings, Tokenizer(folder), ranks)
+
+
+@pytest.mark.parametrize(("zoo", "name"), FAMILIES, ids=[name for _, name in FAMILIES])
+def test_ranks_write_what_one_writes(zoo: type[Zoo], name: str, zoos: dict[type[Zoo], Zoo], ranks: tuple[int, Ranks]) -> None:
+    """Keeps out: an exchange that a captured round leaves out or makes twice; a rank that chooses a token of its own."""
+    target = zoos[zoo].target(name)
+    if why := misfit(choose_target(target).config, ranks[0]):
+        pytest.skip(f"{ranks[0]} ranks do not share {why}")
+    draft = zoos[zoo].head(name, "eagle1" if name == "llama3-tied-dim8" else "eagle3")
+    is_first = (zoo, name) in FIRST
+    for spec in (TREE, CHAIN) if is_first else (TREE,):
+        for sampling in (GREEDY, SAMPLINGS) if is_first else (GREEDY,):
+            with decoder_of(target, draft, spec, 1) as decoder:
+                want = [out.token_ids for out in decoder.generate(PROMPTS, sampling)]
+            with decoder_of(target, draft, spec, *ranks) as decoder:
+                for _ in range(2):  # the second time replays what the first has captured
+                    assert [out.token_ids for out in decoder.generate(PROMPTS, sampling)] == want
+                assert Driver(decoder).num_graphs("round") > 0
+
+
+def test_a_cancelled_request_leaves_the_others_alone(zoos: dict[type[Zoo], Zoo], ranks: tuple[int, Ranks]) -> None:
+    """Keeps out: a row that moves on one rank only."""
+    target, draft = zoos[Zoo].target("qwen3"), zoos[Zoo].head("qwen3", "eagle3")
+    with decoder_of(target, draft, TREE, *ranks) as decoder:
+        want = [out.token_ids for out in decoder.generate(PROMPTS[1:4], GREEDY[1:4])]
+        driver = Driver(decoder)
+        requests = [driver.submit(prompt, params) for prompt, params in zip(PROMPTS[:4], GREEDY)]
+        for _ in range(4):
+            driver.step()
+        driver.cancel(requests[0])
+        driver.run_until_idle()
+        assert [request.output.token_ids for request in requests[1:]] == want
+
+
+def test_a_rank_that_dies_ends_the_requests(zoos: dict[type[Zoo], Zoo]) -> None:
+    """Keeps out: a device that waits for ever for a rank that is gone, and a host that waits for this device."""
+    target, draft = zoos[Zoo].target("qwen3"), zoos[Zoo].head("qwen3", "eagle3")
+    others = set(multiprocessing.active_children())
+    with SpecDecoder.from_pretrained(target, draft, TREE, options=options_of(2)) as decoder:
+        decoder.generate(PROMPTS, GREEDY)
+        (child,) = set(multiprocessing.active_children()) - others
+        assert child.pid is not None
+        stream = decoder.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+        next(stream)
+        os.kill(child.pid, signal.SIGSTOP)  # its device stops to take part, while this rank's goes on
+        time.sleep(0.5)
+        os.kill(child.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 failed"):
+            list(stream)
+        assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20

@@ -1,0 +1,85 @@
+"""deterministic=True is refused by name wherever some part would still depend on the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SpecDecoder
+from specdec.loading import resolve
+from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
+from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.diffllama.config import DiffLlamaConfig
+from specdec.ops.products.numerics import FAST, INVARIANT
+from specdec.options import EngineOptions
+from specdec.shipped import draft_folder, target_folder
+
+SIZES: dict[str, Any] = {
+    "family": "llama", "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "vocab_size": 100, "rms_norm_eps": 1e-5, "rope": RopeConfig(1e4), "max_position": 512,
+}  # fmt: skip
+LLAMA = ModelConfig(**SIZES)
+
+
+@pytest.fixture()
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "architecture_of", lambda device: (9, 0))
+
+
+def settings(**options: Any) -> EngineSettings:
+    plain = resolve_settings(EngineOptions(device="cpu"), None, LLAMA)
+    return replace(plain, options=EngineOptions(deterministic=True, **options), dtype=torch.bfloat16)
+
+
+def refusal(asked: EngineSettings, target: ModelConfig = LLAMA) -> str:
+    with pytest.raises(ValueError, match="^deterministic=True ") as info:
+        check_deterministic(asked, target)
+    return str(info.value)
+
+
+def test_what_fits_is_accepted(hopper: None) -> None:
+    """Keeps out: a refusal of everything, and a policy that the option does not choose."""
+    check_deterministic(settings(), LLAMA)
+    assert settings().numerics is INVARIANT
+    assert resolve_settings(EngineOptions(device="cpu"), None, LLAMA).numerics is FAST
+
+
+def test_a_cpu_is_refused_at_construction() -> None:
+    """Keeps out: torch's products on a CPU, whose sums depend on the number of rows, behind a promise that they don't."""
+    with pytest.raises(
+        ValueError, match=r"deterministic=True .*9\.x.*got cpu; nearest setting that works: deterministic=False"
+    ):
+        SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", deterministic=True)
+
+
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a GPU whose tensor cores have not been looked at."""
+    monkeypatch.setattr(resolve, "architecture_of", lambda device: (8, 0))
+    assert "of 8.0; nearest" in refusal(settings())
+
+
+@pytest.mark.parametrize(
+    ("options", "nearest"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='auto'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='auto'"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+    ],
+)
+def test_options_that_depend_on_the_batch(hopper: None, options: dict[str, Any], nearest: str) -> None:
+    """Keeps out: scales taken from the first chunk, sums over ranks by a library, with the promise of equal bits."""
+    name, value = next(iter(options.items()))
+    text = refusal(settings(**options))
+    assert f"got {name}={value!r}" in text and text.endswith(f"nearest setting that works: {nearest}")
+
+
+def test_targets_that_depend_on_the_batch(hopper: None) -> None:
+    """Keeps out: float32, whose products have no invariant kernel; other families' layers; transformers' code; odd sizes."""
+    assert refusal(replace(settings(), dtype=torch.float32)).endswith("dtype='bfloat16'")
+    assert "backend='transformers'" in refusal(replace(settings(), target_backend="transformers"))
+    other = {**SIZES, "family": "diffllama"}
+    assert "got a diffllama target" in refusal(settings(), DiffLlamaConfig(**other))
+    assert "multiples of 8 numbers, got 64 and 100 and 64" in refusal(settings(), replace(LLAMA, intermediate_size=100))

@@ -1,0 +1,80 @@
+"""Products in one order of sums: a row's result does not depend on how many rows are multiplied together.
+
+Shapes: T rows, I in, O out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toolkit.kernels import DEVICE, HAS_GPU
+
+from specdec.models.linear import Linear, use_numerics
+from specdec.ops.products.linear import silu_mul
+from specdec.ops.products.linear_tiled_triton import launch_tiled_linear
+from specdec.ops.products.linear_triton import ARRIVALS
+from specdec.ops.products.numerics import FAST, INVARIANT
+from specdec.ops.products.tiles import FEW, ProductTiles, invariant_tiles
+
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+LARGE = [(6144, 4096, False), (4096, 4096, False), (4096, 14336, False), (28672, 4096, True), (32768, 4096, False)]
+SMALL = [(576, 192, False), (192, 512, False), (1024, 3000, False), (2048, 1408, True)]
+ROWS = (1, 2, 6, 8, 9, 16, 17, 32, 33, 60, 64, 65, 100, 128, 129, 192, 200, 1000, 5000)
+
+
+@pytest.mark.parametrize(
+    ("T", "O", "I", "splits", "gated"), [(35, 40, 104, 1, False), (19, 40, 328, 2, True), (3, 70, 72, 1, True)]
+)
+def test_the_tiled_product_equals_the_definition(T: int, O: int, I: int, splits: int, gated: bool) -> None:
+    """Keeps out: tiles of rows swapped, a split left out or counted twice, stores beyond T or O, a bias per split."""
+    x, bias = torch.randn(T, I).to(DEVICE, DTYPE), torch.randn(2 * O if gated else O).to(DEVICE, DTYPE)
+    weight = torch.randn(2 * O if gated else O, I).to(DEVICE, DTYPE)
+    tiles = ProductTiles(16, 128 if HAS_GPU else 32, 64, splits, 4, 3, 192 if splits > 1 else -(-I // 64) * 64)
+    for b in (bias, None):
+        want = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        want = silu_mul(want) if gated else want
+        got = launch_tiled_linear(x, weight, b, gated, tiles)
+        assert got.shape == want.shape and (got.double() - want).norm() < 6e-3 * want.norm()
+
+
+@pytest.mark.parametrize(("O", "I", "gated"), LARGE + SMALL)
+def test_columns_are_cut_alike_for_all_rows(O: int, I: int, gated: bool) -> None:
+    """Keeps out: a number of rows at which columns are split elsewhere, or at which a smaller instruction multiplies."""
+    cuts = set()
+    for T in ROWS:
+        tiles = invariant_tiles(T, O, I, gated)
+        steps = -(-I // tiles.block_i)
+        by_program = -(-steps // tiles.splits) * tiles.block_i
+        cuts.add((tiles.splits, 0 if tiles.splits == 1 else tiles.columns or by_program))
+        most = 2 * tiles.block_o if tiles.columns or tiles.block_t > FEW else tiles.block_o
+        assert tiles.warps % 4 == 0 and most >= 64 and tiles.block_t >= 16
+        assert tiles.shared_bytes(2) <= 227 * 1024
+        assert tiles.splits == 1 or T > FEW or -(-O // tiles.block_o) <= ARRIVALS
+    assert len(cuts) == 1
+
+
+def test_heads_a_program_and_the_switch() -> None:
+    """Keeps out: a norm of heads reduced by other threads in long prompts, matrices that were left out of the policy."""
+    assert {INVARIANT.heads_a_program(tokens, 48) for tokens in ROWS} == {8}
+    assert {FAST.heads_a_program(tokens, 48) for tokens in ROWS} == {8, 64}
+    model = torch.nn.Sequential(Linear(4, 4), torch.nn.Sequential(Linear(4, 8)))
+    use_numerics(model, INVARIANT)
+    assert all(each.numerics is INVARIANT for each in model.modules() if isinstance(each, Linear))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("O", "I", "gated"), LARGE + SMALL)
+def test_rows_do_not_depend_on_each_other(O: int, I: int, gated: bool) -> None:
+    """Keeps out: tiles whose instruction adds up columns in another order than the other tiles' one."""
+    linear = Linear(I, O, bias=not gated).to(DEVICE, DTYPE).requires_grad_(False)
+    linear.numerics = INVARIANT
+    for parameter in linear.parameters():
+        parameter.normal_(std=0.05)
+    x = torch.randn(1000, I).to(DEVICE, DTYPE)
+    with torch.inference_mode():
+        run = linear.gated if gated else linear
+        whole = run(x)
+        for T in ROWS:
+            start = 1000 - T if T < 1000 else 0
+            assert torch.equal(run(x[start : start + T]), whole[start : start + T]), T

@@ -1,0 +1,161 @@
+"""Exchanges through memory that ranks share: the protocol in every order, and the kernels in Triton's interpreter.
+
+There each rank is a process, and what the kernels write into the other processes' memory is there at once, in order.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+from toolkit.parallel.inboxes import inboxes, on_processes
+from toolkit.parallel.interleavings import Protocol, fault
+
+from specdec.ops.norm import rms_norm
+from specdec.parallel.group import Group
+from specdec.parallel.symmetric import group as groups
+from specdec.parallel.symmetric import inbox
+from specdec.parallel.symmetric.group import SymmetricGroup
+
+EPS = 1e-5
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [Protocol(), Protocol(marked=True), Protocol(ranks=3, words=1, calls=3), Protocol(words=1, calls=7)],
+    ids=["messages", "marks", "three ranks", "many calls"],
+)
+def test_every_order_gives_the_right_words(protocol: Protocol) -> None:
+    """Keeps out: a rank that overwrites what another has not read yet, a wait that never ends."""
+    assert fault(protocol) is None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Protocol(half=lambda count: 0),
+        Protocol(number=lambda count: 1),
+        Protocol(number=lambda count: count & 1),
+        Protocol(number=lambda count: count),  # new memory holds 0
+        Protocol(marked=True, mark_waits=False),
+        Protocol(ranks=3, words=1, calls=3, half=lambda count: 0),
+    ],
+    ids=["one half", "one number", "two numbers", "number 0", "mark before words", "one half, three ranks"],
+)
+def test_a_broken_protocol_is_seen(broken: Protocol) -> None:
+    """Keeps out: a search that looks at too few orders."""
+    assert fault(broken) is not None
+
+
+def term(rank: int, turn: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * turn + rank))
+
+
+def added(terms: list[torch.Tensor]) -> torch.Tensor:
+    """In the order of ranks, in float32, rounded once."""
+    total = terms[0].float()
+    for each in terms[1:]:
+        total = total + each.float()
+    return total.to(terms[0].dtype)
+
+
+def many_calls(group: SymmetricGroup) -> list[str]:
+    """What is wrong in a sequence of calls of all kinds and sizes, through which ranks go at different speeds."""
+    alike, own, wrong = random.Random(group.size), random.Random(group.rank), []
+    for turn in range(12):
+        if own.random() < 0.3:
+            time.sleep(own.random() * 0.02)
+        T, H, dtype = alike.choice([1, 2, 5, 9]), alike.choice([40, 64]), alike.choice([torch.float32, torch.float16])
+        groups.MOST_AS_MESSAGES = alike.choice([0, 1 << 20])
+        terms = [term(rank, turn, T, H).to(dtype) for rank in range(group.size)]
+        x, weight = term(9, turn, T, H + 4).to(dtype)[:, :H], term(8, turn, H).to(dtype)
+        kind = alike.choice(["norm", "add", "sum", "gather", "swap"])
+        if kind == "gather":
+            ids = [(each * 1e9).long() << 20 for each in terms]
+            good = torch.equal(group.gather(ids[group.rank]), torch.stack(ids))
+        elif kind == "swap":
+            pieces = [torch.stack([each * rank for rank in range(1, group.size + 1)]) for each in terms]
+            good = torch.equal(group.swap(pieces[group.rank]), torch.stack([piece[group.rank] for piece in pieces]))
+        elif kind == "sum":
+            good = torch.equal(group.sum(terms[group.rank]), added(terms))
+        else:
+            want = x + added(terms)
+            if kind == "add":
+                good = torch.equal(group.add(x, terms[group.rank]), want)
+            else:
+                total, normed = group.add_rms_norm(x, terms[group.rank], weight, EPS)
+                tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+                close = torch.allclose(
+                    normed.float(), rms_norm(want.float(), weight.float(), EPS), rtol=tolerance, atol=tolerance
+                )
+                good = torch.equal(total, want) and close
+        wrong += [] if good else [f"rank {group.rank}, call {turn}: {kind} of {T} x {H} {dtype}"]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_kernels_exchange_what_the_definition_says(ranks: int) -> None:
+    """Keeps out: a sum in the order of arrival, a row in another's place, a column of padding, calls that meet each other."""
+    assert on_processes(ranks, many_calls, row_bytes=1024, channels=2) == [[]] * ranks
+
+
+def rows_beyond_the_inbox(group: SymmetricGroup) -> bool:
+    groups.MOST_AS_MESSAGES = 0
+    x = torch.zeros(11, 8)
+    terms = [term(rank, 0, *x.shape) for rank in range(group.size)]
+    return torch.equal(group.add(x, terms[group.rank]), added(terms))
+
+
+def test_rows_beyond_the_inbox_go_in_several_exchanges() -> None:
+    """Keeps out: a second piece that writes where the first one did, or whose rows are not stored."""
+    assert on_processes(2, rows_beyond_the_inbox, row_bytes=32, channels=4) == [True, True]
+
+
+def waits_in_vain(group: SymmetricGroup) -> str:
+    group.patience = -1.0  # the interpreter has no clock
+    if group.rank == 1:
+        group.sum(torch.ones(2, 4))
+    return group.problem()
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a program that waits for ever."""
+    monkeypatch.setattr("specdec.parallel.symmetric.messages_triton.LOOK", 4)
+    assert on_processes(2, waits_in_vain) == ["", "rank 0 did not come to an exchange with rank 1 within -1 s"]
+
+
+class Witness(Group):
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.asked = 0, 2, []  # type: ignore[var-annotated]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked.append(list(x.shape))
+        return torch.stack([x, x])
+
+
+def test_what_kernels_can_not_take_goes_to_the_other_group() -> None:
+    """Keeps out: rows longer than the inbox's, numbers that are no whole words, and gradients that the kernels would lose."""
+    base = Witness()
+    group = SymmetricGroup(base, inboxes(2, 256)[0])
+    ones = torch.ones(2, 128)
+    with torch.no_grad():
+        group.add_rms_norm(ones, ones, torch.ones(128), EPS)
+        group.add(torch.ones(2, 36, dtype=torch.float16), torch.ones(2, 36, dtype=torch.float16))
+        group.gather(torch.ones(3, dtype=torch.float16))
+        group.sum(torch.ones(1, dtype=torch.float64))
+    group.sum(torch.ones(1, 4))
+    assert base.asked == [[2, 128], [2, 36], [3], [1], [1, 4]]
+
+
+def test_ranks_that_can_not_reach_each_other_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a group that goes on over NCCL, several times as slow, and nobody is told."""
+
+    def fails(*arguments: object) -> None:
+        raise inbox.Unreachable("ranks 0 and 1 are on two machines")
+
+    monkeypatch.setattr(groups, "open_inboxes", fails)
+    base = Witness()
+    with pytest.warns(UserWarning, match="over NCCL.*two machines"):
+        assert groups.connect(base, torch.device("cpu")) is base

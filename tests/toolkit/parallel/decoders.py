@@ -1,0 +1,54 @@
+"""A decoder whose ranks are threads of one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from specdec import SpecConfig, SpecDecoder
+from specdec.decoder import Tokenizer
+from specdec.loading.build import build_runner, plan_pool
+from specdec.loading.load import load_pair
+from specdec.loading.ranks import follow
+from specdec.options import EngineOptions
+from specdec.steps import Step
+from toolkit.driver import Driver
+from toolkit.parallel.ranks import Queues, ThreadGroup, on_ranks
+
+Result = TypeVar("Result")
+
+
+def with_ranks(
+    target: Path, draft: Path, spec: SpecConfig, size: int, use: Callable[[SpecDecoder], Result], **settings: Any
+) -> Result:
+    """What `use` gives for a decoder of `size` ranks, all of whose caches hold NaN where nothing was written."""
+    options = EngineOptions(device="cpu", max_seq_len=80, tensor_parallel_size=size, **settings)
+    steps: list[SimpleQueue[Step | None]] = [SimpleQueue() for _ in range(size)]
+    results: list[Result] = []
+
+    def work(group: ThreadGroup) -> None:
+        model, head, resolved, folder = load_pair(target, draft, spec, options, group)
+        assert head is not None
+        if group.rank:
+            runner = build_runner(model, head, resolved, plan_pool(model, head, resolved))
+            for cache in runner.workers.caches:
+                for plane in cache.planes.values():
+                    plane.fill_(torch.nan)
+            for step in iter(steps[group.rank].get, None):
+                follow(runner, step)
+            return
+        with SpecDecoder(model, head, resolved, Tokenizer(folder)) as decoder:
+            driver, others = Driver(decoder), Queues(steps[1:])
+            for cache in driver.caches:
+                for plane in cache.planes.values():
+                    plane.fill_(torch.nan)
+            driver.lead(others)
+            try:
+                results.append(use(decoder))
+            finally:
+                others.send(None)
+
+    on_ranks(size, work)
+    return results[0]

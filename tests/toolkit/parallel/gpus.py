@@ -1,0 +1,201 @@
+"""Ranks in processes with a GPU each (several may share one), which reach each other's memory; and what tests have them do."""
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specdec.parallel.group import Group
+from specdec.parallel.symmetric.group import SymmetricGroup, connect
+
+PATIENCE = timedelta(seconds=60)
+EPS = 1e-5
+
+
+class HostGroup(Group):
+    """Exchanges by way of the host, for setting up and for checks."""
+
+    def __init__(self, store: dist.TCPStore, rank: int, size: int) -> None:
+        self._gloo, self.rank, self.size = dist.ProcessGroupGloo(store, rank, size, PATIENCE), rank, size
+
+    def gather(self, x: Tensor) -> Tensor:
+        mine = x.contiguous().cpu()
+        all_N = mine.new_empty((self.size, *x.shape))
+        self._gloo.allgather([list(all_N.unbind())], [mine]).wait()
+        return all_N.to(x.device)
+
+    def abort(self) -> None:
+        """Nothing here waits on a device."""
+
+
+def on_gpus(size: int, work: Callable[..., Any], *arguments: Any, seconds: float = 50.0) -> list[Any]:
+    """What `work(group, ...)`, a function of a module, gives on each of `size` ranks; an exception as text."""
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(size):
+        mine, theirs = context.Pipe()
+        processes.append(context.Process(target=_run, args=(rank, size, store.port, theirs, work, arguments), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(mine)
+    ends = time.monotonic() + seconds
+    try:
+        return [_answer(pipe, ends - time.monotonic()) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _answer(pipe: Any, seconds: float) -> Any:
+    try:
+        return pipe.recv() if pipe.poll(max(0.0, seconds)) else "no answer in time"
+    except EOFError:
+        return "ended without a word"
+
+
+def _run(rank: int, size: int, port: int, pipe: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+        with torch.inference_mode():
+            group = connect(HostGroup(store, rank, size), device)
+            assert isinstance(group, SymmetricGroup)
+            pipe.send(work(group, *arguments))
+    except BaseException as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        raise
+
+
+def random_rows(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def sums_and_norms(group: SymmetricGroup, cases: list[tuple[int, int]], dtype: torch.dtype) -> list[str]:
+    """What is wrong with sums and norms of (rows, hidden size): against float64, between ranks, and between row counts."""
+    wrong = []
+    for T, H in cases:
+        terms = [random_rows(T, H, seed=1000 * T + rank, dtype=dtype) for rank in range(group.size)]
+        x, weight = random_rows(T, H + 8, seed=T, dtype=dtype)[:, :H], random_rows(H, seed=H, dtype=dtype)
+        total, normed = group.add_rms_norm(x, terms[group.rank], weight, EPS)
+        added, summed = group.add(x, terms[group.rank]), group.sum(terms[group.rank])
+        exact = sum((term.double() for term in terms), torch.zeros((), device="cuda").double())
+        unit = torch.finfo(dtype).eps
+        close = dict(rtol=unit, atol=4 * torch.finfo(torch.float32).eps)
+        rounded = total.double()
+        want = rounded * (rounded.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+        checks = {
+            "total": torch.equal(total, x + summed),
+            "sum": torch.allclose(summed.double(), exact, **close),
+            "added": torch.equal(added, total),
+            "normed": torch.allclose(normed.double(), want, rtol=2 * unit, atol=unit * 1e-2),
+        }
+        alone = group.add_rms_norm(x[-1:], terms[group.rank][-1:], weight, EPS)
+        checks["one row alone"] = all(torch.equal(a[0], b[-1]) for a, b in zip(alone, (total, normed)))
+        sums = torch.stack([_fingerprint(each) for each in (total, normed, summed)])
+        checks["same on all ranks"] = bool((group.base.gather(sums) == sums).all())
+        wrong += [f"{T} x {H} {dtype}: {name}" for name, good in checks.items() if not good]
+    return wrong
+
+
+def _fingerprint(x: Tensor) -> Tensor:
+    bits = x.flatten().view(torch.int16).long()
+    return (bits * (torch.arange(len(bits), device=x.device) % 8191 + 1)).sum()
+
+
+class Exchanges:
+    """Exchanges of many sizes whose right results are known, for every step: small whole numbers."""
+
+    def __init__(self, group: SymmetricGroup, shapes: list[tuple[int, int]]) -> None:
+        self.group, self.shapes = group, shapes
+        self.step, self.wrong = torch.zeros(2, dtype=torch.int64, device="cuda").unbind()
+        self.weights = {H: torch.ones(H, dtype=torch.bfloat16, device="cuda") for _, H in shapes}
+        self.places = {(T, H): torch.arange(T * H, device="cuda").view(T, H) for T, H in shapes}
+
+    def term(self, rank: int, shape: tuple[int, int]) -> Tensor:
+        return ((self.step * 31 + rank * 17 + self.places[shape] * 7) % 61 - 30).bfloat16()
+
+    def __call__(self) -> None:
+        self.step += 1
+        for shape in self.shapes:
+            terms = [self.term(rank, shape) for rank in range(self.group.size)]
+            x = (self.places[shape] % 32).bfloat16()
+            total, _ = self.group.add_rms_norm(x, terms[self.group.rank], self.weights[shape[1]], EPS)
+            summed = torch.stack(terms).float().sum(0)
+            self.wrong += (total != x + summed).sum()
+            self.wrong += (self.group.add(x, terms[self.group.rank]) != x + summed).sum()
+            self.wrong += (self.group.sum(terms[self.group.rank]) != summed).sum()
+        ids = (self.step * 5 + torch.arange(6, device="cuda").view(2, 3)) * 2**33
+        ranks = torch.arange(self.group.size, device="cuda")[:, None, None]
+        self.wrong += (self.group.gather(ids + self.group.rank) != ids + ranks).sum()
+        self.wrong += (self.group.swap(ids + 10 * self.group.rank + ranks) != ids + 10 * ranks + self.group.rank).sum()
+
+
+def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], seed: int) -> tuple[int, int, float]:
+    """(wrong numbers, exchanges, seconds) of replays of a graph with eager calls between them, while rank 0's host lags."""
+    exchanges = Exchanges(group, shapes)
+    for _ in range(3):
+        exchanges()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exchanges()
+    alike, own = random.Random(seed), random.Random(seed + group.rank + 1)
+    began, calls = time.monotonic(), 0
+    for _ in range(replays):
+        graph.replay()
+        calls += 1
+        if alike.random() < 0.05:
+            for _ in range(alike.randrange(1, 3)):
+                exchanges()
+                calls += 1
+        if group.rank == 0 and own.random() < 0.02:
+            time.sleep(own.random() * 0.01)
+        if own.random() < 0.01:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return int(exchanges.wrong), calls * (3 * len(shapes) + 2), time.monotonic() - began
+
+
+def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[str, float]:
+    """Rank 0 exchanges with ranks that never do: (why it gave up, the seconds that took)."""
+    group.patience = seconds
+    term = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
+    group.sum(term)
+    torch.cuda.synchronize()
+    group.base.gather(torch.zeros(1))
+    began = time.monotonic()
+    if group.rank == 0:
+        for _ in range(20):
+            group.sum(term)
+        torch.cuda.synchronize()
+    waited = time.monotonic() - began
+    group.base.gather(torch.zeros(1))
+    return group.problem(), waited
+
+
+def aborted(group: SymmetricGroup) -> float:
+    """Rank 0 exchanges with ranks that never do, and another thread aborts: the seconds until its GPU is free."""
+    import threading
+
+    term = torch.ones(4, 4096, dtype=torch.bfloat16, device="cuda")
+    group.sum(term)
+    torch.cuda.synchronize()
+    group.base.gather(torch.zeros(1))
+    began = time.monotonic()
+    if group.rank == 0:
+        threading.Timer(0.3, group.abort).start()
+        group.sum(term)
+        torch.cuda.synchronize()
+    waited = time.monotonic() - began
+    group.base.gather(torch.zeros(1))
+    return waited
