@@ -38,6 +38,11 @@ class Needs(NamedTuple):
     processed: bool = False
 
     @property
+    def drafts(self) -> Needs:
+        """Those needs that a drafter looks at."""
+        return Needs(self.sampled, self.filtered, self.min_p)
+
+    @property
     def rules(self) -> bool:
         """Whether some row has rules for single tokens."""
         return self.bias or self.penalties or self.bad_words or self.ends

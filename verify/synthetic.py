@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.batch.tree import DraftTree
-from specdec.ops.gumbel import mix_64
+from specdec.ops.noise.gumbel import mix_64
 
 _STREAM = 0xD1B54A32D192ED03 - 2**64  # an odd constant that differs from the sampler's, so the two noises differ
 

@@ -22,15 +22,18 @@ from specdec.attention.plan import causal_segment, prefix_segment
 from specdec.attention.segment import AttentionPlan, last_positions
 from specdec.attention.shared import split_shared
 from specdec.batch.packed import PackedPrompts
+from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, Place
 from specdec.draft.eagle.rows import EagleRows
+from specdec.draft.shared_noise import noise_of
 from specdec.draft.tree.branches import fork
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
 from specdec.ops.index import arange
+from specdec.ops.noise.gumbel import Noise
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 
@@ -46,10 +49,12 @@ class DraftWorker(Drafter):
     """Runs a head over the running batch.
 
     In each group of layers the head's cache has the same slots as the target's, so one page table a group serves both models.
+    shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
     """
 
-    def __init__(self, head: DraftHead, place: Place) -> None:
+    def __init__(self, head: DraftHead, place: Place, shares_noise: bool = True) -> None:
         self.head, self.backend, self.topk = head, place.backend, place.spec.topk
+        self.shares_noise = shares_noise
         (self.cache,) = self.caches = place.caches
         self.rows: EagleRows = EagleRows.empty(
             place.rows,
@@ -67,9 +72,10 @@ class DraftWorker(Drafter):
         A tree of S levels takes S - 1 runs of the head: the root's children, level 1, are known already, because the last
         extend or prefill computed them.
         """
-        return self._draft_chain(state, spec.max_steps - 1) if self.topk == 1 else self._draft_tree(state, spec)
+        noise = self._noise(state.lens_B, state.sampling, needs)
+        return self._draft_chain(state, spec.max_steps - 1, noise) if self.topk == 1 else self._draft_tree(state, spec, noise)
 
-    def _draft_chain(self, state: BatchState, steps: int) -> DraftTree:
+    def _draft_chain(self, state: BatchState, steps: int, noise: Noise | None) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
         groups = self._groups(state)
         rows, first = [group.pages.next_tokens(group.lens_B, steps, by_step=True) for group in groups], self._rows(state)
@@ -83,11 +89,13 @@ class DraftWorker(Drafter):
                 plan = AttentionPlan(split_shared(segment, group.shared), positions_B)
                 tables.append(PassTables(plan, own.slots[step]))
             hidden_BH = self.head(tokens_B, hidden_BH, positions_B, self._attention(tables))
-            tokens_B = self.head.vocabulary.greedy(self.head.logits(hidden_BH), self.head.d2t_V)
+            tokens_B = self.head.vocabulary.greedy(
+                self.head.logits(hidden_BH), self.head.d2t_V, noise=noise and noise.at(step + 2)
+            )
             drawn.append(tokens_B)
         return DraftTree.chain(torch.stack(drawn, dim=1))
 
-    def _draft_tree(self, state: BatchState, spec: SpecConfig) -> DraftTree:
+    def _draft_tree(self, state: BatchState, spec: SpecConfig, noise: Noise | None) -> DraftTree:
         """A branching tree.  Every branch of a level is one row of the head's batch; the best K of their K * K children
         continue.
         """
@@ -108,7 +116,15 @@ class DraftWorker(Drafter):
             ]
             tokens_R = beam.tokens_BK.flatten()
             hidden = self.head(tokens_R, rows[0].hidden_RH, rows[0].positions_R, self._attention(tables))
-            beam = expand(candidates, level, beam, self.head.logits(hidden), self.head.d2t_V, self.head.vocabulary)
+            beam = expand(
+                candidates,
+                level,
+                beam,
+                self.head.logits(hidden),
+                self.head.d2t_V,
+                self.head.vocabulary,
+                noise and noise.at(level),
+            )
             ancestors = [own.suffix.pages.table for own in rows]
         return best_nodes(candidates, state.bonus_B, spec.num_draft_tokens, S)
 
@@ -138,14 +154,15 @@ class DraftWorker(Drafter):
             take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
         else:
             rows.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
-        self._set_first_level(rows)
+        self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
 
     def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
         attn = self._attention(prompts.tables_of(self.cache.group_numbers))
         next_ids_T = prompts.next_ids(first_B)
         hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
-        logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V)
+        noise = self._noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
+        logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
         for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
             target.index_copy_(0, prompts.rows_B, source)
 
@@ -196,8 +213,17 @@ class DraftWorker(Drafter):
             last_plan = AttentionPlan(split_shared(last, state.shared), last_positions(last) if state.shared else None)
         return PassTables(plan, rows.slots.flatten(), last_plan)
 
-    def _set_first_level(self, rows: EagleRows) -> None:
+    def _noise(self, lens_B: Tensor, sampling: RowSampling, needs: Needs, rows_B: Tensor | None = None) -> Noise | None:
+        """The noise of the next tree's first level, one position after the bonus token; None where the target adds none.
+
+        rows_B: int64, the rows of `sampling` that are meant; None: all of them.
+        """
+        if not (needs.sampled and self.shares_noise):
+            return None
+        return noise_of(lens_B, sampling if rows_B is None else sampling.of_rows(rows_B), needs)
+
+    def _set_first_level(self, rows: EagleRows, noise: Noise | None) -> None:
         """Computes the next tree's first level, K tokens a row, from the hidden states in `rows`."""
         logits_BV = self.head.logits(rows.level1_hidden_BH)
         out = (rows.level1_logp_BK, rows.level1_tokens_BK)
-        self.head.vocabulary.top(logits_BV, self.topk, self.head.d2t_V, out)
+        self.head.vocabulary.top(logits_BV, self.topk, self.head.d2t_V, out, noise)

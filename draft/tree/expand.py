@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.ops.index import arange
 from specdec.ops.launch import use_kernels
+from specdec.ops.noise.gumbel import Noise
 from specdec.ops.topk import stable_topk
 from specdec.parallel.vocabulary import Vocabulary
 
@@ -88,18 +89,25 @@ def next_level(candidates: Candidates, level: int, beam: Beam, tokens_BKK: Tenso
 
 
 def expand(
-    candidates: Candidates, level: int, beam: Beam, logits_RW: Tensor, offsets_V: Tensor | None, vocabulary: Vocabulary
+    candidates: Candidates,
+    level: int,
+    beam: Beam,
+    logits_RW: Tensor,
+    offsets_V: Tensor | None,
+    vocabulary: Vocabulary,
+    noise: Noise | None = None,
 ) -> Beam:
     """`next_level` with the K most likely tokens of each branch.
 
     logits_RW: of this rank's run of the vocabulary; row b * K + k belongs to branch k of sequence b.
     offsets_V: int64 offsets from draft ids to target ids, or None.
+    noise: what the target will add to its own logits of this level's tokens; None: nothing.
     Up to topk 32 this takes two kernel launches; a wider beam is grown by torch.
     """
     B, K = beam.tokens_BK.shape
     if K <= MAX_KERNEL_TOPK and vocabulary.use_kernels(logits_RW, K):
         from specdec.draft.tree.expand_triton import launch_expand
 
-        return launch_expand(candidates, level, beam, logits_RW, offsets_V, vocabulary.scan())
-    logp_RK, tokens_RK = vocabulary.top(logits_RW, K, offsets_V)
+        return launch_expand(candidates, level, beam, logits_RW, offsets_V, vocabulary.scan(noise, offsets_V))
+    logp_RK, tokens_RK = vocabulary.top(logits_RW, K, offsets_V, noise=noise)
     return next_level(candidates, level, beam, tokens_RK.view(B, K, K), logp_RK.view(B, K, K))

@@ -1,8 +1,8 @@
 """Chooses the target's tokens from its logits: one pass, of which a batch runs the steps that it needs.
 
 For each row of logits the token chosen is the argmax of a score: of the logits themselves where the row is greedy, else of the
-filtered log-probabilities plus noise (Gumbel-max, see ops/gumbel.py).  Before that, the logits are changed by what the row's
-options say of single tokens (rules.py).  This module knows no model.
+filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  Before that, the logits are changed by what the
+row's options say of single tokens (rules.py).  This module knows no model.
 
 Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.batch.rules import TokenTables, edited_logits
 from specdec.batch.sampling import RowSampling, filter_logits
 from specdec.batch.tree import DraftTree
-from specdec.ops.gumbel import gumbel_noise
+from specdec.ops.noise.gumbel import gumbel_noise
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Needs, RowOptions, TokenRules

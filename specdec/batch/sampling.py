@@ -1,8 +1,8 @@
 """How rows sample: their options as a table, and the tokens that top-k and top-p keep.
 
-Tokens are chosen with noise that the seed fixes beforehand (ops/gumbel.py).  So the token that is sampled at a position is a
-function of the target's logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text is
-the same with and without speculation.
+Tokens are chosen with noise that the seed fixes beforehand (ops/noise/gumbel.py).  So the token that is sampled at a position
+is a function of the target's logits and the seed: batch, padding, CUDA graphs and the drafter can't change it, and sampled text
+is the same with and without speculation.
 
 Shapes: R rows (one distribution each), V vocabulary, F floats and I integers of a row's options.
 """

@@ -16,6 +16,7 @@ from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import DraftModel
+from specdec.draft.eagle.worker import DraftWorker
 from specdec.engine.needs import RowChoice
 from specdec.engine.request import Request
 from specdec.generation import Generation
@@ -139,6 +140,14 @@ class Session:
     def force_acceptance(self, probs: Sequence[float]) -> None:
         """From now on level d + 1 of a tree is accepted with probability probs[d], given that level d was."""
         self.decoder.engine.runner.run(ForceAcceptance(tuple(probs)))
+
+    # ---- the rule by which drafts are chosen ----
+
+    def share_noise(self, shares: bool) -> None:
+        """Whether drafts are chosen with the target's own noise.  To be called before the first round is captured."""
+        drafter = self.decoder.engine.runner.workers.drafter
+        assert isinstance(drafter, DraftWorker), "only a head's drafter has two rules"
+        drafter.shares_noise = shares
 
     # ---- whole prompts, as users run them ----
 

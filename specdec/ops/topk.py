@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.noise.gumbel import Noise, perturb
 from specdec.ops.operator import define, use_operator
 
 _SORT_UP_TO = 256  # threshold in values: up to this many, one stable sort is faster than making keys
@@ -34,21 +35,25 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_tokens(
-    logits: Tensor, k: int, offsets_V: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
+    logits: Tensor,
+    k: int,
+    offsets_V: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of [..., V], best first: (float32 log-probabilities, int64 ids), [..., k] each.
 
     Tokens are ordered by logit, so rounding in the log-probabilities makes no new ties.  Log-probabilities are never above 0.
     offsets_V: int64, added to each id (from a draft vocabulary to the target's).
-    out: memory for the two results.
+    out: memory for the two results.  noise: the logits are those of `gumbel.perturb`; rows [R, V] only.
     """
-    if use_operator(logits) and out is None:
+    if use_operator(logits) and out is None and noise is None:
         return TOP_TOKENS(logits, k, offsets_V)
     if use_kernels(logits):
-        from specdec.ops.topk_triton import launch_top_tokens
+        from specdec.ops.topk_triton import launch_top_tokens, noisy_scan
 
-        return launch_top_tokens(logits, k, offsets_V, out)
-    logits = logits.float()
+        return launch_top_tokens(logits, k, offsets_V, out, noisy_scan(noise, offsets_V))
+    logits = logits.float() if noise is None else perturb(logits, noise, offsets_V)
     top, ids = stable_topk(logits, k)
     best = top[..., :1]
     logp = (top - best) - (logits - best).exp().sum(-1, keepdim=True).log()
@@ -58,18 +63,23 @@ def top_tokens(
     return out[0].copy_(logp), out[1].copy_(ids)
 
 
-def greedy_tokens(logits: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False) -> Tensor:
+def greedy_tokens(
+    logits: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False, noise: Noise | None = None
+) -> Tensor:
     """[...] int64: the most likely token of each row of [..., V].
 
     Ties go to the lowest id and NaN counts as the largest value, as in torch's argmax.  offsets_V: as in `top_tokens`.
     finite: a row gives -1 instead where its largest logit is not a finite number: where it holds a NaN or +inf, or -inf alone.
+    noise: as in `top_tokens`.
     """
-    if use_operator(logits):
+    if use_operator(logits) and noise is None:
         return GREEDY_TOKENS(logits, offsets_V, finite)
     if use_kernels(logits):
-        from specdec.ops.topk_triton import launch_greedy_tokens
+        from specdec.ops.topk_triton import launch_greedy_tokens, noisy_scan
 
-        return launch_greedy_tokens(logits, offsets_V, finite)
+        return launch_greedy_tokens(logits, offsets_V, finite, noisy_scan(noise, offsets_V))
+    if noise is not None:
+        logits = perturb(logits, noise, offsets_V)
     ids = logits.argmax(-1)
     if finite:
         return torch.where(logits.gather(-1, ids[..., None])[..., 0].isfinite(), with_offsets(ids, offsets_V), -1)

@@ -10,6 +10,7 @@ Shapes: R rows, N tokens of a slice, S slices, M = S * k keys of a row, C = k be
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -17,6 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
+from specdec.ops.noise.floor import least_logits
+from specdec.ops.noise.gumbel import Noise
+from specdec.ops.noise.gumbel_triton import noise_arguments, perturbation, steepened
 
 LOWEST_32 = tl.constexpr(-(2**31))
 LOWEST_64 = tl.constexpr(-(2**63))
@@ -60,17 +64,31 @@ def key_value(key):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_temperature", "stride_seed", "ahead", "each"])
 def scan_kernel(
     logits,  # [R, V], any float type
     keys,  # [R, S, k] int64
     sums,  # [R, S] float32: sum of exp(logit - the slice's largest)
+    temperature,  # [B] float32
+    seeds,  # [B] int64
+    lens,  # [B] int32
+    offsets,  # [V] int64
+    floor,  # [R] float32
     vocab,
     stride_row,
+    stride_temperature,
+    stride_seed,
+    ahead,
+    each,  # R / B
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
     SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr,
+    LOGIT_WEIGHT: tl.constexpr,
+    NOISE_WEIGHT: tl.constexpr,  # 0: no noise
+    FLOOR_WEIGHT: tl.constexpr,  # 0: no floor
+    HAS_OFFSETS: tl.constexpr,
+    ASM: tl.constexpr,  # see gumbel_triton.py
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -80,11 +98,20 @@ def scan_kernel(
     c_C = tl.arange(0, PADDED_K)
     ok_N = first + i_N < vocab
     logits += row * stride_row
+    if NOISE_WEIGHT > 0:
+        weight, noise_N = perturbation(
+            temperature, seeds, lens, offsets, row // each, stride_temperature, stride_seed, ahead, 0, first + i_N, ok_N,
+            LOGIT_WEIGHT, NOISE_WEIGHT, HAS_OFFSETS, ASM,
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x_N = tl.load(logits + first + i_N, mask=ok_N, other=-float("inf"))
     wide_N = x_N.to(tl.float32)
+    if NOISE_WEIGHT > 0:
+        if FLOOR_WEIGHT > 0:
+            wide_N = steepened(wide_N, tl.load(floor + row), FLOOR_WEIGHT)
+        wide_N = wide_N * weight + noise_N
     top = tl.max(wide_N, 0)
     if SOFTMAX:
         shift = tl.where(top == -float("inf"), 0.0, top)
@@ -94,8 +121,8 @@ def scan_kernel(
         best = tl.min(tl.where(wide_N < tl.max(wide_N, 0), SLICE - 1, i_N), 0)
         token_C = first + best + c_C
     else:
-        if x_N.dtype == tl.float32:
-            key_N = (ordered_32(x_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
+        if NOISE_WEIGHT > 0 or x_N.dtype == tl.float32:
+            key_N = (ordered_32(wide_N).to(tl.int64) << 32) | (SLICE - 1 - i_N)
             lowest = tl.full([], LOWEST_64, tl.int64)
         else:  # 16 bits of value above 16 bits of place: one instruction compares two keys
             key_N = (ordered_16(x_N) << 16) | (SLICE - 1 - i_N)
@@ -109,7 +136,12 @@ def scan_kernel(
         # A slice of fewer than K tokens has no K best.  The rest get ids past the vocabulary, and keys below all others.
         token_C = first + (SLICE - 1 - (best_C & (SLICE - 1)).to(tl.int32))
     ok_C = c_C < K
-    value_C = tl.load(logits + token_C, mask=ok_C & (token_C < vocab), other=-float("inf")).to(tl.float32)
+    if NOISE_WEIGHT == 0:
+        value_C = tl.load(logits + token_C, mask=ok_C & (token_C < vocab), other=-float("inf")).to(tl.float32)
+    elif K == 1:
+        value_C = tl.max(wide_N, 0) + tl.zeros_like(c_C).to(tl.float32)
+    else:
+        value_C = tl.where(token_C < vocab, key_value(best_C), -float("inf"))
     tl.store(keys + place * K + c_C, make_key(value_C, token_C), mask=ok_C)
 
 
@@ -203,10 +235,17 @@ def scan_slices(rows: int, vocab: int, k: int) -> int:
     return triton.cdiv(vocab, slice_size(rows, vocab, k))
 
 
-def launch_scan(logits_RV: Tensor, k: int, softmax: bool, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def launch_scan(
+    logits_RV: Tensor,
+    k: int,
+    softmax: bool,
+    out: tuple[Tensor, Tensor] | None = None,
+    noise: Noise | None = None,
+    offsets_V: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(keys [R, S, k], sums [R, S]): the best tokens of each slice, and its sum of exponentials.  Rows may be strided.
 
-    out: memory for the two results.
+    out: memory for the two results.  noise: what `gumbel.perturb` adds to the logits; offsets_V goes with it.
     """
     R, V = logits_RV.shape
     assert 1 <= k <= V and logits_RV.stride(1) == 1
@@ -216,12 +255,23 @@ def launch_scan(logits_RV: Tensor, k: int, softmax: bool, out: tuple[Tensor, Ten
         out = keys, torch.empty(R, slices, dtype=torch.float32, device=logits_RV.device)
     keys, sums = out
     if R:
+        tensors, strides = ((keys, keys, keys), (0, 0)) if noise is None else noise_arguments(noise)
+        ahead, each = (0, 1) if noise is None else (noise.ahead, R // noise.seed_B.shape[0])
+        floor = None if noise is None or noise.filters is None else least_logits(logits_RV, noise.filters)
         scan_kernel[(R, slices)](
-            logits_RV, keys, sums, V, logits_RV.stride(0),
-            K=k, PADDED_K=triton.next_power_of_2(k), SLICE=size, SOFTMAX=softmax,
+            logits_RV, keys, sums, *tensors, keys if offsets_V is None else offsets_V, sums if floor is None else floor, V,
+            logits_RV.stride(0), *strides, ahead, each, K=k, PADDED_K=triton.next_power_of_2(k), SLICE=size, SOFTMAX=softmax,
+            LOGIT_WEIGHT=noise.logit_weight if noise else 1.0, NOISE_WEIGHT=noise.noise_weight if noise else 0.0,
+            FLOOR_WEIGHT=noise.floor_weight if noise and floor is not None else 0.0,
+            HAS_OFFSETS=noise is not None and offsets_V is not None, ASM=logits_RV.is_cuda,
             num_warps=max(1, size // 1024), **chained(logits_RV.device),
         )  # fmt: skip
     return keys, sums
+
+
+def noisy_scan(noise: Noise | None, offsets_V: Tensor | None) -> Scan:
+    """`launch_scan` of logits to which the noise is added, if there is any."""
+    return launch_scan if noise is None else partial(launch_scan, noise=noise, offsets_V=offsets_V)
 
 
 def merge_sizes(slices: int, k: int) -> dict[str, int]:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import use_kernels
+from specdec.ops.noise.floor import bins_of, floor_of
+from specdec.ops.noise.gumbel import Noise, perturb
 from specdec.ops.topk import greedy_tokens, stable_topk, top_tokens, with_offsets
 from specdec.parallel.group import Group
 
@@ -39,29 +41,36 @@ class Vocabulary(NamedTuple):
         first = min(group.rank * most, size)
         return cls(first, min(most, size - first), size, group)
 
-    def greedy(self, logits_RW: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False) -> Tensor:
+    def greedy(
+        self, logits_RW: Tensor, offsets_V: Tensor | None = None, *, finite: bool = False, noise: Noise | None = None
+    ) -> Tensor:
         """[R] int64: as `greedy_tokens` of whole logits.  offsets_V: of the whole vocabulary."""
         if self.group.size == 1:
-            return greedy_tokens(logits_RW, offsets_V, finite=finite)
+            return greedy_tokens(logits_RW, offsets_V, finite=finite, noise=noise)
         if self.use_kernels(logits_RW, 1):
             from specdec.ops.topk_triton import launch_greedy_tokens
 
-            return launch_greedy_tokens(logits_RW, offsets_V, finite, self.scan())
-        values_R1, ids_R1, _ = self._best(logits_RW, 1)
+            return launch_greedy_tokens(logits_RW, offsets_V, finite, self.scan(noise, offsets_V))
+        values_R1, ids_R1, _ = self._best(self._perturbed(logits_RW, noise, offsets_V), 1)
         tokens_R = with_offsets(ids_R1[:, 0], offsets_V)
         return torch.where(values_R1[:, 0].isfinite(), tokens_R, -1) if finite else tokens_R
 
     def top(
-        self, logits_RW: Tensor, k: int, offsets_V: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
+        self,
+        logits_RW: Tensor,
+        k: int,
+        offsets_V: Tensor | None = None,
+        out: tuple[Tensor, Tensor] | None = None,
+        noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probabilities [R, k] float32, ids [R, k] int64): as `top_tokens` of whole logits.  out: memory for the two."""
         if self.group.size == 1:
-            return top_tokens(logits_RW, k, offsets_V, out)
+            return top_tokens(logits_RW, k, offsets_V, out, noise)
         if self.use_kernels(logits_RW, k):
             from specdec.ops.topk_triton import launch_top_tokens
 
-            return launch_top_tokens(logits_RW, k, offsets_V, out, self.scan())
-        values_Rk, ids_Rk, total_R1 = self._best(logits_RW, k)
+            return launch_top_tokens(logits_RW, k, offsets_V, out, self.scan(noise, offsets_V))
+        values_Rk, ids_Rk, total_R1 = self._best(self._perturbed(logits_RW, noise, offsets_V), k)
         result = (values_Rk - values_Rk[:, :1]) - total_R1, with_offsets(ids_Rk, offsets_V)
         return result if out is None else (out[0].copy_(result[0]), out[1].copy_(result[1]))
 
@@ -86,15 +95,31 @@ class Vocabulary(NamedTuple):
         """Whether kernels go on with what `scan` finds.  Several ranks need equal runs for that, so that all find as much."""
         return use_kernels(logits_RW) and (self.group.size == 1 or (self.size % self.group.size == 0 and k <= self.own))
 
-    def scan(self) -> Scan:
-        """What scans the logits of all ranks on a GPU.  Each rank gets what all have found, from one exchange."""
-        from specdec.ops.topk_triton import launch_scan
+    def scan(self, noise: Noise | None = None, offsets_V: Tensor | None = None) -> Scan:
+        """What scans the logits of all ranks on a GPU.  Each rank gets what all have found, from one exchange.
+
+        noise: added to the logits before; offsets_V goes with it.
+        """
+        from specdec.ops.topk_triton import noisy_scan
 
         if self.group.size == 1:
-            return launch_scan
+            return noisy_scan(noise, offsets_V)
         from specdec.parallel.scan_triton import launch_scan_ranks
 
-        return partial(launch_scan_ranks, gather=self.group.gather)
+        scan = partial(launch_scan_ranks, gather=self.group.gather)
+        if noise is None:
+            return scan
+        return lambda logits_RW, k, softmax: scan(self._perturbed(logits_RW, noise, offsets_V), k, softmax)
+
+    def _perturbed(self, logits_RW: Tensor, noise: Noise | None, offsets_V: Tensor | None) -> Tensor:
+        """This rank's logits, in float32 with the noise of its own ids if there is any."""
+        if noise is None:
+            return logits_RW
+        floor_R = None
+        if noise.filters is not None:
+            largest_R = self.largest(logits_RW).float()
+            floor_R = floor_of(self.group.sum(bins_of(logits_RW, largest_R, noise.filters)), largest_R, noise.filters)
+        return perturb(logits_RW, noise, offsets_V, self.first, floor_R)
 
     def _best(self, logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row over all ranks: the k largest values [R, k] float32, best first, their ids [R, k] int64, and [R, 1] the

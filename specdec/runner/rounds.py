@@ -79,7 +79,7 @@ class RoundRunner:
         """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
         with self.clock.phase("extend"):
-            key = "catch up", state.shape, needs
+            key = "catch up", state.shape, needs.drafts
             self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), drafter.changed(state))
 
     def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
@@ -101,7 +101,7 @@ class RoundRunner:
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
         verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec, needs)
         with self.clock.phase("draft"):
-            tree = run(("draft", *key), lambda: drafter.draft(state, spec, needs), [])
+            tree = run(("draft", state.shape, spec, needs.drafts), lambda: drafter.draft(state, spec, needs), [])
 
         def verify() -> tuple[VerifyResult, Round]:
             result = verifier.verify(state, tree, needs)

@@ -6,7 +6,7 @@ of a branch's number at every step, SGLang's scheme) scores are off by more than
 
 import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -15,11 +15,13 @@ from toolkit.models import Zoo, ragged_prompts
 from toolkit.oracles.heads import DenseHead, PathDrafter
 from torch import Tensor
 
-from specdec import SpecConfig, SpecDecoder
+from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.draft.eagle import worker
 from specdec.draft.tree import branches
 from specdec.draft.tree.expand import Candidates
+from specdec.ops.noise.gumbel import gumbel_noise
 
+Drafter = TypeVar("Drafter", bound=PathDrafter)
 TOLERANCE = 1e-4  # scores are float32; wrong ancestors are off by 0.1
 
 
@@ -36,15 +38,19 @@ class Drawn(NamedTuple):
 
 
 def running_decoder(
-    zoo: Zoo, target: str, kind: str, spec: SpecConfig, page_size: int, batch: int
-) -> tuple[SpecDecoder, list[Request]]:
-    """A decoder that has run some rounds of requests of different lengths."""
+    zoo: Zoo, target: str, kind: str, spec: SpecConfig, page_size: int, batch: int, temperatures: tuple[float, ...] = (0.0,),
+    steps: int = 4,
+) -> tuple[SpecDecoder, list[Request]]:  # fmt: skip
+    """A decoder that has run a prefill and some rounds of requests of different lengths.  Temperatures are taken in turn."""
     decoder = zoo.decoder(target, kind, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
-    requests = [new_request(prompt, 60) for prompt in ragged_prompts(40, batch + 2, seed=3)[2:]]
+    requests = [
+        new_request(prompt, SamplingParams(max_tokens=60, temperature=temperatures[row % len(temperatures)], seed=row - 1))
+        for row, prompt in enumerate(ragged_prompts(40, batch + 2, seed=3)[2:])
+    ]
     driver = Driver(decoder)
     for request in requests:
         driver.add(request)
-    for _ in range(4):
+    for _ in range(steps):
         driver.step()
     return decoder, requests
 
@@ -97,9 +103,9 @@ def row_errors(drawn: Drawn, row: int, alone: PathDrafter) -> Iterator[float]:
             yield float((hidden_H.double() - want_H).abs().max() / want_H.abs().max().clamp(min=1))
 
 
-def alone_of(zoo: Zoo, target: str, kind: str, request: Request) -> PathDrafter:
+def alone_of(zoo: Zoo, target: str, kind: str, request: Request, drafter: type[Drafter] = PathDrafter) -> Drafter:
     hf = copy.deepcopy(zoo.hf(target)).double()
-    return PathDrafter(DenseHead(zoo.head(target, kind), hf), hf, request.prompt_ids + request.output.token_ids)
+    return drafter(DenseHead(zoo.head(target, kind), hf), hf, request.prompt_ids + request.output.token_ids)
 
 
 CASES = [
@@ -153,3 +159,48 @@ def test_static_ancestry_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, kind
     alone = [alone_of(zoo, "llama", kind, request) for request in requests]
     worst = [max(row_errors(drawn, row, alone_in_row)) for row, alone_in_row in enumerate(alone)]
     assert max(worst) > 100 * TOLERANCE
+
+
+class NoisyDrafter(PathDrafter):
+    """Knows the noise with which the target will sample; the rule is written out anew."""
+
+    request: Request
+
+    def log_probs(self, path: tuple[int, ...]) -> dict[int, float]:
+        logp, sampling = super().log_probs(path), self.request.sampling
+        if sampling.temperature == 0:
+            return logp
+        text = len(self.request.prompt_ids) + len(self.request.output.token_ids)
+        noise_V = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([text + len(path)]), 40)[0].double()
+        weighed = {token: 1.5 * value + 1.2 * sampling.temperature * float(noise_V[token]) for token, value in logp.items()}
+        total = float(torch.tensor(list(weighed.values()), dtype=torch.float64).logsumexp(0))
+        return {token: value - total for token, value in weighed.items()}
+
+
+@pytest.mark.slow_cases
+@pytest.mark.parametrize(
+    ("target", "kind", "shape", "steps"),
+    [
+        ("llama", "eagle3", (4, 4, 16), 4),
+        ("qwen2", "eagle1", (4, 3, 12), 1),
+        ("llama", "eagle3", (5, 1, 6), 4),
+        ("qwen2", "eagle1", (5, 1, 6), 1),
+    ],
+)
+def test_sampled_rows_are_drafted_with_the_target_s_noise(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, target: str, kind: str, shape: tuple[int, int, int], steps: int
+) -> None:
+    """The law of scores; the first level comes from an extend, or after one step from the prefill.  Keeps out: noise of another
+    position, level, row or id; of the draft's ids; in a greedy row."""
+    decoder, requests = running_decoder(zoo, target, kind, SpecConfig(*shape), 16, 3, (0.8, 0.0, 1.4), steps)
+    drawn = draw(decoder, SpecConfig(*shape), 3, monkeypatch)
+    for row, request in enumerate(requests):
+        alone = alone_of(zoo, target, kind, request, NoisyDrafter)
+        alone.request = request
+        assert max(row_errors(drawn, row, alone)) < TOLERANCE
+        children: dict[tuple[int, ...], list[int]] = {}
+        for path in drawn.paths[row]:
+            children.setdefault(path[:-1], []).append(path[-1])
+        for path, tokens in children.items():
+            logp = alone.log_probs(path)
+            assert tokens == sorted(logp, key=lambda token: -logp[token])[: shape[1]]

@@ -35,6 +35,20 @@ def test_rounds_through_the_kernels_give_the_target_s_text(zoo: Zoo, spec: SpecC
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("spec", "top_p"), [(SpecConfig(3, 1, 4), 0.8), (SpecConfig(3, 2, 6), 1.0)], ids=str)
+def test_sampled_rounds_through_the_kernels(zoo: Zoo, spec: SpecConfig, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: noise with strides that only a batch's table has, and kernels of sampling in a greedy round (above)."""
+    prompts, decoder = ragged_prompts(40, 3, seed=1)[:2], zoo.decoder("llama", "eagle3", spec, page_size=4, max_batch_size=2)
+    params = [SamplingParams(max_tokens=5, temperature=1.0, top_p=top_p, seed=4), SamplingParams(max_tokens=5)]
+    want = [(out.token_ids, out.stats.accepted_per_round) for out in decoder.generate(prompts, params)]
+    launched = use_kernels_everywhere(monkeypatch)
+    outputs = zoo.decoder("llama", "eagle3", spec, page_size=4, max_batch_size=2).generate(prompts, params)
+    assert [(out.token_ids, out.stats.accepted_per_round) for out in outputs] == want
+    sampling = {"launch_gumbel_noise"} | ({"launch_least_logits"} if top_p < 1 else set())
+    assert set(launched) == (ALWAYS if spec.topk == 1 else ALWAYS | TREES_ONLY) | sampling
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SpecConfig(3, 1, 4), SpecConfig(3, 2, 6)], ids=str)
 def test_a_row_whose_draft_is_nan_goes_through_the_kernels(zoo: Zoo, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that does not speculate reads drafter keys that nobody wrote.  Keeps out: candidates of NaN whose tokens or parents

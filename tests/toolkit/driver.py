@@ -22,7 +22,6 @@ from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.runner import Followers
-from specdec.steps import Needs
 from specdec.verify.synthetic import SyntheticAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
@@ -351,7 +350,8 @@ class Driver(Hooks):
     def draft(self, rows: int, spec: SpecConfig) -> DraftTree:
         """The next tree of the first rows.  Drafting changes nothing of the batch but slots after the committed tokens."""
         with torch.inference_mode():
-            return self.drafter.draft(self._workers.state.narrow(rows), spec, Needs())
+            needs = union(request.choice.needs for request in self.running)
+            return self.drafter.draft(self._workers.state.narrow(rows), spec, needs)
 
     def run_phases(self, rows: int, spec: SpecConfig) -> None:
         """Runs draft, verify and extend of one round, without the engine, with what the running requests need."""

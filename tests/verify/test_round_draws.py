@@ -16,7 +16,9 @@ from torch import Tensor
 
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
-from specdec.ops.gumbel import gumbel_noise
+from specdec.draft.shared_noise import LOGIT_WEIGHT, NOISE_WEIGHT
+from specdec.ops.noise.gumbel import Noise, gumbel_noise
+from specdec.ops.topk import top_tokens
 from specdec.verify.accept import accept
 
 V, ROOT, AT = 8, 3, 9  # the root's token; the position of the first token after it
@@ -35,15 +37,20 @@ def drafted() -> Tensor:
     return target() + 0.7 * torch.randn(V, V, generator=torch.Generator().manual_seed(5))
 
 
+def by_the_drafters_rule(logits_BV: Tensor, seed_B: Tensor, at_B: Tensor, count: int) -> Tensor:
+    """What a head proposes where rows are sampled."""
+    heat_B = torch.ones(len(seed_B), device=seed_B.device)
+    noise = Noise(heat_B, seed_B, at_B.int() - 1, 1, LOGIT_WEIGHT, NOISE_WEIGHT)
+    return top_tokens(logits_BV, count, noise=noise)[1]
+
+
 # Each proposes `count` different tokens after the last ones: by (drafter's logits [B, V], seeds, positions, count).
 # A new way to draft is a line here.
 PROPOSERS: dict[str, Proposer] = {
     "likeliest": lambda logits_BV, seed_B, at_B, count: logits_BV.topk(count).indices,
     "random": lambda logits_BV, seed_B, at_B, count: torch.rand(logits_BV.shape).topk(count).indices.to(seed_B.device),
     "sampled": lambda logits_BV, seed_B, at_B, count: (logits_BV + gumbel_noise(seed_B + 77, at_B, V)).topk(count).indices,
-    "the target's own noise": lambda logits_BV, seed_B, at_B, count: (
-        (logits_BV + gumbel_noise(seed_B, at_B, V)).topk(count).indices
-    ),
+    "the target's own noise": by_the_drafters_rule,
 }
 BRANCHES = {"chain": 1, "tree": 2}
 

@@ -8,7 +8,7 @@ from specdec import EngineOptions, SamplingParams
 from specdec.lossless.choice import Text, least_raise
 from specdec.lossless.near_tie import explain_divergence, first_divergence
 from specdec.lossless.verification import Divergence
-from specdec.ops.gumbel import gumbel_noise
+from specdec.ops.noise.gumbel import gumbel_noise
 
 GREEDY = SamplingParams(max_tokens=9)
 ERROR = [0.0, 0.05, 0.0, -0.05]  # of a pass in 16 bit; its noise is 0.1, so that the bound is 0.2

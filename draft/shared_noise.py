@@ -1,0 +1,35 @@
+"""Drafts that know the target's noise.
+
+The target's token at a place is the one with the largest log p + noise, p being its distribution and the noise fixed by the
+seed, the position and the token before anything is computed.  So drafts are chosen by the same sum with the drafter's q for p
+(the coupling of Daliri, Musco and Suresh, arXiv 2408.07978), and the text stays the target's own.
+
+The drafter's log q is the target's log p and an error.  A token of a small q and a large noise is more often one whose q is too
+large than one that the target will choose, so the noise counts less than the drafter's logits.  The log-softmax of the weighed
+sum estimates the log-probability that the target will choose the token, given q and the noise: a score for trees.
+
+Where the target's filters keep few tokens, large noise on one of the others means nothing.  Which tokens the target keeps is
+not known; those that the same filters would drop of q are made less likely, the more so the further they lie below the least
+kept.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdec.batch.sampling import RowSampling
+from specdec.ops.noise.floor import Filters
+from specdec.ops.noise.gumbel import Noise
+from specdec.steps import Needs
+
+# Fitted, as a multinomial logit, to what three heads of two targets drafted at temperatures 0.3 to 1.
+LOGIT_WEIGHT, NOISE_WEIGHT = 1.5, 1.2
+FLOOR_WEIGHT = 2.0  # chosen for accept length with top-k 20 and top-p of 0.7 to 0.95
+
+
+def noise_of(lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise:
+    """The noise of the tokens one position after the bonus tokens, which stand at positions lens_B (int32)."""
+    filters = None
+    if needs.filtered or needs.min_p:
+        filters = Filters(sampling.temperature_R, sampling.top_k_R, sampling.top_p_R, sampling.min_p_R)
+    return Noise(sampling.temperature_R, sampling.seed_R, lens_B, 1, LOGIT_WEIGHT, NOISE_WEIGHT, FLOOR_WEIGHT, filters)
