@@ -50,7 +50,7 @@ CASES: list[tuple[Callable[..., Files], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("write", "options"), CASES, ids=lambda v: getattr(v, "__name__", str(v)[:60]))
+@pytest.mark.parametrize(("write", "options"), CASES, ids=lambda v: getattr(getattr(v, "func", v), "__name__", str(v)[:60]))
 def test_reading_back(zoo: Zoo, tmp_path: Path, write: Callable[..., Files], options: dict[str, Any]) -> None:
     parts = random_parts(Options(**options), seed=3)
     o, folder = parts.options, writers.save(tmp_path, write(parts))
