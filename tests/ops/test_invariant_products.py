@@ -63,6 +63,23 @@ def test_heads_a_program_and_the_switch() -> None:
     assert all(each.numerics is INVARIANT for each in model.modules() if isinstance(each, Linear))
 
 
+def test_matrices_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a library's product under the invariant policy, rows of more than two dims or strided ones refused."""
+    for switch in ("use_kernels", "has_pdl"):
+        monkeypatch.setattr(f"specdec.ops.products.linear.{switch}", lambda _: True)
+    monkeypatch.setattr(F, "linear", None)  # whoever calls it fails
+    linear = Linear(72, 48, bias=True).to(DEVICE, DTYPE).requires_grad_(False)
+    use_numerics(linear, INVARIANT)
+    for parameter in linear.parameters():
+        parameter.normal_()
+    x = torch.randn(70, 2, 75).to(DEVICE, DTYPE)[..., 1:73]
+    whole, exact = linear(x), x.double() @ linear.weight.double().T + linear.bias.double()  # type: ignore[union-attr]
+    few = linear(x[:1])
+    assert whole.shape == (70, 2, 48) and few.shape == (1, 2, 48)
+    for got, want in ((whole, exact), (few, exact[:1])):
+        assert (got.double() - want).norm() < 6e-3 * want.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("O", "I", "gated"), LARGE + SMALL)
 def test_rows_do_not_depend_on_each_other(O: int, I: int, gated: bool) -> None:
