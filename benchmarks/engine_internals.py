@@ -97,7 +97,7 @@ def give_copies(decoder: SpecDecoder) -> None:
     engine = decoder.engine
     admission, state = engine.scheduler.admission, engine.runner.workers.state
     pool, size = admission.pool, admission.pool.page_size
-    fixed = [admission.fixed_pages(request) for request in engine.running]
+    fixed = [admission.fixed_pages(request, False) for request in engine.running]
     count = next(i for i, page in enumerate(fixed[0]) if page != fixed[1][i])
     for row in range(1, len(engine.running)):
         pages = torch.tensor(pool.admit(("copy", row), count * size), device=state.lens_B.device)

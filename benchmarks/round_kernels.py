@@ -33,6 +33,8 @@ from specdec.draft.tree.expand import Candidates, expand, first_level
 from specdec.ops import index, launch
 from specdec.ops.rows import take_rows
 from specdec.ops.topk import greedy_tokens, top_tokens
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
 from specdec.verify.accept import accept
 from specdec.verify.tables import tree_tables
 
@@ -75,16 +77,16 @@ def draft_stages(
             "draft: best token": (S - 1, lambda: greedy_tokens(logits_RV, d2t_V)),
             "draft: stack": (1, lambda: torch.stack([state.bonus_B, *[tokens_B] * S], dim=1)),
         }, tree
-    candidates = Candidates.empty(B, K, S, DEVICE)
+    candidates, vocabulary = Candidates.empty(B, K, S, DEVICE), Vocabulary.of(DRAFT_VOCAB, ALONE)
     beam = first_level(candidates, rows.level1_tokens_BK, rows.level1_logp_BK)
     for level in range(2, S + 1):
-        beam = expand(candidates, level, beam, random_bf16(B * K, DRAFT_VOCAB), d2t_V)
+        beam = expand(candidates, level, beam, random_bf16(B * K, DRAFT_VOCAB), d2t_V, vocabulary)
     ancestors = torch.zeros(B * K, S - 2, dtype=torch.int32, device=DEVICE)
     pages, lens = state.pages, state.lens_B
     return {
         "draft: first level": (1, lambda: first_level(candidates, rows.level1_tokens_BK, rows.level1_logp_BK)),
         "draft: fork": (S - 1, lambda: fork(pages, lens, beam.parents_BK, hidden_RH, ancestors)),
-        "draft: scan + expand": (S - 1, lambda: expand(candidates, S, beam, logits_RV, d2t_V)),
+        "draft: scan + expand": (S - 1, lambda: expand(candidates, S, beam, logits_RV, d2t_V, vocabulary)),
         "build: best nodes": (1, lambda: best_nodes(candidates, state.bonus_B, N, S)),
     }, best_nodes(candidates, state.bonus_B, N, S)
 

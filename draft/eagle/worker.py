@@ -220,6 +220,7 @@ class DraftWorker(Drafter):
         """
         if not (needs.sampled and self.shares_noise):
             return None
+        sampling = sampling._replace(tables=None)  # rules for single tokens, which drafts don't obey
         return noise_of(lens_B, sampling if rows_B is None else sampling.of_rows(rows_B), needs)
 
     def _set_first_level(self, rows: EagleRows, noise: Noise | None) -> None:

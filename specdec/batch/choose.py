@@ -103,7 +103,7 @@ def scores_at(
         for logits_1V, before_1, place in zip(logits_RV.split(1), before_R.split(1), places, strict=True):
             tables = TokenTables.neutral(1, vocabulary.size, device)
             tables.enter(0, rules, 0)
-            if place:
+            if place > 0:
                 output_1E = torch.tensor([list(output_ids[:place])], device=device)
                 tables.record(output_1E, torch.tensor([place], device=device), 0)
             edited.append(edited_logits(logits_1V, sampling._replace(tables=tables), before_1, needs, vocabulary, None))

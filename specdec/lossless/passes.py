@@ -20,7 +20,9 @@ from specdec.attention.eager.dense import DenseAttention, StoreFn
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.widen import replaced, widened
 from specdec.models.kv import most_read
+from specdec.models.linear import use_numerics
 from specdec.models.target import Target
+from specdec.ops.products.numerics import FAST
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
@@ -53,7 +55,7 @@ class DensePasses:
 
     def __init__(self, session: Source) -> None:
         self.model, self.dtype, self.device = session.model, session.settings.dtype, session.settings.device
-        self._as_stored = session.as_stored
+        self._as_stored, self._numerics = session.as_stored, session.settings.numerics
         self._queries_as_read = rounded_queries if session.settings.options.int8_queries else None
         config = self.model.config
         self.choosing = config.has_experts or most_read(config) is not None
@@ -61,9 +63,13 @@ class DensePasses:
 
     @contextmanager
     def wide(self) -> Iterator[None]:
-        """Inside, passes and logits are computed in the wider dtype."""
-        with widened(self.model, WIDER.get(self.dtype, self.dtype)):
-            yield
+        """Inside, passes and logits are computed in the wider dtype, in whichever order of sums."""
+        use_numerics(self.model, FAST)
+        try:
+            with widened(self.model, WIDER.get(self.dtype, self.dtype)):
+                yield
+        finally:
+            use_numerics(self.model, self._numerics)
 
     def hidden(self, ids: Sequence[int]) -> Tensor:
         """[T, H]: what `logits` takes, after each token."""

@@ -92,8 +92,6 @@ def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] 
 
 def read_together(session: Session, text: Text, asked: Iterable[tuple[int, int]] = ()) -> Reading:
     """As `read_text`, by all ranks that hold the session's target: each computes its share of every pass."""
-    if session.settings.options.tensor_parallel_size == 1:
-        return read_text(DensePasses(session), text, asked)
     return session.together(_read_share, session.settings, text, list(asked))
 
 

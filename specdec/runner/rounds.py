@@ -78,9 +78,12 @@ class RoundRunner:
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Has the drafter learn all tokens of a pause at once."""
         drafter = self.workers.need_drafter()
+        changed = drafter.changed(state)
+        if not changed:  # a drafter that keeps nothing has nothing to learn
+            return
         with self.clock.phase("extend"):
             key = "catch up", state.shape, needs.drafts
-            self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), drafter.changed(state))
+            self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), changed)
 
     def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
         """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""

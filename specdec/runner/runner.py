@@ -118,12 +118,16 @@ class DeviceRunner:
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
         if self._followers is None:
-            return function(self.workers, *given)
+            return self._call(function, given)
         self._followers.send(Call(function, given))
         try:
-            return function(self.workers, *given)
+            return self._call(function, given)
         except BaseException as error:
             raise self._followers.explain(error) from error
+
+    def _call(self, function: Callable[..., R], given: tuple[Any, ...]) -> R:
+        with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
+            return function(self.workers, *given)
 
     def _run(self, step: Step) -> Pending | None:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):

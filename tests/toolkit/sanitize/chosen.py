@@ -20,6 +20,9 @@ CHOSEN: dict[str, list[str]] = {
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
     "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
+    "gumbel_noise_kernel": ["tests/ops/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
+    "perturb_kernel": ["tests/ops/test_gumbel_triton.py::test_perturbed_logits_of_a_run_equal_the_definition[torch.bfloat16]"],
+    "least_logits_kernel": ["tests/ops/test_floor.py::test_the_kernel_equals_the_definition[1300-dtype1]"],
     # attention over keys and values
     "next_tokens_kernel": ["tests/attention/kernels/test_tables.py::test_next_tokens[1-1-5-True]"],
     "last_positions_kernel": ["tests/attention/kernels/test_triton_kinds.py::test_last_positions[6]"],
