@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal, get_args
 
-from specdec.checks import is_array, require_bool, require_choice, require_float, require_int, store
+from specdec.checks import is_array, is_number, require_bool, require_choice, require_float, require_int, store
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
 LARGEST_SEED = 2**63 - 1
@@ -216,6 +217,11 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must be a dict from token ids to numbers, got {value!r} of type {type(value).__name__}")
+    for token in value:
+        if not is_number(type(token), Integral):
+            raise TypeError(f"logit_bias must have token ids as keys, got {token!r} of type {type(token).__name__}")
+        if not 0 <= token < 2**31:
+            raise ValueError(f"logit_bias must have token ids of at least 0 as keys, got {token}")
     return {
         require_int("logit_bias", token, 0, 2**31 - 1): require_float(f"logit_bias[{token}]", added, -100.0, 100.0)
         for token, added in value.items()

@@ -99,7 +99,7 @@ class EngineOptions:
         low=1,
         high=4096,
         decided_by={
-            "generate": "max_batch_size is 1: there is one prompt",
+            "generate": "max_batch_size is --n, at most 32: there is one prompt",
             "bench": "max_batch_size is what --batch-sizes says",
         },
     )

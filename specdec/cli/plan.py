@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specdec.loading.plan import MemoryPlan
 
 HELP = "what memory a pair takes on a GPU, and which context and batch fit"
-UNITS = {"": 1, "G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
+UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 2**20}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +69,19 @@ def _show(plan: MemoryPlan) -> None:
         out.print("it fits")
     else:
         out.print(f"it does not fit: {(plan.total - plan.memory) / 1e9:.2f} GB are missing")
-    out.print(
-        f"what fits: {plan.batch} requests of {plan.longest:,} tokens, or {plan.widest:,} requests of {plan.context:,} tokens"
-        if plan.longest and plan.widest
-        else "the weights alone leave no room: take a smaller dtype, or several GPUs by --tensor-parallel-size"
-    )
+    out.print(_what_fits(plan))
+
+
+def _what_fits(plan: MemoryPlan) -> str:
+    longest = f"{plan.batch} requests of {plan.longest:,} tokens"
+    widest = f"{plan.widest:,} requests of {plan.context:,} tokens"
+    if plan.longest and plan.widest:
+        return f"what fits: {longest}, or {widest}"
+    if plan.longest:
+        return f"not one request of {plan.context:,} tokens fits; what does: {longest} (--context {plan.longest})"
+    if plan.widest:
+        return f"what fits: {widest}"
+    return "weights and what CUDA takes leave no room: take a smaller dtype, or several GPUs (this plans a single one)"
 
 
 def _gpu_memory() -> int:

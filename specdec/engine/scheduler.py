@@ -337,6 +337,7 @@ class Scheduler:
                 raise FloatingPointError(
                     f"the target's logits are not finite (NaN or inf) at position {position}"
                     f"{', the first after the prompt' if tree is None else ''}: neither its weights nor its dtype may overflow"
+                    f"{'; or the options for single tokens leave none' if request.choice.rules else ''}"
                 )
             if tree is None:
                 request.take_first(tokens[0], logprobs)

@@ -26,7 +26,7 @@ from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
-MOST_BATCH = 1024
+MOST_BATCH = 4096  # the most that max_batch_size takes
 
 
 class Models(NamedTuple):
@@ -142,8 +142,8 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
     weights = [tensor_bytes(open_target(folder), settings.dtype, tied)]
     if draft is None:
         return Models((config,), tuple(weights))
-    if draft in WITHOUT_CHECKPOINT:
-        raise ValueError(f"draft={draft!r} has no weights, keys or values; leave it out")
+    if draft in WITHOUT_CHECKPOINT:  # such a drafter keeps a few bytes of each token, and reads no weights
+        return Models((config,), tuple(weights))
     files, _, reading = open_head(resolve_folder(draft, "draft"), config)
     head, without = reading.spec, {"d2t", "t2d", *reading.beside}
     without |= set() if head.own_embeddings else {"embed_tokens.weight"}

@@ -31,6 +31,8 @@ from specdec.bench.session import Session
 from specdec.loading.resolve import EngineSettings
 from specdec.lossless.choice import Text, least_raise
 from specdec.lossless.passes import DensePasses, Held
+from specdec.ops.cuda_graph import on_device
+from specdec.ops.launch import launching
 from specdec.runner.workers import Workers
 
 FACTOR = 2.0
@@ -92,6 +94,10 @@ def read_text(passes: DensePasses, text: Text, asked: Iterable[tuple[int, int]] 
 
 def read_together(session: Session, text: Text, asked: Iterable[tuple[int, int]] = ()) -> Reading:
     """As `read_text`, by all ranks that hold the session's target: each computes its share of every pass."""
+    device = session.settings.device
+    if session.settings.options.tensor_parallel_size == 1:
+        with launching(device), on_device(device):
+            return read_text(DensePasses(session), text, asked)
     return session.together(_read_share, session.settings, text, list(asked))
 
 

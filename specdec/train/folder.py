@@ -34,6 +34,8 @@ def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[s
             f"out: {folder} holds {found[0]} already; go on with that run by --resume, replace it by --overwrite, or name "
             "another folder"
         )
+    if resume and not any((folder / name).exists() for name in RUN_FILES):
+        raise ValueError(f"resume: expected a folder that holds a run, got {folder}, which holds none; start without --resume")
     if resume and overwrite:
         raise ValueError("overwrite: expected one of resume and overwrite, got both")
     try:

@@ -25,9 +25,12 @@ from specdec.draft.eagle.spec import HeadSpec
 from specdec.generation import Stats
 from specdec.loading.threads import set_training_threads
 from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import build
+from specdec.models.config import ModelConfig
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
+from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
 from specdec.train.head_files import save_head
@@ -68,11 +71,12 @@ def train_head(
     Returns the progress at the end.  ValueError for text, settings or files that can't work; it comes before any text is
     written.
     """
-    corpus = load_corpus(texts, run.held_out, split, eval_texts)
+    config = choose_target(resolve_folder(target, "target")).config
+    layers = _check(run, config, str(target), aux_layers)
     folder = prepare_out(out, resume, overwrite, keep=[target])
+    corpus = load_corpus(texts, run.held_out, split, eval_texts)
     torch.manual_seed(run.seed)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
-    layers = _check(run, decoder.model, str(target), aux_layers)
     prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
     notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, decoder.model)]
     print("\n".join(notes), flush=True)
@@ -96,9 +100,8 @@ def train_head(
     return progress
 
 
-def _check(run: HeadRun, model: Target, target: str, aux_layers: Sequence[int] | None) -> tuple[int, ...]:
+def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[int] | None) -> tuple[int, ...]:
     """The layers whose outputs are the features, ascending.  ValueError if no head of these settings fits the target."""
-    config = model.config
     if config.encoder is not None:
         raise ValueError(
             f"target must be a decoder-only model, such as a Llama, got {target}, a {config.family} model: "

@@ -81,7 +81,7 @@ def test_the_client_talks_to_a_server(tmp_path: Path) -> None:
         "choice 1:",
         "32 tokens streamed",
         "no chat: this model has no chat template",
-        "refused: logprobs",
+        "refused: echo",
     ):
         assert said in done.stdout, done.stdout
 

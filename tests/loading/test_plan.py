@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -79,4 +80,6 @@ def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sizes() -> None:
-    assert [_bytes(text) for text in ("80GB", "1.5 GiB", "7", "10m")] == [80 * 10**9, 3 << 29, 7, 10**7]
+    with pytest.raises(argparse.ArgumentTypeError, match="80GB"):
+        _bytes("80")  # of bytes: nobody means that
+    assert [_bytes(text) for text in ("80GB", "1.5 GiB", "10m")] == [80 * 10**9, 3 << 29, 10**7]

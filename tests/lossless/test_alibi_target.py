@@ -92,5 +92,5 @@ def test_with_shared_prefixes(zoo: Zoo, with_alibi: None, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_by_our_kernels(zoo: Zoo, with_alibi: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU Triton's interpreter runs them."""
-    monkeypatch.setattr("specdec.loading.build.make_backend", lambda choice: TritonBackend(4))
+    monkeypatch.setattr("specdec.loading.build.make_backend", lambda *_: TritonBackend(4))
     hold_lossless(zoo, (2, 2, 4), 5, count=2, page_size=4)

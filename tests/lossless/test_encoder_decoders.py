@@ -63,7 +63,7 @@ def test_trees_and_chains(bart: Path, head: Path, page_size: int, spec: tuple[in
 @pytest.mark.slow
 def test_trees_by_our_kernels(bart: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU Triton's interpreter runs them, for minutes if the texts were long."""
-    monkeypatch.setattr("specdec.loading.build.make_backend", lambda choice: TritonBackend(2))
+    monkeypatch.setattr("specdec.loading.build.make_backend", lambda *_: TritonBackend(2))
     hold_lossless(bart, head, SpecConfig(2, 2, 4), tokens=[0, 4, 0, 0, 3, 5], page_size=4, max_batch_size=2)
 
 

@@ -13,6 +13,7 @@ from specdec.bench.session import Session
 from specdec.config import SpecConfig
 from specdec.engine.needs import RowChoice
 from specdec.generation import Generation, Stats
+from specdec.ops.products.numerics import FAST
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
@@ -74,7 +75,7 @@ class StubSession(Session):
         self.model = StubModel(list(logits), dtype, list(error))
         self.settings = SimpleNamespace(
             options=EngineOptions(max_batch_size=2, page_size=4), spec=SpecConfig(2, 2, 4), device=torch.device("cpu"),
-            dtype=dtype, cuda_graphs=False,
+            dtype=dtype, cuda_graphs=False, numerics=FAST,
         )  # fmt: skip
         self.synthetic, self.right, self.wrong, self.text = synthetic, list(right), wrong, text
         self.reason = reason

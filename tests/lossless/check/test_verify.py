@@ -51,6 +51,15 @@ def test_a_right_decoder_passes(zoo: Zoo, dtype: str, kv: str, sampling: Samplin
         assert found.count("EXACT") == 8 and found.unsure == 0 and max(each.bound for each in found.prompts) < 1e-3
 
 
+@pytest.mark.parametrize(
+    "rule", [{"logit_bias": {3: 2.0}}, {"repetition_penalty": 1.4}, {"min_tokens": 6}, {"bad_words": [[5]]}]
+)
+def test_rules_for_single_tokens_are_judged_too(zoo: Zoo, rule: dict[str, Any]) -> None:
+    """Keeps out: places inside the prompt, which the noise is measured at, taken for places of the output."""
+    found = decoder_of(zoo, "float32").verify(PROMPTS[:3], SamplingParams(max_tokens=10, **rule))
+    assert found.passed and found.count("EXACT") == 3, found.prompts
+
+
 # ---- faults, one for each part of a round ----
 
 
