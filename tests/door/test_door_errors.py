@@ -64,7 +64,7 @@ SAMPLING_ERRORS = [
     (dict(presence_penalty=3), ValueError, "presence_penalty must be in .* got 3; nearest .* presence_penalty=2.0"),
     (dict(frequency_penalty="a"), TypeError, "frequency_penalty must be a number, got 'a'"),
     (dict(logit_bias=[1, 2]), TypeError, "logit_bias must be a dict from token ids to numbers, got .1, 2. of type list"),
-    (dict(logit_bias={"1": 2}), TypeError, "logit_bias must be an int, got '1'"),
+    (dict(logit_bias={"1": 2}), TypeError, "logit_bias must have token ids as keys, got '1'"),
     (dict(logit_bias={1: 101}), ValueError, r"logit_bias\[1\] must be in .* got 101; nearest .*=100.0"),
     (dict(bad_words="ab"), TypeError, "bad_words must be a list of strings or a list of lists of ints, got 'ab'"),
     (dict(bad_words=["a", [1]]), TypeError, "bad_words must be .* got 'a' of type str among them"),
