@@ -92,6 +92,7 @@ WAYS = (
 class Recorded(Drafter):
     """A drafter that knows the plain texts.  It puts them on one path of each tree and changes about every sixth token.
 
+    It learns nothing of what rounds emit, since it knows that already: `extend`, `prefill`, `keep` and `catch_up` do nothing.
     texts_QX: ids of prompt and output of each request, whose number is its seed.
     """
 
