@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.eager.dense import DenseAttention
-from specdec.draft.eagle.head import DraftHead, Eagle3Head
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.eagle.head import Eagle3Head, EagleHead
+from specdec.draft.formats.spec import HeadSpec
 from specdec.models.layers import Rotary
 from specdec.models.target import Target
 
@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 
 @torch.inference_mode()
-def look(head: DraftHead, target: Target, ids_T: Tensor) -> Finding | None:
+def look(head: EagleHead, target: Target, ids_T: Tensor) -> Finding | None:
     """Compares both along a text (int64).  None if the text is too short to tell."""
     if len(ids_T) < LEAST_PAIRS + 2:
         return None
@@ -74,7 +74,7 @@ def look(head: DraftHead, target: Target, ids_T: Tensor) -> Finding | None:
     return Finding(as_read.agreement, better)
 
 
-def complaint(head: DraftHead, target: Target, ids_T: Tensor) -> str:
+def complaint(head: EagleHead, target: Target, ids_T: Tensor) -> str:
     """What `look` found, for users; empty if the head is fine, or nothing can be said."""
     found = look(head, target, ids_T)
     if found is None or found.is_fine:
@@ -95,7 +95,7 @@ def standard_errors(gain_P: Tensor) -> float:
 class _Seen:
     """The target's states and choices along a text."""
 
-    def __init__(self, head: DraftHead, target: Target, ids_T: Tensor) -> None:
+    def __init__(self, head: EagleHead, target: Target, ids_T: Tensor) -> None:
         self.ids_T, N = ids_T, target.config.num_layers
         near = {layer + off for layer in head.config.aux_layers for off in (-1, 0, 1)}
         self.layers = tuple(sorted(layer for layer in near if 0 <= layer < N))
@@ -106,7 +106,7 @@ class _Seen:
         self.final_TH, self.states_TF = out.hidden_TH, out.aux_TA
         self.chosen_P = target.vocabulary.greedy(target.logits(out.hidden_TH))[1:]
 
-    def score(self, head: DraftHead, layers: tuple[int, ...]) -> Score:
+    def score(self, head: EagleHead, layers: tuple[int, ...]) -> Score:
         """layers: those whose outputs the head reads; empty: the final hidden state."""
         P = len(self.chosen_P)
         next_P, positions_P = self.ids_T[1:], torch.arange(P, device=self.ids_T.device)
@@ -133,7 +133,7 @@ class _Seen:
         return torch.cat([parts[self.layers.index(layer)] for layer in layers], -1)
 
 
-def misreadings(head: DraftHead, target: Target) -> Iterator[tuple[str, DraftHead, tuple[int, ...]]]:
+def misreadings(head: EagleHead, target: Target) -> Iterator[tuple[str, EagleHead, tuple[int, ...]]]:
     """What a head's files are mistaken for elsewhere: (name, the head read so, the layers that it reads)."""
     spec, N = head.config, target.config.num_layers
     layers = spec.aux_layers

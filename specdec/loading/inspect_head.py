@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.draft.eagle.formats.reading import wanted_tensors
-from specdec.draft.eagle.load import HowToRead, OpenHead, open_head
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.open import HowToRead, OpenHead, open_head
+from specdec.draft.formats.reading import wanted_tensors
+from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle.load import open_head
+from specdec.draft.formats.open import open_head
 from specdec.draft.kinds import WITHOUT_CHECKPOINT
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings

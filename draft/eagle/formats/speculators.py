@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specdec.draft.eagle.formats.body import (
+from specdec.draft.eagle.formats.safeailab import vocabulary_tensors
+from specdec.draft.formats.body import (
     aux_layers_of,
     check_features,
     only_keys,
@@ -17,10 +18,9 @@ from specdec.draft.eagle.formats.body import (
     parse_head_rope,
     windows_by_type,
 )
-from specdec.draft.eagle.formats.reading import Format, HeadFiles, Names, Reading
-from specdec.draft.eagle.formats.safeailab import vocabulary_tensors
-from specdec.draft.eagle.formats.vocabulary import read_draft_ids
-from specdec.draft.eagle.spec import FeatureNorm, HeadSpec
+from specdec.draft.formats.reading import Format, HeadFiles, Names, Reading
+from specdec.draft.formats.spec import FeatureNorm, HeadSpec
+from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
 from specdec.models.config import ModelConfig
 

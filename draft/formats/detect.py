@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.draft.eagle.formats import modelopt, safeailab, specforge, speculators
-from specdec.draft.eagle.formats.reading import Format, HeadFiles
+from specdec.draft.formats.reading import Format, HeadFiles
 from specdec.models.checkpoints.config_values import mapping
 
 FORMATS: dict[str, Format] = {each.NAME: each.FORMAT for each in (safeailab, specforge, speculators, modelopt)}

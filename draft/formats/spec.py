@@ -1,4 +1,4 @@
-"""The one form into which every published EAGLE head is read, whatever its layout.
+"""The one form into which every published head is read, whatever its layout.
 
 Readers (`formats/`) make a `HeadSpec`; modules, the loader and `specdec inspect` know nothing else of a head.
 """
