@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.fill import fill_dflash, fill_dspark, fill_peagle
+from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.fill import fill_eagle1, fill_eagle3
 from specdec.draft.eagle.head import Eagle1Head, Eagle3Head
 from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
@@ -33,6 +36,9 @@ class Kind(NamedTuple):
 KINDS = {
     "eagle1": Kind(Eagle1Head, fill_eagle1),
     "eagle3": Kind(Eagle3Head, fill_eagle3),
+    "p-eagle": Kind(PEagleHead, fill_peagle),
+    "dflash": Kind(DFlashHead, fill_dflash),
+    "dspark": Kind(DSparkHead, fill_dspark),
 }
 
 

@@ -20,7 +20,7 @@ from specdec.draft.formats.body import (
     width_of_features,
     windows_of,
 )
-from specdec.draft.formats.reading import Format, HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, Reading
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, whole
@@ -103,6 +103,3 @@ def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> Names:
     if len(others) + 1 != count:
         raise ValueError(f"{files.where}: num_hidden_layers is {count}, but the checkpoint holds one layer, {first}")
     return Names(first, tuple(others), "hidden_norm" if is_deep else "input_layernorm")
-
-
-FORMAT = Format(NAME, "NVIDIA ModelOpt", "EAGLE-3", read)

@@ -18,7 +18,7 @@ from specdec.draft.formats.body import (
     width_of_features,
     windows_of,
 )
-from specdec.draft.formats.reading import Format, HeadFiles, Names, Reading
+from specdec.draft.formats.reading import HeadFiles, Names, Reading
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, whole
@@ -65,6 +65,3 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
         "recycled is raw, as in SpecForge's trainer (SGLang and vLLM recycle the normed output if it is true)",
     }
     return Reading(spec, Names("midlayer", feature_norms=norms), vocabulary_tensors(files), meanings)
-
-
-FORMAT = Format(NAME, "SpecForge", "EAGLE-3, EAGLE-3.1", read)
