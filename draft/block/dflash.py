@@ -23,6 +23,7 @@ from specdec.draft.block.markov import Markov
 from specdec.draft.drafter import Drafter, Place
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.draft.head import DraftHead
+from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
@@ -35,7 +36,7 @@ class DFlashHead(DraftHead):
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
         block, model = config.block, config.model
         assert block is not None and block.size
-        super().__init__(config, max_positions + 2 * block.size)
+        super().__init__(config, max_positions + block.size + MAX_PAUSE)
         self.block: BlockSpec = block
         self.fc = Linear(config.feature_size, model.hidden_size)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
@@ -106,14 +107,15 @@ class DFlashHead(DraftHead):
             )
 
     def slots(self, spec: SpecConfig) -> int:
-        """An extend may end with as many tokens as were emitted, and then a block."""
-        return spec.max_steps + 1 + self.block.size
+        return self.block.slots(spec)
 
     def passes(self, spec: SpecConfig) -> int:
         return 1
 
     def worker(self, place: Place) -> Drafter:
-        raise NotImplementedError
+        from specdec.draft.block.worker import BlockWorker  # which knows heads, too
+
+        return BlockWorker(self, place)
 
 
 class DSparkHead(DFlashHead):

@@ -16,15 +16,20 @@ from torch import Tensor, nn
 
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
+from specdec.draft.drafter import Drafter, Place
 from specdec.draft.eagle.head import Eagle3Head
-from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.spec import BlockSpec, HeadSpec
+from specdec.limits import MAX_PAUSE, MAX_STEPS
 
 
 class PEagleHead(Eagle3Head):
     """mask_hidden_F: the feature of pairs that are not known; norms and `fc` treat it as a true one."""
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
-        super().__init__(config, max_positions)
+        block = config.block
+        assert block is not None
+        super().__init__(config, max_positions + 2 * MAX_STEPS + MAX_PAUSE)
+        self.block: BlockSpec = block
         self.mask_hidden_F = nn.Parameter(torch.empty(config.feature_size))
 
     def mask_feature(self) -> Tensor:
@@ -37,7 +42,6 @@ class PEagleHead(Eagle3Head):
         features_TF: the target's features of the text's tokens.  ids_T: int64.
         anchors_A: int64, positions from 1 on of the last known tokens; features are known of the tokens before them.
         """
-        assert self.config.block is not None
         P, A, device = len(ids_T) - 1, len(anchors_A), ids_T.device
         depths_D = torch.arange(1, steps, device=device)
         true_P = torch.arange(P, device=device)
@@ -49,7 +53,7 @@ class PEagleHead(Eagle3Head):
             torch.cat((true_P, last_AD.flatten())),
         )
         unknown = A * (steps - 1)
-        ids = torch.cat((ids_T[1:], ids_T.new_full((unknown,), self.config.block.mask_id)))
+        ids = torch.cat((ids_T[1:], ids_T.new_full((unknown,), self.block.mask_id)))
         fused = torch.cat((self.fuse(features_TF[:P]), self.mask_feature().expand(unknown, -1)))
         kinds = self.config.model.layer_kinds
         masks: dict[Any, Tensor] = {kind: rows.visible(kind, True) for kind in set(kinds)}
@@ -57,8 +61,12 @@ class PEagleHead(Eagle3Head):
         return torch.cat((hidden[anchors_A - 1][:, None], hidden[P:].view(A, steps - 1, -1)), dim=1)
 
     def slots(self, spec: SpecConfig) -> int:
-        """An extend may end with as many pairs as were emitted, and then a block's unknown ones."""
-        return 2 * spec.max_steps + 1
+        return self.block.slots(spec)
+
+    def worker(self, place: Place) -> Drafter:  # type: ignore[override]
+        from specdec.draft.block.worker import BlockWorker  # which knows heads, too
+
+        return BlockWorker(self, place)
 
     def passes(self, spec: SpecConfig) -> int:
         return 1

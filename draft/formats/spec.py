@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specdec.config import SpecConfig
+from specdec.limits import MAX_PAUSE
 from specdec.models.config import ModelConfig
 
 FeatureNorm = Literal["none", "each", "joint"]
@@ -45,6 +47,11 @@ class BlockSpec:
     def most_steps(self) -> int | None:
         """The most tokens that a pass drafts; None: any number."""
         return self.size - self.skips_anchor if self.size else None
+
+    def slots(self, spec: SpecConfig) -> int:
+        """How many slots a round writes: the tokens that were emitted, or that a pause kept, and then a block."""
+        columns = MAX_PAUSE if spec.is_auto else 0
+        return max(columns, spec.max_steps + 1) + max(self.size, spec.max_steps)
 
 
 @dataclass(frozen=True)
