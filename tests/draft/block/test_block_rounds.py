@@ -85,11 +85,9 @@ def test_trees_are_those_of_the_head_alone(
 def best_paths(alone: AlonePath, spec: SpecConfig, grows: bool) -> set[tuple[int, ...]]:
     """The best paths by the sum of log-probabilities along them.  grows: whether the best topk of a level go on alone."""
     placed, found = {(): 0.0}, dict[tuple[int, ...], float]()
-    for level in range(spec.num_steps):
+    for _ in range(spec.num_steps):
         children = {
-            (*path, token): score + logp
-            for path, score in placed.items()
-            for token, logp in alone.children(path, spec.topk)
+            (*path, token): score + logp for path, score in placed.items() for token, logp in alone.children(path, spec.topk)
         }
         if alone.parts.options.confidence != "none":
             children = {path: score - stop(alone, path) for path, score in children.items()}
