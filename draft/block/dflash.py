@@ -27,6 +27,7 @@ from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import RMSNorm
 from specdec.models.linear import Linear
+from specdec.models.target import Target
 from specdec.ops.index import arange
 
 
@@ -108,6 +109,11 @@ class DFlashHead(DraftHead):
 
     def slots(self, spec: SpecConfig) -> int:
         return self.block.slots(spec)
+
+    def smoke(self, target: Target, ids_T: Tensor) -> str:
+        from specdec.draft.block.smoke import BlockLook  # which knows heads, too
+
+        return BlockLook().complaint(self, target, ids_T)
 
     def passes(self, spec: SpecConfig) -> int:
         return 1

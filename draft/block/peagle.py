@@ -20,6 +20,7 @@ from specdec.draft.drafter import Drafter, Place
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.limits import MAX_PAUSE, MAX_STEPS
+from specdec.models.target import Target
 
 
 class PEagleHead(Eagle3Head):
@@ -58,7 +59,7 @@ class PEagleHead(Eagle3Head):
         kinds = self.config.model.layer_kinds
         masks: dict[Any, Tensor] = {kind: rows.visible(kind, True) for kind in set(kinds)}
         hidden = self(ids, fused, rows.positions_R, MaskedAttention([masks[kind] for kind in kinds]))
-        return torch.cat((hidden[anchors_A - 1][:, None], hidden[P:].view(A, steps - 1, -1)), dim=1)
+        return torch.cat((hidden[anchors_A - 1][:, None], hidden[P:].view(A, steps - 1, hidden.shape[1])), dim=1)
 
     def slots(self, spec: SpecConfig) -> int:
         return self.block.slots(spec)
@@ -67,6 +68,11 @@ class PEagleHead(Eagle3Head):
         from specdec.draft.block.worker import BlockWorker  # which knows heads, too
 
         return BlockWorker(self, place)
+
+    def smoke(self, target: Target, ids_T: Tensor) -> str:
+        from specdec.draft.block.smoke import BlockLook  # which knows heads, too
+
+        return BlockLook().complaint(self, target, ids_T)
 
     def passes(self, spec: SpecConfig) -> int:
         return 1

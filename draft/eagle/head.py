@@ -37,9 +37,9 @@ class EagleHead(DraftHead):
         return DraftWorker(self, place)
 
     def smoke(self, target: Target, ids_T: Tensor) -> str:
-        from specdec.draft.eagle.smoke import complaint  # which knows heads, too
+        from specdec.draft.eagle.smoke import EagleLook  # which knows heads, too
 
-        return complaint(self, target, ids_T)
+        return EagleLook().complaint(self, target, ids_T)
 
     def slots(self, spec: SpecConfig) -> int:
         branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0

@@ -39,10 +39,15 @@ def block_model(raw: dict[str, Any], own: Iterable[str], target: ModelConfig | N
     model = parse_body(raw, own, target, where, family="qwen3")
     count = layer_count(raw, where, None)
     model = replace(model, num_layers=count, rope=parse_head_rope(raw, target, where, silent=False))
-    kinds = windows_by_type(raw, count, where)
-    if flag(raw, "use_sliding_window", where) and not any(kind.window for kind in kinds):
+    model = replace(model, layer_kinds=windows_by_type(raw, count, where))
+    check_switch(raw, model, where)
+    return model
+
+
+def check_switch(raw: dict[str, Any], model: ModelConfig, where: str) -> None:
+    """ValueError where the switch of windows is on and no layer has one."""
+    if flag(raw, "use_sliding_window", where) and not any(kind.window for kind in model.layer_kinds):
         raise ValueError(f"{where}: use_sliding_window is true, but no layer of layer_types is a sliding_attention")
-    return replace(model, layer_kinds=kinds)
 
 
 def check_windows(model: ModelConfig, size: int, where: str) -> None:

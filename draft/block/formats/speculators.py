@@ -16,6 +16,7 @@ from specdec.draft.block.formats.common import (
     block_meanings,
     block_reading,
     block_size,
+    check_switch,
     check_windows,
     correction_of,
     features_of,
@@ -26,7 +27,7 @@ from specdec.draft.eagle.formats.speculators import MARK, NAME, OWN_KEYS, check_
 from specdec.draft.formats.reading import HeadFiles, Reading
 from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.formats.vocabulary import read_draft_ids
-from specdec.models.checkpoints.config_values import flag, whole
+from specdec.models.checkpoints.config_values import flag, mapping, whole
 from specdec.models.config import ModelConfig
 
 KINDS = ("peagle", "dflash", "dspark")
@@ -59,6 +60,7 @@ def _read_block(files: HeadFiles, target: ModelConfig | None) -> Reading:
         if raw.get(key) is None:
             raise ValueError(f"{where} lacks {key}; expected true or false: runtimes take different defaults")
     model = inner_model(raw, target, where)
+    check_switch(mapping(raw, "transformer_layer_config", where), model, where)
     size, windowed = block_size(raw, where), [kind.window is not None for kind in model.layer_kinds]
     check_windows(model, size, where)
     kinds = [replace(kind, window=kind.window + size) if kind.window else kind for kind in model.layer_kinds]

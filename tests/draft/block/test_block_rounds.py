@@ -17,31 +17,27 @@ from toolkit.models import Zoo, ragged_prompts
 from specdec import SamplingParams, SpecConfig
 
 TEXTS = [  # target, head, shape, settings
-    ("llama", "p-eagle", (4, 1, 5), {"page_size": 1}),
-    ("qwen3", "p-eagle-window", (3, 3, 12), {"page_size": 4, "prefix_caching": True, "prefill_chunk": 5}),
-    ("llama", "dflash", (5, 2, 9), {"page_size": 4, "prefix_caching": True, "prefill_chunk": 5}),
-    ("mistral", "dflash-mixed", (3, 1, 4), {"page_size": 4}),
-    ("llama", "dflash-pruned", ("auto", 2, 6), {"page_size": 4, "prefix_caching": True}),
-    ("qwen2", "dflash-causal", (4, 3, 13), {"page_size": 16}),
-    ("llama", "dspark", (4, 2, 7), {"page_size": 1, "prefix_caching": True}),
-    ("qwen2", "dspark-rnn", ("auto", 1, 5), {"page_size": 4}),
     ("llama", "p-eagle", ("auto", 2, 6), {"page_size": 4, "prefix_caching": True}),
+    ("llama", "dflash-pruned", (4, 2, 9), {"page_size": 4, "prefix_caching": True, "prefill_chunk": 5}),
+    ("mistral", "dflash-mixed", (3, 1, 4), {"page_size": 4}),
+    ("qwen3", "p-eagle-window", (3, 3, 12), {"page_size": 4, "prefill_chunk": 5}),
+    ("qwen2", "dspark-rnn", ("auto", 1, 5), {"page_size": 1}),
 ]
 
 
-@pytest.mark.slow_cases(keep=3)
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "head", "shape", "settings"), TEXTS, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, target: str, head: str, shape: Any, settings: dict[str, Any]) -> None:
     decoder = block_decoder(zoo, target, head, SpecConfig(*shape), max_batch_size=3, **settings)
     driver = Driver(decoder)
     if shape[0] == "auto":
         driver.script_levels(2, 0, 0, 3, 0, 1)
-    prompts = ragged_prompts(40, 6)
-    for _ in range(2):  # the second time kept pages are found
-        outputs = decoder.generate(prompts, SamplingParams(max_tokens=24))
-        assert [out.token_ids for out in outputs] == [zoo.greedy(target, prompt, 24) for prompt in prompts]
-    sampled = SamplingParams(max_tokens=12, temperature=1.1, seed=3)
-    fast, plain = (decoder.generate(prompts[:2], sampled, speculate=on) for on in (True, False))
+    prompts = ragged_prompts(40, 5)
+    for _ in range(1 + settings.get("prefix_caching", False)):  # the second time kept pages are found
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=16))
+        assert [out.token_ids for out in outputs] == [zoo.greedy(target, prompt, 16) for prompt in prompts]
+    sampled = SamplingParams(max_tokens=8, temperature=1.1, seed=3)
+    fast, plain = (decoder.generate(prompts[3:], sampled, speculate=on) for on in (True, False))
     assert [out.token_ids for out in fast] == [out.token_ids for out in plain]
     driver.assert_nothing_leaked()
 
