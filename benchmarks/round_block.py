@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from round_8b import DRAFT_VOCAB, TARGET, make_decoder, random_prompts, this_gpu
+from round_8b import DRAFT_VOCAB, TARGET, random_prompts, this_gpu
 
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
@@ -33,12 +33,16 @@ from specdec.bench.kernels import trace
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.session import Session
 from specdec.config import SamplingParams, SpecConfig
+from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import Drafter, DraftModel, DraftNeeds, Place
 from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.draft.load import KINDS
+from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
+from specdec.options import EngineOptions
+from specdec.prompts import Tokenizer
 from specdec.steps import Needs
 
 BAR = 1.08  # times the verify of the same tree, of a head of two layers at batch 1
@@ -148,7 +152,12 @@ def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
 
 @contextmanager
 def running(model: CausalLM, head: Any, spec: SpecConfig, batch: int, accept: float) -> Iterator[tuple[Session, Work]]:
-    decoder = make_decoder(model, head, spec, batch, CONTEXT, "round")
+    options = EngineOptions(
+        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=CONTEXT + 1024, cuda_graphs="round"
+    )
+    settings = resolve_settings(options, spec, model.config)
+    settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
+    decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
     session = Session(decoder)
     session.force_acceptance([accept] * spec.max_steps)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * batch

@@ -103,8 +103,8 @@ class DFlashHead(DraftHead):
         most = self.block.most_steps
         if most is not None and spec.max_steps > most:
             raise ValueError(
-                f"num_steps must be at most {most}, the tokens that this head drafts in a pass, got {spec.num_steps}; "
-                f"nearest setting that works: num_steps={most}"
+                f"num_steps must be at most {most}, the tokens that this head drafts in a pass, got {spec.num_steps}; nearest "
+                f"setting that works: {f'num_draft_tokens={most + 1}' if spec.is_auto else f'num_steps={most}'}"
             )
 
     def slots(self, spec: SpecConfig) -> int:

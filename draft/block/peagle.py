@@ -9,6 +9,7 @@ Shapes: T tokens of a text, P pairs, A blocks, S tokens drafted by each, H hidde
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -63,6 +64,16 @@ class PEagleHead(Eagle3Head):
 
     def slots(self, spec: SpecConfig) -> int:
         return self.block.slots(spec)
+
+    def check(self, spec: SpecConfig) -> None:
+        super().check(spec)
+        if self.block.size and spec.max_steps > self.block.size:
+            warnings.warn(
+                f"num_steps={spec.num_steps} asks for more tokens of a pass than the {self.block.size} that this P-EAGLE head "
+                f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
+                f"num_steps={self.block.size}",
+                stacklevel=2,
+            )
 
     def worker(self, place: Place) -> Drafter:  # type: ignore[override]
         from specdec.draft.block.worker import BlockWorker  # which knows heads, too

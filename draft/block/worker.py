@@ -44,14 +44,14 @@ class BlockWorker(Drafter):
 
     def __init__(self, head: PEagleHead | DFlashHead, place: Place) -> None:
         self.head, self.topk = head, place.spec.topk
-        (cache,) = self.caches = place.caches
+        (self.cache,) = self.caches = place.caches
         steps = place.spec.max_steps
         self.run: BlockPass
         if isinstance(head, PEagleHead):
-            self.run = PairPass(head, place.backend, cache, steps)
+            self.run = PairPass(head, place.backend, self.cache, steps)
         else:
-            self.run = ContextPass(head, place.backend, cache, steps)
-        self.groups = cache.group_numbers
+            self.run = ContextPass(head, place.backend, self.cache, steps)
+        self.groups = self.cache.group_numbers
         self.rows: BlockRows = BlockRows.empty(place, head.config.model.hidden_size, head.config.feature_size)
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:

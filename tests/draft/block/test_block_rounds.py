@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import torch
 from toolkit.driver import Driver, new_request
-from toolkit.heads.block_zoo import HEADS, AlonePath, block_decoder
+from toolkit.heads.block_zoo import HEADS, AlonePath, block_decoder, block_head
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.parallel.decoders import with_ranks
 
-from specdec import SamplingParams, SpecConfig
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.loading.build import plan_pool
+from specdec.loading.plan import plan_memory
+from specdec.options import EngineOptions
 
 TEXTS = [  # target, head, shape, settings
     ("llama", "p-eagle", ("auto", 2, 6), {"page_size": 4, "prefix_caching": True}),
@@ -102,9 +106,42 @@ def stop(alone: AlonePath, path: tuple[int, ...]) -> float:
     return 1e4 if sure < 0.05 else 0.0
 
 
+@pytest.mark.parametrize("head", ["p-eagle", "dflash-pruned", "dspark"])
+def test_ranks_share_a_head(zoo: Zoo, head: str) -> None:
+    """Keeps out: terms of a rank that are not added up, a vocabulary's run taken for the whole; caches hold NaN where nothing
+    was written.
+    """
+    prompts, spec = ragged_prompts(40, 4)[2:], SpecConfig(3, 2, 6)
+
+    def use(decoder: SpecDecoder) -> list[tuple[list[int], list[int]]]:
+        outputs = decoder.generate(prompts, SamplingParams(max_tokens=12))
+        return [(out.token_ids, out.stats.accepted_per_round) for out in outputs]
+
+    settings: dict[str, Any] = {"page_size": 4, "max_batch_size": 2, "dtype": "float32"}
+    shared = with_ranks(zoo.target("llama"), block_head(zoo, "llama", head), spec, 2, use, **settings)
+    assert shared == use(block_decoder(zoo, "llama", head, spec, **settings))
+    assert [ids for ids, _ in shared] == [zoo.greedy("llama", prompt, 12) for prompt in prompts]
+
+
+def test_the_plan_of_memory(zoo: Zoo) -> None:
+    """Keeps out: a block's slots that the plan forgets, and weights that it counts twice."""
+    target, head, spec = zoo.target("llama"), block_head(zoo, "llama", "p-eagle"), SpecConfig(4, 2, 6)
+    settings: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 100, "dtype": "float32", "page_size": 1}
+    plan = plan_memory(target, head, spec, EngineOptions(prefix_caching=False, **settings), 10**9)
+    with block_decoder(zoo, "llama", "p-eagle", spec, prefix_caching=False, **settings) as decoder:
+        pool = plan_pool(decoder.model, decoder.head, decoder.settings)
+        assert decoder.head is not None and plan.parts["keys and values"] == pool.bytes
+        own = set(decoder.head.parameters()) - set(decoder.model.parameters())
+        assert plan.parts["weights of the draft head"] == sum(weight.nbytes for weight in own)
+
+
 def test_more_steps_than_rows_are_refused(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match=r"num_steps must be at most 5, .* got 6; nearest .* num_steps=5"):
         block_decoder(zoo, "llama", "dflash", SpecConfig(6, 1, 7))
+    with pytest.raises(ValueError, match=r"got auto; nearest .* num_draft_tokens=6"):
+        block_decoder(zoo, "llama", "dflash", SpecConfig("auto", 1, 8))
+    with pytest.warns(UserWarning, match="more tokens of a pass than the 5"):
+        block_decoder(zoo, "llama", "p-eagle", SpecConfig(6, 1, 7))
 
 
 @pytest.mark.gpu
