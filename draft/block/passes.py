@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
@@ -31,6 +30,7 @@ from specdec.attention.shared import SharedPrefix, split_shared
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.draft.block.dflash import DFlashHead
+from specdec.draft.block.pairs import fill_pairs
 from specdec.draft.block.peagle import PEagleHead
 from specdec.limits import DUMMY_PAGE
 from specdec.ops.index import arange
@@ -97,10 +97,8 @@ class PairPass(BlockPass):
     def after(self, emitted: Emitted, pages: Pages) -> Tensor:
         (B, E), S, device = emitted.tokens_BE.shape, self.steps, emitted.tokens_BE.device
         W = E + S - 1
-        is_true_BW = arange(W, device) <= emitted.last_B[:, None]
-        ids_BW = torch.where(is_true_BW, F.pad(emitted.tokens_BE, (0, S - 1)), self.head.block.mask_id)
-        fused_BWH = F.pad(self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1), (0, 0, 0, S - 1))
-        fused_BWH = torch.where(is_true_BW[..., None], fused_BWH, self.mask_1H)
+        fused_BEH = self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1)
+        ids_BW, fused_BWH = fill_pairs(emitted.tokens_BE, emitted.last_B, fused_BEH, self.head.block.mask_id, self.mask_1H, W)
         tables, positions_T = [], None
         for table, shared in zip(pages.tables, pages.shared, strict=True):
             rows = table.next_tokens(emitted.base_lens_B, W)
@@ -166,7 +164,7 @@ class ContextPass(BlockPass):
             tables = []
             for table, shared, own, stored_T in zip(pages.tables, pages.shared, block, slots_T, strict=True):
                 plan = AttentionPlan(way.segments(table, lens_B, own.ends_PB[-1], N, shared), positions_T)
-                tables.append(PassTables(plan, stored_T, plan))
+                tables.append(PassTables(plan, stored_T))
             attentions[way] = PagedAttention(self.backend, self.cache, *tables)
         attn = ByLayer([attentions[way] for way in self.ways]) if len(attentions) > 1 else attentions[self.ways[0]]
         ids_T = head.block_ids(anchors_B).flatten()

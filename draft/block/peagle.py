@@ -34,6 +34,10 @@ class PEagleHead(Eagle3Head):
         self.block: BlockSpec = block
         self.mask_hidden_F = nn.Parameter(torch.empty(config.feature_size))
 
+    @property
+    def returns_normed(self) -> bool:
+        return True  # logits alone read the output
+
     def mask_feature(self) -> Tensor:
         """[1, H]: the fused feature of a pair that is not known."""
         return self.fuse(self.mask_hidden_F[None])
