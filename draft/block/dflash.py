@@ -45,6 +45,8 @@ class DFlashHead(DraftHead):
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.register_buffer("unknown_1D", torch.full((1, block.size - 1), block.mask_id), persistent=False)
+        self.unknown_1D: Tensor
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features_TF))
@@ -71,9 +73,7 @@ class DFlashHead(DraftHead):
 
     def block_ids(self, anchors_A: Tensor) -> Tensor:
         """[A, B] int64: the last known token, then mask tokens."""
-        ids_AB = anchors_A.new_full((len(anchors_A), self.block.size), self.block.mask_id)
-        ids_AB[:, 0] = anchors_A
-        return ids_AB
+        return torch.cat((anchors_A[:, None], self.unknown_1D.expand(len(anchors_A), -1)), dim=1)
 
     def drafts(self, features_TF: Tensor, ids_T: Tensor, anchors_A: Tensor, steps: int) -> Tensor:
         """[A, S, H]: what `logits` reads, for the S tokens after each anchor, from a whole text at once, without a cache.

@@ -81,7 +81,7 @@ class BlockWorker(Drafter):
     ) -> None:
         assert features_BEF is not None
         emitted = Emitted(base_lens_B, state.lens_B, tokens_BE, last_B, features_BEF)
-        self._rows(state).hidden_BSH.copy_(self.run.after(emitted, Pages.of_rows(state, self.groups)))
+        self.run.after(emitted, Pages.of_rows(state, self.groups), self._rows(state).hidden_BSH)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.rows.hidden_BSH.index_copy_(0, prompts.rows_B, self.run.prefill(state, prompts, first_B, features_TF))
