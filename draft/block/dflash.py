@@ -121,7 +121,7 @@ class DFlashHead(DraftHead):
         return 1
 
     def worker(self, place: Place) -> Drafter:
-        from specdec.draft.block.worker import BlockWorker  # which knows heads, too
+        from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
 
         return BlockWorker(self, place)
 

@@ -80,7 +80,7 @@ class PEagleHead(Eagle3Head):
             )
 
     def worker(self, place: Place) -> Drafter:  # type: ignore[override]
-        from specdec.draft.block.worker import BlockWorker  # which knows heads, too
+        from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
 
         return BlockWorker(self, place)
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.draft.block.pairs import fill_pairs
+from specdec.draft.block.rounds.pairs import fill_pairs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("B", "E", "W", "H"), [(1, 1, 5, 40), (3, 6, 10, 1100)])
 def test_pairs(B: int, E: int, W: int, H: int, dtype: torch.dtype) -> None:
     """Keeps out: padding of the emitted tokens, which may be NaN, taken for a pair; a row's pairs in another row's places."""
-    from specdec.draft.block.pairs_triton import launch_fill_pairs
+    from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
 
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(E)

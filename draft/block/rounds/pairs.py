@@ -24,7 +24,7 @@ def fill_pairs(
     mask_id, mask_1H: the token and the feature of an unknown pair.  pairs: W, at least E.
     """
     if use_kernels(fused_BEH):
-        from specdec.draft.block.pairs_triton import launch_fill_pairs
+        from specdec.draft.block.rounds.pairs_triton import launch_fill_pairs
 
         return launch_fill_pairs(tokens_BE, last_B, fused_BEH, mask_id, mask_1H, pairs)
     more = pairs - tokens_BE.shape[1]

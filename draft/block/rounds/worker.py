@@ -23,10 +23,10 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.grow import best_paths
-from specdec.draft.block.passes import BlockPass, ContextPass, Emitted, Pages, PairPass
 from specdec.draft.block.peagle import PEagleHead
-from specdec.draft.block.rows import BlockRows
+from specdec.draft.block.rounds.grow import best_paths
+from specdec.draft.block.rounds.passes import BlockPass, ContextPass, Emitted, Pages, PairPass
+from specdec.draft.block.rounds.rows import BlockRows
 from specdec.draft.drafter import Drafter, Place
 from specdec.draft.shared_noise import noise_of, noise_of_levels
 from specdec.draft.tree.build_tree import best_nodes

@@ -30,8 +30,8 @@ from specdec.attention.shared import SharedPrefix, split_shared
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.draft.block.dflash import DFlashHead
-from specdec.draft.block.pairs import fill_pairs
 from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.block.rounds.pairs import fill_pairs
 from specdec.limits import DUMMY_PAGE
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
