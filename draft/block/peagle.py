@@ -75,7 +75,7 @@ class PEagleHead(Eagle3Head):
             warnings.warn(
                 f"num_steps={spec.num_steps} asks for more tokens of a pass than the {self.block.size} that this P-EAGLE head "
                 f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
-                f"num_steps={self.block.size}",
+                f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}",
                 stacklevel=2,
             )
 
