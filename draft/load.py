@@ -82,9 +82,13 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
 
 def _share_copies(head: DraftHead, target: Target, folder: Path) -> None:
     """Gives the memory of copies back.  ValueError if they differ from what the target has."""
-    pairs = {"embed_tokens.weight": (head.embed_tokens, target.embed_tokens), "lm_head.weight": (head.lm_head, target.lm_head)}
-    for name, (own, its) in pairs.items():
-        if not torch.equal(own.weight, its.weight):
+    embeddings, lm_heads = (head.embed_tokens, target.embed_tokens), (head.lm_head, target.lm_head)
+    weights = {
+        "embed_tokens.weight": [part.weight for part in embeddings],
+        "lm_head.weight": [part.tensors()["weight"].tensor for part in lm_heads],
+    }
+    for name, (own, its) in weights.items():
+        if not torch.equal(own, its):
             raise ValueError(
                 f"{folder}: {name} must be a copy of the target's in this layout, but differs: is the head for this target?"
             )
