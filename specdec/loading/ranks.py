@@ -112,6 +112,7 @@ def _explained(followers: Followers) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError):
+        followers.check()  # what a rank that failed did not send may be a number that makes no sense
         raise
     except BaseException as error:
         raise followers.explain(error) from error

@@ -143,7 +143,8 @@ class Vocabulary(NamedTuple):
         order_Rk = values_RX.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         values_Rk = values_RX.gather(1, order_Rk).float()
         total_R1 = found_NRX[..., -1].logsumexp(0)[:, None].float()
-        return values_Rk, ids_RX.gather(1, order_Rk).long(), total_R1 - values_Rk[:, :1]
+        ids_Rk = ids_RX.gather(1, order_Rk).nan_to_num(0.0).long()  # NaN of a rank that is lost must not become an index
+        return values_Rk, ids_Rk, total_R1 - values_Rk[:, :1]
 
     def part(self, logits_RV: Tensor) -> Tensor:
         """[R, W]: this rank's run of whole logits."""
