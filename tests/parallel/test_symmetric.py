@@ -111,6 +111,22 @@ def test_rows_beyond_the_inbox_go_in_several_exchanges() -> None:
     assert on_processes(2, rows_beyond_the_inbox, row_bytes=32, channels=4) == [True, True]
 
 
+def several_blocks(group: SymmetricGroup) -> list[bool]:
+    """Of gathers and swaps whose channels have one block, some of two, and all of two."""
+    right = []
+    for turn, count in enumerate((1023, 2 * 1024 + 3, 4 * 1024)):
+        words = [torch.arange(count, dtype=torch.int32) * (10 + rank + turn) for rank in range(group.size)]
+        right.append(torch.equal(group.gather(words[group.rank]), torch.stack(words)))
+        pieces = [torch.stack([own + to for to in range(group.size)]) for own in words]
+        right.append(torch.equal(group.swap(pieces[group.rank]), torch.stack([each[group.rank] for each in pieces])))
+    return right
+
+
+def test_channels_that_send_several_blocks() -> None:
+    """Keeps out: a block in the place of another one, a wait for a block that nobody sends."""
+    assert on_processes(2, several_blocks, row_bytes=8192, channels=2) == [[True] * 6] * 2
+
+
 def waits_in_vain(group: SymmetricGroup) -> str:
     group.patience = -1.0  # the interpreter has no clock
     if group.rank == 1:

@@ -38,14 +38,14 @@ class SymmetricGroup(Group):
         self.patience = PATIENCE
 
     def gather(self, x: Tensor) -> Tensor:
-        if not self._is_small(x):
+        if not self._has_words(x, self.inbox.layout.words):
             return self.base.gather(x)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
         return launch_flat(self.inbox, self.rank, self._patience, x, "gather")
 
     def swap(self, x: Tensor) -> Tensor:
-        if not self._is_small(x[0]):
+        if not self._has_words(x[0], self.inbox.layout.words):
             return self.base.swap(x)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
@@ -55,7 +55,7 @@ class SymmetricGroup(Group):
         return self if size == self.size else self.base.neighbours(size)
 
     def sum(self, x: Tensor) -> Tensor:
-        if self._is_small(x) and x.dtype in KERNEL_DTYPES:
+        if self._has_words(x, self.inbox.layout.channels * BLOCK * 2) and x.dtype in KERNEL_DTYPES:
             from specdec.parallel.symmetric.flat_triton import launch_flat
 
             return launch_flat(self.inbox, self.rank, self._patience, x, "sum")
@@ -85,9 +85,10 @@ class SymmetricGroup(Group):
     def _patience(self) -> int:
         return int(self.patience * 1e9)
 
-    def _is_small(self, x: Tensor) -> bool:
+    def _has_words(self, x: Tensor, most: int) -> bool:
+        """Whether x is made of whole words, of 32 bits, at most so many."""
         num_bytes = x.numel() * x.element_size()
-        return 0 < num_bytes <= self.inbox.layout.channels * BLOCK * 8 and num_bytes % 4 == 0 and self._is_here(x)
+        return 0 < num_bytes <= most * 4 and num_bytes % 4 == 0 and self._is_here(x)
 
     def _has_rows(self, x: Tensor) -> bool:
         if x.dim() != 2 or not x.numel() or x.dtype not in KERNEL_DTYPES or not self._is_here(x):
