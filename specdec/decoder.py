@@ -148,9 +148,11 @@ class SpecDecoder:
                 self._finalizer.detach()
                 self._parts = None
                 self.owner.release()
-                free_memory(self.settings.device)
-                if self._ranks is not None and self._owns_ranks:
-                    self._ranks.close()
+                try:
+                    free_memory(self.settings.device)  # an error if the device has failed
+                finally:
+                    if self._ranks is not None and self._owns_ranks:
+                        self._ranks.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")
