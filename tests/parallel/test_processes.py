@@ -24,7 +24,9 @@ from specdec.loading.ranks import Ranks, start_ranks
 from specdec.options import EngineOptions
 from specdec.parallel import processes
 from specdec.parallel.group import Group
+from specdec.parallel.processes import Followers, RankFailed
 from specdec.prompts import Tokenizer
+from specdec.runner.readback import Readback, Ticket
 
 SPEC = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8)
 SETTINGS = {"device": "cpu", "max_seq_len": 80, "threads": 1}
@@ -87,6 +89,46 @@ def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Z
             with pytest.raises(RuntimeError, match=f"rank {rank} failed: RuntimeError: no more room"):
                 decoder.generate(PROMPTS, SAMPLINGS)
     started.close()
+
+
+class Blocked:
+    """A place whose other ranks never come."""
+
+    rank, size = 0, 2
+
+    def join(self, device: torch.device) -> Group:
+        threading.Event().wait(30)
+        raise AssertionError("nobody waited so long")
+
+
+def test_a_rank_that_fails_while_ranks_connect_is_named() -> None:
+    """Keeps out: a first rank that waits for ever, in NCCL for example, for one that had no room to begin."""
+    mine, theirs = multiprocessing.Pipe()
+    followers = Followers(Blocked(), [mine], [])  # type: ignore[arg-type]
+    theirs.send(("here", ""))
+    threading.Timer(0.1, lambda: theirs.send(("failed", "no room"))).start()
+    with ended_within(5), pytest.raises(RankFailed, match="rank 1 failed: no room"):
+        followers.join(torch.device("cpu"))
+    theirs.close()
+
+
+def test_a_device_that_fails_with_another_rank_names_it() -> None:
+    """Keeps out: an error of CUDA for what is another rank's end."""
+
+    class Failing:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        def check(self) -> None:
+            raise AssertionError("there is nothing to read")
+
+        def explain(self, error: BaseException) -> BaseException:
+            return RankFailed(f"rank 1 failed, and then {error}")
+
+    readback, failing = Readback(torch.device("cpu")), Failing()
+    readback.followers = failing
+    with pytest.raises(RankFailed, match="rank 1 failed, and then CUDA error"):
+        Ticket(readback, torch.zeros(1), None, failing, torch.zeros(1)).read()
 
 
 SCRIPT = """
