@@ -32,7 +32,7 @@ from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.context.divided import DividedContext
-from specdec.attention.context.exchange import heads_of_all, swap_states
+from specdec.attention.context.exchange import swap_states
 from specdec.attention.context.ownership import Ownership
 from specdec.attention.inputs import LayerCall, PreparedPlan
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -126,7 +126,7 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
         (whole, count * whole_page), (divided, count * PAGE),
     ))  # fmt: skip
     both = of(whole, of_whole), of(divided, of_divided)
-    return Ways(*both, lambda: heads_of_all(q_THL, group), lambda: swap_states(state_of_all, group), (sizes[0], sizes[1]))
+    return Ways(*both, lambda: group.gather_heads(q_THL), lambda: swap_states(state_of_all, group), (sizes[0], sizes[1]))
 
 
 def microseconds(call: Callable[[], Any]) -> float:

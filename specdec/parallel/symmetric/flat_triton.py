@@ -28,9 +28,9 @@ from specdec.parallel.symmetric.messages_triton import (
 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["word_count"])
+@triton.jit(do_not_specialize=["word_count", "row_words"])
 def flat_kernel(
-    x, out, table, counts, patience, word_count,
+    x, out, table, counts, patience, word_count, row_words,
     RANK: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
     TURNS: tl.constexpr, KIND: tl.constexpr, SYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,10 @@ def flat_kernel(
                 else:
                     area = own_inbox + place(channel, count, sender, RANK, RANKS, CAPACITY)
                     words = receive(area + (turn * BLOCK + index) * 2, number, index, fault, patience, sender, False, SYS)
-                if KIND != "sum":
+                if KIND == "gather":  # each row of all ranks, one after the other
+                    beyond = (low // row_words).to(tl.int64) * (RANKS - 1) + sender
+                    store_pairs(out + beyond * row_words, words, low, word_count)
+                elif KIND == "swap":
                     store_pairs(out + sender * word_count.to(tl.int64), words, low, word_count)
                 elif sender == 0:
                     value = unpack(words, DTYPE, SYS)
@@ -90,9 +93,13 @@ def store_pairs(out, words, low, word_count):
     tl.store(out + low + 1, (words >> 32).to(tl.int32), mask=low + 1 < word_count)
 
 
-def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal["sum", "gather", "swap"]) -> Tensor:
+def launch_flat(
+    inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal["sum", "gather", "swap"], rows: int = 1
+) -> Tensor:
     """The sum of all ranks' x; or x of all ranks, [N, *x.shape]; or what each rank has for this one, where x is [N, ...].
 
+    rows: into how many x is cut for a gather, which then has the first row of every rank, the second of every rank, and so on.
+    A row has an even number of words, or is all.
     patience: in nanoseconds.  x: whole words, at most as many as the channels' messages; with "swap" for each rank.
     """
     x, layout = x.contiguous(), inbox.layout
@@ -105,7 +112,7 @@ def launch_flat(inbox: Inbox, rank: int, patience: int, x: Tensor, kind: Literal
     turns = triton.next_power_of_2(triton.cdiv(blocks, layout.channels))
     assert turns * block * 2 <= layout.capacity
     flat_kernel[(min(blocks, layout.channels),)](
-        words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, count,
+        words, out.flatten().view(torch.int32), inbox.table_X, inbox.counts_C, patience, count, count // rows,
         RANK=rank, RANKS=layout.ranks, CAPACITY=layout.capacity, BLOCK=block, TURNS=turns, KIND=kind, SYS=x.is_cuda,
         DTYPE=DTYPES[x.dtype] if kind == "sum" else tl.int32, num_warps=max(1, block // 128), **chained(x.device),
     )  # fmt: skip
