@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.kernels.leaves_triton import IN_OCTAVE, join_kernel, leaves_kernel, path_kernel
 from specdec.attention.kernels.tiles_triton import padded, programs_at_once
 from specdec.attention.kernels.triton_backend import TritonBackend, check_view, factors, strides_of
@@ -70,10 +71,10 @@ class InvariantBackend(TritonBackend):
         return self._answer(q_THD, view, LeavesPlan(segment, None), scoring)
 
     def _answer(self, q_THD: Tensor, view: KVView, plan: LeavesPlan, scoring: Scoring) -> AttentionState:
-        assert isinstance(view, MHAView) and scoring.slopes_H is None and scoring.factor(q_THD.shape[2]) > 0
+        assert isinstance(view, MHAView | PairedView) and scoring.slopes_H is None and scoring.factor(q_THD.shape[2]) > 0
         q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
         check_view(q_THD, view)
-        (T, H, D), K, paged = q_THD.shape, view.heads[0].shape[1], plan.paged
+        (T, H, _), (_, K, D), paged = q_THD.shape, view.heads[0].shape, plan.paged
         assert paged.base_B is None and not paged.ahead and paged.pages.table.stride(1) == 1
         state = AttentionState.empty((T, H, D), q_THD.dtype, q_THD.device)
         if not T:
@@ -85,30 +86,31 @@ class InvariantBackend(TritonBackend):
         one = most == 1 or is_full or is_large
         states, in_scratch = 2 if one else most, plan.suffix is not None or not one
         values, sums = plan.scratch(T, H, states, D, q_THD.device) if in_scratch else state
-        shapes = {"HEAD_DIM": D, "PADDED_DIM": padded(D)}
-        reads = {"KV_HEADS": K, "GROUP": H // K, "PAGE_SIZE": paged.pages.page_size, "HAS_STARTS": paged.starts_T is not None,
-                 "SOFTCAP": scoring.softcap is not None, "ONE": one, "BLOCK_M": BLOCK_M, "BLOCK_N": block_n(D),
-                 "LEAST": LEAST, "OCTAVES": octaves, **shapes}  # fmt: skip
+        leaves = {"HEAD_DIM": D, "PADDED_DIM": padded(D), "HAS_STARTS": paged.starts_T is not None, "BLOCK_N": block_n(D),
+                  "LEAST": LEAST, "OCTAVES": octaves}  # fmt: skip
+        reads = {"KV_HEADS": K, "GROUP": H // K, "KEY_PARTS": D // q_THD.shape[2], "PAGE_SIZE": paged.pages.page_size,
+                 "SOFTCAP": scoring.softcap is not None, "ONE": one, "BLOCK_M": BLOCK_M, **leaves}  # fmt: skip
         starts_T = paged.cache_seqlens if paged.starts_T is None else paged.starts_T
-        numbers = *factors(scoring, D), *q_THD.stride()[:2], *strides_of(*view.heads)[:3], paged.pages.table.stride(0)
+        numbers = *factors(scoring, q_THD.shape[2]), *q_THD.stride()[:2], *strides_of(*view.heads)[:3], paged.pages.table.stride(0)
         leaves_kernel[(paged.rows * K * tiles, 1 if one else most)](
             q_THD, view.heads[0], paged.pages.table, paged.cache_seqlens, paged.cu_seqlens_q, starts_T, state.out_THD,
             state.lse_TH, values, sums, *numbers, states, tiles,
             CAUSAL=paged.causal and paged.max_seqlen_q > 1, TREE=plan.suffix is not None, STAGES=STAGES,
             **reads, num_warps=WARPS, num_stages=STAGES, **chained(q_THD.device),
         )  # fmt: skip
-        if plan.suffix is not None:
-            suffix = plan.suffix
-            assert suffix.rows == T == paged.rows * paged.max_seqlen_q and not paged.causal and not paged.ragged
+        suffix, nodes = plan.suffix, paged.max_seqlen_q
+        if not one:
+            join_kernel[(T * H,)](
+                values, sums, paged.cache_seqlens, starts_T, *state, states, nodes, HEADS=H, TREE=suffix is not None,
+                CHUNK=JOINED, **leaves, num_warps=1, **chained(q_THD.device),
+            )  # fmt: skip
+        if suffix is not None:
+            assert suffix.rows == T == paged.rows * nodes and not paged.causal and not paged.ragged
             path_kernel[(T, K, triton.cdiv(H // K, BLOCK_M))](
                 q_THD, view.heads[0], paged.pages.table, paged.cache_seqlens, suffix.pages.table, suffix.cache_seqlens,
                 starts_T, values, sums, state.out_THD, state.lse_TH, *numbers, suffix.pages.table.stride(0), states,
-                paged.max_seqlen_q, **reads, num_warps=WARPS, num_stages=1, **chained(q_THD.device),
+                nodes, **reads, num_warps=WARPS, num_stages=1, **chained(q_THD.device),
             )  # fmt: skip
-        elif not one:
-            join_kernel[(T * H,)](
-                values, sums, state.out_THD, state.lse_TH, states, CHUNK=JOINED, **shapes, num_warps=1, **chained(q_THD.device)
-            )
         return state
 
 

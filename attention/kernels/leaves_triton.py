@@ -9,12 +9,13 @@ Leaves grow with the position, so that a short prefix is spread over the whole G
 LEAST keys, 16 of twice as many, and so on, OCTAVES times.
 
 A draft tree's nodes read keys of their own at the same positions.  `leaves_kernel` then stops at the last border of a block
-before the tree (TREE), and `path_kernel` goes on from the state it left: a program for each node, which takes the key at
-position p from the node's own path where p is in the tree.  So a node's sums are those of a plain decoding step.
+before the tree (TREE), `join_kernel` joins the leaves that are complete, and `path_kernel` goes on from the state of the leaf
+that is not: a program for each node, which takes the key at position p from the node's own path where p is in the tree.  So a
+node's sums are those of a plain decoding step.
 
 To give the same bits, both kernels must compile to the same instructions: all arithmetic on states stands in the functions
-`read_block` and `joined_sums`, products have the same shape and number of warps, and what a compiler might fuse or not is
-written as one fused multiply-add.
+`add_block` and `joined_sums`, products have the same shape and number of warps, and what a compiler might fuse or not is
+written as one fused multiply-add.  attention/latent/leaves_triton.py has the same kernels for latents.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait, leaves_kernel reads the page table, lengths and first keys,
 as the paged kernel does, and it lets the next kernel start after its own wait.
@@ -25,7 +26,7 @@ Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R row
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.paged_triton import LN2, LOG2E, capped
+from specdec.attention.kernels.paged_triton import LN2, LOG2E, capped, own_part
 from specdec.attention.kernels.tables_triton import slots_on
 
 IN_OCTAVE = tl.constexpr(16)  # leaves of one length
@@ -50,17 +51,25 @@ def leaf_of(key, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
 
 
 @triton.jit
-def read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP: tl.constexpr):
+def complete_leaves(
+    token, cache_seqlens, starts, nodes, HAS_STARTS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
+    OCTAVES: tl.constexpr,
+):  # fmt: skip
+    """How many leaves of a tree's node are complete at the last border of a block before the tree; may be negative."""
+    length = tl.load(cache_seqlens + token // nodes)
+    first = length * 0
+    if HAS_STARTS:
+        first = leaf_of(tl.maximum(tl.load(starts + token), 0), LEAST, OCTAVES)
+    return leaf_of(length // BLOCK_N * BLOCK_N, LEAST, OCTAVES) - first
+
+
+@triton.jit
+def add_block(s_MN, v_ND, visible_MN, top_M, total_M, acc_MD, factor):
     """A state with one more block of keys.  A state is (base-2 maximum, sum of weights, sum of weighted values).
 
+    s_MN: products of queries and keys, which times `factor` are logarithms of weights in base 2.
     A block of which a query may read nothing leaves the query's state as it is, bit for bit.
     """
-    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-    if SOFTCAP:
-        s_MN = capped(s_MN * scale, softcap)
-        factor = LOG2E
-    else:
-        factor = scale * LOG2E
     s_MN = tl.where(visible_MN, s_MN, -float("inf"))
     new_M = tl.maximum(top_M, tl.max(s_MN, 1) * factor)
     shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
@@ -69,6 +78,16 @@ def read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, soft
     total_M = tl.fma(total_M, decay_M, tl.sum(p_MN, 1))
     acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * decay_M[:, None], input_precision="ieee")
     return new_M, total_M, acc_MD
+
+
+@triton.jit
+def read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP: tl.constexpr):
+    """`add_block` for ordinary heads."""
+    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+    if SOFTCAP:
+        return add_block(capped(s_MN * scale, softcap), v_ND, visible_MN, top_M, total_M, acc_MD, LOG2E)
+    else:
+        return add_block(s_MN, v_ND, visible_MN, top_M, total_M, acc_MD, scale * LOG2E)
 
 
 @triton.jit
@@ -116,7 +135,7 @@ def load_sums(sums, accs, state_M, ok_M, ok_D, PADDED_DIM: tl.constexpr, HEAD_DI
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts"],
 )
 def leaves_kernel(
-    q,  # [T, H, D]
+    q,  # [T, H, D], or a KEY_PARTS-th of D
     kv,  # [slots, 2, K, D]; the values begin stride_v numbers after the keys
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
@@ -140,6 +159,7 @@ def leaves_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    KEY_PARTS: tl.constexpr,  # see paged_triton.py
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
@@ -192,8 +212,9 @@ def leaves_kernel(
 
     ok_D = d < HEAD_DIM
     token_M = (first + query_M).to(tl.int64)
-    at_MD = (token_M * stride_qt + head_M * stride_qh)[:, None] + d[None, :]
-    q_MD = tl.load(q + at_MD, mask=ok_M[:, None] & ok_D[None, :], other=0.0)
+    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    at_MD += (token_M * stride_qt + head_M * stride_qh)[:, None]
+    q_MD = tl.load(q + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
     last_M = length - (queries - query_M) if CAUSAL else query_M * 0 + (length - 1)  # the last key that each query reads
     top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
@@ -233,15 +254,26 @@ def leaves_kernel(
         store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["states"])
+@triton.jit(
+    do_not_specialize=["states", "nodes"], do_not_specialize_on_alignment=["cache_seqlens", "starts"]
+)
 def join_kernel(
     accs,  # [T, H, S, D] float32
     sums,  # [T, H, S, 2] float32
-    out,  # [T, H, D], any float type
-    lse,  # [T, H] float32
+    cache_seqlens,  # [R] int32, if TREE
+    starts,  # [T] int32, if TREE and HAS_STARTS
+    out,  # [T, H, D], any float type, if not TREE
+    lse,  # [T, H] float32, likewise
     states,  # S
+    nodes,  # of a tree
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    TREE: tl.constexpr,  # join the leaves that are complete before a node's tree, into the first state
+    BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
+    OCTAVES: tl.constexpr,
     CHUNK: tl.constexpr,  # states whose loads are in flight together
     PDL: tl.constexpr,
 ):
@@ -250,20 +282,26 @@ def join_kernel(
         tl.extra.cuda.gdc_wait()
     at_M = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     ok_D = tl.arange(0, PADDED_DIM) < HEAD_DIM
+    many = states
+    if TREE:
+        many = complete_leaves(tl.program_id(0) // HEADS, cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
     top_M, total_M = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32)
     acc_MD = tl.zeros([1, PADDED_DIM], tl.float32)
-    state = 0
-    while state < states:
+    state = many * 0
+    while state < many:
         next_top_M = top_M
         for i in tl.static_range(CHUNK):
-            ok_M = state + i + at_M * 0 < states
+            ok_M = state + i + at_M * 0 < many
             next_top_M, next_total_M, next_acc_MD = load_sums(
                 sums, accs, at_M * states + state + i, ok_M, ok_D, PADDED_DIM, HEAD_DIM
             )
             top_M, total_M, acc_MD = joined_sums(top_M, total_M, acc_MD, next_top_M, next_total_M, next_acc_MD)
         # A query reads every leaf from its first key's to its last key's, so after an empty state there are only empty ones.
-        state = tl.where(tl.max(next_top_M) == -float("inf"), states, state + CHUNK)
-    store_answer(out, lse, at_M, top_M, total_M, acc_MD, at_M >= 0, ok_D, HEAD_DIM)
+        state = tl.where(tl.max(next_top_M) == -float("inf"), many, state + CHUNK)
+    if TREE:
+        store_sums(sums, accs, at_M * states, top_M, total_M, acc_MD, at_M * 0 + many > 0, ok_D, HEAD_DIM)
+    else:
+        store_answer(out, lse, at_M, top_M, total_M, acc_MD, at_M >= 0, ok_D, HEAD_DIM)
 
 
 @triton.jit(
@@ -271,14 +309,14 @@ def join_kernel(
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "paths", "path_lens", "starts"],
 )
 def path_kernel(
-    q,  # [T, H, D]
-    kv,  # as in leaves_kernel
+    q,  # as in leaves_kernel
+    kv,
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32: the position of each tree's root
     paths,  # [T, X] int32: the slots of each node's path, from the root to itself
     path_lens,  # [T] int32
     starts,  # [T] int32: the first key that each query reads
-    accs,  # [T, H, S, D] float32: what leaves_kernel left
+    accs,  # [T, H, S, D] float32: what leaves_kernel and join_kernel left
     sums,  # [T, H, S, 2] float32
     out,  # [T, H, D], any float type
     lse,  # [T, H] float32
@@ -297,6 +335,7 @@ def path_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -311,42 +350,41 @@ def path_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    head_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    ok_M = head_M < GROUP
-    head_M += kv_head * GROUP
+    group_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok_M, head_M = group_M < GROUP, group_M + kv_head * GROUP
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_DIM)
     ok_D = d < HEAD_DIM
-    row = token // nodes
-    length = tl.load(cache_seqlens + row)
+    length = tl.load(cache_seqlens + token // nodes)
     end = length + tl.load(path_lens + token)
     begin = length * 0
     if HAS_STARTS:
         begin = tl.maximum(tl.load(starts + token), 0)
     base = length // BLOCK_N * BLOCK_N
-    leaf = leaf_of(base, LEAST, OCTAVES)
-    border = first_key(leaf + 1, LEAST, OCTAVES)
-    complete = 1 if ONE else leaf - leaf_of(begin, LEAST, OCTAVES)  # states of leaves that end before `base`
-    q_MD = tl.load(
-        q + token * stride_qt + head_M[:, None] * stride_qh + d[None, :], mask=ok_M[:, None] & ok_D[None, :], other=0.0
-    )
+    border = first_key(leaf_of(base, LEAST, OCTAVES) + 1, LEAST, OCTAVES)
+    complete = complete_leaves(tl.program_id(0), cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
+    at_MD, ok_MD = own_part(group_M, d, GROUP, HEAD_DIM, KEY_PARTS)
+    q_MD = tl.load(q + token * stride_qt + head_M[:, None] * stride_qh + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
+    # The state of the leaves before the one that is being read stays in memory: in registers it would leave no room for another
+    # program on the SM.
     at_M = token * (KV_HEADS * GROUP) + head_M
-    all_top_M, all_total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    all_acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-    for state in range(0, complete):
-        top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + state, ok_M, ok_D, PADDED_DIM, HEAD_DIM)
-        all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    is_there_M = ok_M & (complete >= 0) & (complete < states)
-    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + complete, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
+    is_joined = (complete > 0) | ONE
+    begun = 1 if ONE else complete
+    is_there_M = ok_M & (begun >= 0) & (begun < states)
+    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + begun, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
 
-    pages, path = page_table + row * stride_row, paths + token * stride_path
+    pages, path = page_table + token // nodes * stride_row, paths + token * stride_path
     kv += kv_head.to(tl.int64) * stride_kv_head
     for start in range(base, end, BLOCK_N):
         if start == border:
-            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+            all_top_M, all_total_M, all_acc_MD = load_sums(
+                sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM
+            )
+            top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+            store_sums(sums, accs, at_M * states, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
+            tl.debug_barrier()  # what is stored may be loaded by another thread
+            is_joined |= True
             top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            leaf += 1
-            border = first_key(leaf + 1, LEAST, OCTAVES)
         key_N = start + n
         ok_N, is_own_N = key_N < end, key_N >= length
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N & (is_own_N == 0), other=0)
@@ -357,5 +395,6 @@ def path_kernel(
         k_ND, v_ND = tl.load(at_ND, mask=ok_ND, other=0.0), tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
         visible_MN = (ok_N & (key_N >= begin))[None, :] & ok_M[:, None]
         top_M, total_M, acc_MD = read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP)
-    all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
+    all_top_M, all_total_M, all_acc_MD = load_sums(sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM)
+    top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+    store_answer(out, lse, at_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
