@@ -42,10 +42,10 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "float8_queries_kernel": [],
     "leaves_kernel": [
-        "tests/attention/kernels/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[window 70]"
+        "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[window 70]"
     ],
     "join_kernel": [],
-    "path_kernel": ["tests/attention/kernels/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[62-window 70]"],
+    "path_kernel": ["tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[62-window 70]"],
     # keys divided among ranks, of which a test plays one
     "own_slots_kernel": ["tests/attention/context/test_ownership.py::test_kernels_equal_their_definition[0-2-4-2]"],
     "counts_kernel": [],

@@ -15,7 +15,7 @@ node's sums are those of a plain decoding step.
 
 To give the same bits, both kernels must compile to the same instructions: all arithmetic on states stands in the functions
 `add_block` and `joined_sums`, products have the same shape and number of warps, and what a compiler might fuse or not is
-written as one fused multiply-add.  attention/latent/leaves_triton.py has the same kernels for latents.
+written as one fused multiply-add.  latents_triton.py has the same kernels for latents.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait, leaves_kernel reads the page table, lengths and first keys,
 as the paged kernel does, and it lets the next kernel start after its own wait.
@@ -26,10 +26,11 @@ Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R row
 import triton
 import triton.language as tl
 
+from specdec.attention.invariant import plan
 from specdec.attention.kernels.paged_triton import LN2, LOG2E, capped, own_part
 from specdec.attention.kernels.tables_triton import slots_on
 
-IN_OCTAVE = tl.constexpr(16)  # leaves of one length
+IN_OCTAVE = tl.constexpr(plan.IN_OCTAVE)
 
 
 @triton.jit
@@ -360,7 +361,8 @@ def path_kernel(
     if HAS_STARTS:
         begin = tl.maximum(tl.load(starts + token), 0)
     base = length // BLOCK_N * BLOCK_N
-    border = first_key(leaf_of(base, LEAST, OCTAVES) + 1, LEAST, OCTAVES)
+    leaf = leaf_of(base, LEAST, OCTAVES)
+    border = first_key(leaf + 1, LEAST, OCTAVES)
     complete = complete_leaves(tl.program_id(0), cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
     at_MD, ok_MD = own_part(group_M, d, GROUP, HEAD_DIM, KEY_PARTS)
     q_MD = tl.load(q + token * stride_qt + head_M[:, None] * stride_qh + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
@@ -385,6 +387,8 @@ def path_kernel(
             is_joined |= True
             top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+            leaf += 1
+            border = first_key(leaf + 1, LEAST, OCTAVES)
         key_N = start + n
         ok_N, is_own_N = key_N < end, key_N >= length
         page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N & (is_own_N == 0), other=0)
