@@ -163,9 +163,9 @@ class Linear(nn.Module):
 
 
 def use_numerics(model: nn.Module, numerics: Numerics) -> None:
-    """Makes all matrices of a model choose their products by that policy."""
+    """Makes all of a model's products follow that policy: its matrices', and those of routers and their experts."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if hasattr(module, "numerics"):
             module.numerics = numerics
 
 
