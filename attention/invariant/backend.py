@@ -1,8 +1,8 @@
 """The `triton` attention backend where a query's result must not depend on what is computed beside it, bit for bit.
 
-leaves_triton.py has the kernels and says how the order of sums is fixed; plan.py decides who computes which leaf.  The backend
-reads ordinary heads, pairs of them (differential attention), and latents, all in the model's own 16 bits; capabilities.py
-refuses the rest.
+states_triton.py says how the order of sums is fixed, leaves_triton.py has the kernels, and plan.py decides who computes which
+leaf.  The backend reads ordinary heads, pairs of them (differential attention), and latents, all in the model's own 16 bits;
+capabilities.py refuses the rest.
 
 Shapes: T queries, H heads, K kv heads, G = H/K, D width of a key and of a value, S states of a query.
 """
@@ -18,8 +18,9 @@ from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.split_cache import PairedView
 from specdec.attention.invariant import plan as leaves
 from specdec.attention.invariant.latents import attend_latents
-from specdec.attention.invariant.leaves_triton import join_kernel, leaves_kernel, path_kernel
+from specdec.attention.invariant.leaves_triton import leaves_kernel, path_kernel
 from specdec.attention.invariant.plan import BLOCK_M, LeavesPlan, octaves_of
+from specdec.attention.invariant.states_triton import join_kernel
 from specdec.attention.kernels.tiles_triton import padded, programs_at_once
 from specdec.attention.kernels.triton_backend import TritonBackend, check_view, factors, strides_of
 from specdec.attention.kinds import PLAIN, Scoring

@@ -12,8 +12,8 @@ from specdec.attention.caches.latent_view import LatentView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.invariant import plan as leaves
 from specdec.attention.invariant.latents_triton import latent_leaves_kernel, latent_path_kernel
-from specdec.attention.invariant.leaves_triton import join_kernel
-from specdec.attention.invariant.plan import BLOCK_M, LeavesPlan, octaves_of
+from specdec.attention.invariant.plan import BLOCK_M, LeavesPlan, octaves_of, pieces
+from specdec.attention.invariant.states_triton import join_kernel
 from specdec.attention.kernels.tiles_triton import padded
 from specdec.attention.kinds import Scoring
 from specdec.attention.latent.keys import LatentKeys
@@ -21,12 +21,6 @@ from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 
 BLOCK_N, WARPS, STAGES = 64, 8, 2  # the first two of every product, as in backend.py
-PIECE = 256  # the most columns of a value that a program sums up: a wider value is cut into two equal pieces
-
-
-def pieces(rank: int) -> int:
-    """Into how many pieces the kernels cut the values of latents of that rank; 0: they can't read such latents."""
-    return 1 if rank <= PIECE else 2 if rank <= 2 * PIECE and rank % 2 == 0 else 0
 
 
 def attend_latents(q_THL: Tensor, view: LatentView, plan: LeavesPlan, scoring: Scoring, programs: int) -> AttentionState:

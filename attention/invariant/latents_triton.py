@@ -1,7 +1,7 @@
 """The kernels of leaves_triton.py for latents: attention of absorbed queries in which positions fix the order of sums.
 
-How a sequence is cut into leaves, what a state is and how states are joined is that file's.  What differs is a key: the latent,
-whose numbers are the value too, and a rotated part.  All heads read the same key, so a tile holds all heads of some queries.
+states_triton.py says how a sequence is cut into leaves, and what a state is.  What differs is a key: the latent, whose numbers
+are the value too, and a rotated part.  All heads read the same key, so a tile holds all heads of some queries.
 
 A tile of 64 queries has no room for the weighted sums of long latents twice, as a program needs that joins leaves.  So the
 values are cut into PARTS pieces of DIM columns, a program for each.  It multiplies queries with whole keys, and with its own
@@ -16,7 +16,7 @@ rows, T queries, H heads, S states.
 import triton
 import triton.language as tl
 
-from specdec.attention.invariant.leaves_triton import (
+from specdec.attention.invariant.states_triton import (
     add_block,
     complete_leaves,
     first_key,

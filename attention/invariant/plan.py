@@ -1,7 +1,7 @@
 """How the leaves of a sequence are counted on the host, and who computes which of them, by shapes alone.
 
-leaves_triton.py says what leaves are.  Any choice made here gives the same bits, but for those of LEAST and OCTAVES.  This module
-knows no kernel.
+states_triton.py says what leaves are.  Any choice made here gives the same bits, but for those of LEAST and OCTAVES.  This
+module knows no kernel.
 
 Shapes: T queries, H heads, D width of a value, S states of a query.
 """
@@ -21,6 +21,7 @@ LEAST, OCTAVES = 128, 4  # keys of the first leaves, and how often their length 
 IN_OCTAVE = 16  # leaves of one length
 FULL_GPU = 0.8  # threshold: the share of the GPU that has work if each program computes all leaves of its queries
 MOST_SCRATCH = 1 << 28  # threshold in bytes: with more memory for states, each program computes all leaves of its queries
+PIECE = 256  # the most columns of a latent that one program adds up: longer ones are cut into two equal pieces
 JOINED = 8  # states that the joining kernel loads together
 
 
@@ -69,6 +70,11 @@ class LeavesPlan:
         return self._scratch[T, H, S, D]
 
 
+def pieces(rank: int) -> int:
+    """Into how many pieces the kernels cut latents of that rank; 0: they can't read such latents."""
+    return 1 if rank <= PIECE else 2 if rank <= 2 * PIECE and rank % 2 == 0 else 0
+
+
 def octaves_of(span: int | None) -> int:
     """How often the length of leaves doubles.  A layer that reads a span of keys gets leaves of a 16th of the span at most."""
     return OCTAVES if span is None else min(OCTAVES, max(0, (span // (IN_OCTAVE * LEAST)).bit_length() - 1))
@@ -85,7 +91,7 @@ def most_leaves(segment: Segment) -> int:
 
 
 def leaves_before(position: int, octaves: int) -> int:
-    """How many leaves begin before a position; at least 1.  `leaves_triton.leaf_of` is the same for the kernels."""
+    """How many leaves begin before a position; at least 1.  `states_triton.leaf_of` is the same for the kernels."""
     leaves, first = 0, 0
     while first < position:
         first += LEAST << min(leaves // IN_OCTAVE, octaves)

@@ -139,9 +139,7 @@ def store_latent(
         out_THR.copy_(q_THR)
 
 
-def absorbed_queries(
-    q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = False, numerics: Numerics = FAST
-) -> Tensor:
+def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = False, numerics: Numerics = FAST) -> Tensor:
     """[T, H, width]: queries that can be multiplied with latents.  Only their first C numbers are set; the caller sets the
     rest.
 

@@ -1,7 +1,8 @@
 """Products of heads and experts in one order of sums.
 
-On a GPU in bfloat16, else in float16 under Triton's interpreter.  Shapes: T tokens, E experts, K experts of a token, B matrices,
-I in, O out.
+On a GPU in bfloat16, else in float16 under Triton's interpreter.
+
+Shapes: T tokens, E experts, K experts of a token, B matrices, I in, O out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import torch
 from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
-from specdec.models.experts import Router, masked_experts, ordered_experts
-from specdec.models.experts import ExpertsConfig
+from specdec.models.experts import ExpertsConfig, Router, masked_experts, ordered_experts
 from specdec.ops.products import stacked
 from specdec.ops.products.numerics import INVARIANT
 from specdec.ops.products.stacked import each_linear

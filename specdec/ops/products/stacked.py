@@ -29,9 +29,7 @@ def each_linear_into(x_TBI: Tensor, weight_BOI: Tensor, out_TBO: Tensor) -> None
         launch_each_linear(x_TBI, weight_BOI, out_TBO, invariant_stacked_tiles(x_TBI.shape[0]))
 
 
-def experts_linear(
-    x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Tensor, chosen: int, *, gated: bool
-) -> Tensor:
+def experts_linear(x: Tensor, weight_EOI: Tensor, order_P: Tensor, counts_E: Tensor, chosen: int, *, gated: bool) -> Tensor:
     """Each pair's product with its expert's matrix.  The product of an MLP's first layer is gated, and that of its second not.
 
     order_P: the numbers of pairs sorted by expert, int64.  counts_E: how many pairs each expert has, int32.  chosen: K.

@@ -19,12 +19,10 @@ from specdec.attention.caches.heads_cache import MHAView
 from specdec.attention.caches.mla_cache import MLAView
 from specdec.attention.caches.planes import KVView
 from specdec.attention.caches.split_cache import PairedView
-from specdec.attention.invariant import latents
 from specdec.attention.invariant import plan as leaves_plan
 from specdec.attention.invariant.backend import InvariantBackend
-from specdec.attention.invariant.latents import PIECE
-from specdec.attention.invariant.leaves_triton import first_key, leaf_of
-from specdec.attention.invariant.plan import LeavesPlan, leaves_before, octaves_of
+from specdec.attention.invariant.plan import PIECE, LeavesPlan, leaves_before, octaves_of
+from specdec.attention.invariant.states_triton import first_key, leaf_of
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -147,7 +145,7 @@ def short_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaves_plan, "LEAST", 64)
     monkeypatch.setattr(leaves_plan, "JOINED", 2)
     if not HAS_GPU:
-        monkeypatch.setattr(latents, "PIECE", 16)
+        monkeypatch.setattr(leaves_plan, "PIECE", 16)
     torch.manual_seed(0)
 
 

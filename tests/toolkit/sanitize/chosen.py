@@ -48,7 +48,9 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[World-kind1]"
     ],
     "join_kernel": [],
-    "path_kernel": ["tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[World-kind3-62]"],
+    "path_kernel": [
+        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[World-kind3-62]"
+    ],
     "latent_leaves_kernel": [
         "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[Latents-kind4]"
     ],
