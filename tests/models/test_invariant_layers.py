@@ -1,6 +1,6 @@
 """Targets under the invariant policy: no library multiplies anything, and the numbers are those of the other policy.
 
-In float16, on a GPU or under Triton's interpreter.  The bits themselves are compared on GPUs (tests/gpu/test_gpu_deterministic.py).
+In float16, on a GPU or under Triton's interpreter.  Bits are compared in tests/gpu/test_gpu_deterministic.py.
 """
 
 from __future__ import annotations
