@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
-from specdec.models.linear import LinearStack
+from specdec.models.linear import LinearStack, Multiplying
 from specdec.ops.operator import is_traced
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.linear import silu_mul
-from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
@@ -52,17 +51,15 @@ class ExpertsConfig:
     scaling: float
 
 
-class Router(nn.Module):
+class Router(Multiplying):
     """Chooses each token's experts and their weights.  The router computes in float32, as in transformers.
 
-    numerics: the policy that chooses its product.
     correction_E: the bias that the sigmoid gate adds to the scores for choosing experts.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
-        self.numerics: Numerics = FAST
         self.weight = nn.Parameter(torch.empty(config.count, hidden_size))
         if config.gate == "sigmoid":
             self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
