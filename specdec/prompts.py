@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,19 @@ class Tokenizer:
             )
             self._pieces[token_id] = both[len(alone) :] if both.startswith(alone) else self._inner.decode([token_id])
         return self._pieces[token_id]
+
+    def as_json(self) -> str:
+        """The tokenizer as a tokenizer.json has it.  ValueError without one."""
+        inner = self._need("a grammar")
+        if not getattr(inner, "is_fast", False):
+            raise ValueError(
+                f"a grammar needs a tokenizer that can be written as a tokenizer.json, got {type(inner).__name__} in "
+                f"{self._folder}; nearest thing that works: a folder with a tokenizer.json"
+            )
+        backend = copy(inner.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()
 
     @property
     def is_present(self) -> bool:

@@ -23,6 +23,7 @@ from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.models.target import EncoderDecoder, Target, TargetOutput
+from specdec.ops.bitmask import BitMasks
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import accept
@@ -111,7 +112,7 @@ class TargetVerifier:
     def prefill(self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True) -> PrefillResult:
         """Runs the target over parts of prompts.
 
-        sampling: the options of each prompt, and tables that hold it where `needs` asks for them.
+        sampling: the options of each prompt, with tables that hold it and masks where `needs` asks for them.
         with_features: if False, the features are not meant for a drafter.
         """
         tables, divided = prompts.tables_of(self.cache.group_numbers), []
@@ -151,11 +152,20 @@ class TargetVerifier:
         return TreePass(self.model.logits(out.hidden_TH), out, positions_T, tables)
 
     def choose(
-        self, state: BatchState, tree: DraftTree, needs: Needs, done: TreePass, with_features: bool = True
+        self,
+        state: BatchState,
+        tree: DraftTree,
+        needs: Needs,
+        done: TreePass,
+        with_features: bool = True,
+        masks: BitMasks | None = None,
     ) -> VerifyResult:
-        """What follows from the pass: the target's tokens, the accepted path, its KV, and the rows' new state."""
-        out, positions_T, tables = done.out, done.positions_T, done.tables
-        chosen = choose_tokens(done.logits_TV, state.sampling, positions_T, needs, self.model.vocabulary, tree)
+        """What follows from the pass: the target's tokens, the accepted path, its KV, and the rows' new state.
+
+        masks: of the nodes, where some row has a grammar.
+        """
+        out, positions_T, tables, sampling = done.out, done.positions_T, done.tables, state.sampling._replace(masks=masks)
+        chosen = choose_tokens(done.logits_TV, sampling, positions_T, needs, self.model.vocabulary, tree)
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.cli.flags import (
     SPEC_HELP,
     add_engine_flags,
+    add_grammar_flags,
     add_sampling_flags,
     engine_of,
     not_empty,
@@ -44,6 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--logprobs-mode", choices=("raw", "processed"), help=mode)
     add("--stats", action="store_true", help="print accept length, tok/s and the seconds of the start to stderr")
     add_sampling_flags(parser)
+    add_grammar_flags(parser)
     add_engine_flags(parser, "generate")
 
 
