@@ -18,12 +18,12 @@ from specdec.attention.caches.planes import HeadsView
 from specdec.attention.context.divided import DividedContext
 from specdec.batch.choose import choose_tokens
 from specdec.batch.logprobs import token_logprobs
+from specdec.batch.masks import BitMasks
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.models.target import EncoderDecoder, Target, TargetOutput
-from specdec.ops.bitmask import BitMasks
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 from specdec.verify.accept import accept

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.rules import TokenTables, edited_logits
 from specdec.batch.sampling import RowSampling, filter_logits
 from specdec.batch.tree import DraftTree
-from specdec.ops.bitmask import BitMasks, masked_logits
 from specdec.ops.noise.gumbel import gumbel_noise
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary

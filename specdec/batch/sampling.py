@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.bitmask import BitMasks
+from specdec.batch.masks import BitMasks
 from specdec.steps import RowOptions
 
 if TYPE_CHECKING:

@@ -89,6 +89,6 @@ class Grammars:
                 self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=self._eos_ids[0])
             except Exception as error:  # of any kind: the library's own checks of what the file holds
                 raise ValueError(
-                    f"{kind} needs a tokenizer that llguidance can read, of at most the target's {self._vocab_size} ids: {error}"
+                    f"{kind} needs a tokenizer that llguidance can read, of at most {self._vocab_size} ids: {error}"
                 ) from error
         return self._tokenizer

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.batch.masks import BitMasks
 from specdec.batch.tree import DraftTree
 from specdec.grammar.library import Grammars
 from specdec.grammar.matcher import Matcher
-from specdec.ops.bitmask import BitMasks
 from specdec.runner.readback import Readback, Ticket
 from specdec.steps import Entry, LeaveRows, PromptPart
 

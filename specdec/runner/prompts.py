@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec.batch.masks import BitMasks
 from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
-from specdec.ops.bitmask import BitMasks
 from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers

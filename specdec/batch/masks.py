@@ -1,6 +1,6 @@
 """Bans tokens by masks of one bit a token.
 
-On a CPU and under autograd the definition here runs; on a GPU it is one launch of bitmask_triton.py.
+On a CPU and under autograd the definition here runs; on a GPU it is one launch of masks_triton.py.
 
 Shapes: B sequences, N rows of logits of each, R = B * N, W a run of the vocabulary, G masked sequences, X words of a mask.
 """
@@ -29,7 +29,7 @@ class BitMasks(NamedTuple):
 def masked_logits(logits_RW: Tensor, masks: BitMasks, first: int = 0) -> Tensor:
     """[R, W] float32: the logits, with -inf for banned tokens.  first: the lowest id of the run."""
     if use_kernels(logits_RW):
-        from specdec.ops.bitmask_triton import launch_masked_logits
+        from specdec.batch.masks_triton import launch_masked_logits
 
         return launch_masked_logits(logits_RW, masks, first)
     B, N, W = masks.place_B.shape[0], masks.words_GNX.shape[1], logits_RW.shape[1]

@@ -1,4 +1,4 @@
-"""The kernel of bitmask.py: one program for each row of logits and block of the vocabulary.
+"""The kernel of masks.py: one program for each row of logits and block of the vocabulary.
 
 Shapes: B sequences, N rows of logits of each, R = B * N, W a run of the vocabulary, G masked sequences, X words of a mask.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.ops.bitmask import BitMasks
+from specdec.batch.masks import BitMasks
 from specdec.ops.launch import chained
 
 BLOCK = 2048
@@ -45,7 +45,7 @@ def masked_logits_kernel(
 
 
 def launch_masked_logits(logits_RW: Tensor, masks: BitMasks, first: int) -> Tensor:
-    """`bitmask.masked_logits`: [R, W] float32."""
+    """`masks.masked_logits`: [R, W] float32."""
     R, W = logits_RW.shape
     out = torch.empty(R, W, dtype=torch.float32, device=logits_RW.device)
     assert masks.place_B.shape[0] * masks.words_GNX.shape[1] == R and masks.words_GNX.is_contiguous()
