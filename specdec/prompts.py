@@ -44,7 +44,9 @@ class Tokenizer:
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word within a text: at its beginning, and after a space.  ValueError without a tokenizer."""
         inner = self._need("bad_words as texts")
-        variants = [list(inner.encode(text, add_special_tokens=False)) for text in (word.lstrip(" "), " " + word.lstrip(" "))]
+        begin = word.lstrip(" ")
+        texts = [begin, " " + begin] if begin else [word]  # a word of spaces is meant as it stands
+        variants = [list(inner.encode(text, add_special_tokens=False)) for text in texts]
         if not variants[0]:
             raise ValueError(f"bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
         return variants

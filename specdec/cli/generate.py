@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     sampling = replace(sampling_of(args), stop=args.stop, stop_token_ids=args.stop_token_id, n=args.n)
     mode = {"logprobs_mode": args.logprobs_mode} if args.logprobs_mode else {}
     sampling = replace(sampling, logprobs=args.logprobs, **mode)
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise ValueError(
+            f"--n {sampling.n} would print one text {sampling.n} times at --temperature 0 (greedy); give a temperature"
+        )
     target, draft = _pair(args)
     options, prompt = engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
     from specdec.decoder import SpecDecoder

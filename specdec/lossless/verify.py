@@ -40,6 +40,11 @@ def check_sampling(sampling: Sequence[SamplingParams]) -> None:
             raise ValueError("verify needs a seed to sample: both sides must draw the same; nearest setting that works: seed=0")
         if params.n != 1:
             raise ValueError(f"verify compares one text a prompt, got n={params.n}; nearest setting that works: n=1")
+        if params.logprobs is not None:
+            raise ValueError(
+                f"verify compares tokens and gives no log-probabilities, got logprobs={params.logprobs}; nearest setting that "
+                "works: logprobs=None"
+            )
         if params.max_tokens < 2:
             raise ValueError(
                 f"verify needs max_tokens >= 2, since the first token comes from the prompt's pass, got {params.max_tokens}; "
