@@ -84,9 +84,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     """What the text must be; one of them at most."""
     add = parser.add_argument_group("structured output").add_argument
-    add("--json-schema", type=_schema, metavar="FILE|JSON", help="the text is JSON that this schema allows")
+    add("--json-schema", type=_schema, metavar="FILE_OR_JSON", help="the text is JSON that this schema allows")
     add("--regex", type=not_empty, metavar="REGEX", help="the whole text matches this regular expression")
-    add("--grammar", type=_grammar, metavar="FILE|TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
+    add("--grammar", type=_grammar, metavar="FILE_OR_TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:

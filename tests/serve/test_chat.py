@@ -105,7 +105,7 @@ def test_fields_that_change_nothing_are_taken(chat_served: Served) -> None:
         ({"echo": False}, "echo", "echo is a field of /v1/completions"),
         ({"tools": [{"type": "function"}]}, "tools", "leave it out or send []"),
         ({"response_format": {"type": "yaml"}}, "response_format", "type is one of text, json_object, json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object such as"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object such as"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
