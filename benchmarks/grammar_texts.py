@@ -97,7 +97,7 @@ def main() -> None:
         "--prompts", type=Path, default=shipped.prompts_file(), help="one object with prompt or token_ids a line"
     )
     parser.add_argument("--num-prompts", type=int, default=PROMPTS)
-    parser.add_argument("--max-tokens", type=int, default=350)
+    parser.add_argument("--max-tokens", type=int, default=460)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -21,6 +21,7 @@ from specdec.batch.rules import TokenTables, edited_logits
 from specdec.batch.sampling import RowSampling, filter_logits
 from specdec.batch.tree import DraftTree
 from specdec.ops.noise.gumbel import gumbel_noise
+from specdec.ops.noise.sample import sampled_tokens
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 from specdec.steps import Grammar, Needs, RowOptions, TokenRules
@@ -58,7 +59,9 @@ def choose_tokens(
     if needs.grammar:
         assert sampling.masks is not None, "a pass over rows with a grammar has masks"
         logits_RW = masked_logits(logits_RW, sampling.masks, vocabulary.first)
-    if needs.sampled:
+    if needs.sampled and not (needs.filtered or needs.min_p) and vocabulary.group.size == 1:
+        tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1)
+    elif needs.sampled:
         tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, needs, vocabulary))
         tokens_R = tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
     else:
