@@ -18,7 +18,7 @@ def arguments(B: int, each: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return temperature_B, torch.randint(-(2**62), 2**62, (B,)), torch.randint(0, 5000, (B * each,))
 
 
-@pytest.mark.parametrize(("B", "each", "V"), [(1, 1, 40), (5, 2, 300), (3, 1, 700)])
+@pytest.mark.parametrize(("B", "each", "V"), [(1, 1, 40), (5, 1, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_tokens_are_the_definition_s(B: int, each: int, V: int, dtype: torch.dtype) -> None:
     """Keeps out: the noise of another row, position or slice; ties to the higher id; banned tokens that are chosen; a row that
@@ -37,9 +37,9 @@ def test_tokens_are_the_definition_s(B: int, each: int, V: int, dtype: torch.dty
 def test_near_ties_are_decided_by_the_exact_noise() -> None:
     """All scores of a row are within 1e-5 of each other.  Keeps out: the noise in float32 deciding, which would part texts of a
     GPU from those of a CPU."""
-    temperature_B, seed_B, position_R = torch.tensor([0.7, 1.3]), torch.tensor([5, -9]), torch.arange(8) + 100
-    temperature_R, seed_R = temperature_B.repeat_interleave(4), seed_B.repeat_interleave(4)
-    logits_RV = (5 - gumbel_noise(seed_R, position_R, 60) + 1e-6 * torch.rand(8, 60)) * temperature_R[:, None]
+    temperature_B, seed_B, position_R = torch.tensor([0.7, 1.3]), torch.tensor([5, -9]), torch.arange(4) + 100
+    temperature_R, seed_R = temperature_B.repeat_interleave(2), seed_B.repeat_interleave(2)
+    logits_RV = (5 - gumbel_noise(seed_R, position_R, 20) + 1e-6 * torch.rand(4, 20)) * temperature_R[:, None]
     scores_RV = gumbel_scores(logits_RV, temperature_R, seed_R, position_R)
     assert scores_RV.max() - scores_RV.min() < 1e-5
     given = (temperature_B, seed_B, position_R)
