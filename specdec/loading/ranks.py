@@ -17,8 +17,7 @@ import torch
 
 from specdec.draft.drafter import DraftModel
 from specdec.engine.loop import Engine
-from specdec.grammar.library import Grammars
-from specdec.loading.build import build_engine, build_runner, free_memory, plan_pool
+from specdec.loading.build import build_engine, build_runner, free_memory, grammars_of, plan_pool
 from specdec.loading.pair import Loaded
 from specdec.loading.resolve import EngineSettings, resolve_device
 from specdec.models.target import Target
@@ -186,9 +185,7 @@ class Follower:
         free_memory(device)  # of the last runner's pool and graphs
         settings = replace(settings, device=device, options=replace(settings.options, device=str(device)))
         self._runner = build_runner(model, head, settings, plan_pool(model, head, settings))
-        self._runner.grammars.grammars = Grammars(
-            lambda: Tokenizer(folder).as_json(), model.config.vocab_size, model.config.eos_ids
-        )
+        self._runner.grammars.grammars = grammars_of(Tokenizer(folder), model.config)
 
 
 def run_rank(seat: Seat, line: Line) -> None:

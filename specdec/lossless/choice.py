@@ -42,7 +42,10 @@ class Text(NamedTuple):
         assert sampling.temperature == 0 or sampling.seed is not None
         assert self.choice or not sampling.bad_words, "the ids of bad words are known to whoever has the tokenizer"
         choice = self.choice or RowChoice.of(sampling, sampling.seed or 0, self.prompt_ids)
-        masks_RX = None if self.masks_IX is None else self.masks_IX[list(places)]
+        masks_RX = None
+        if self.masks_IX is not None:
+            masks_RX = torch.full((len(places), self.masks_IX.shape[1]), -1, dtype=torch.int32)  # the prompt may be anything
+            masks_RX[[place >= 0 for place in places]] = self.masks_IX[[place for place in places if place >= 0]]
         return scores_at(logits_RV, choice, len(self.prompt_ids), self.token_ids, places, masks_RX)
 
 
