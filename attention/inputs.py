@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -159,8 +159,9 @@ class HeadInputs(LayerInputs):
     prep: HeadPrep
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, HeadsView), f"heads of one width need a cache of such heads, got {call.view}"
-        return call.attend(call.asked(call.backend.store(call.view, self.qkv_TXD, call.slots_T, self.prep)))
+        view = cast(HeadsView, call.view)
+        assert hasattr(view, "write"), f"heads of one width need a cache of such heads, got {view}"
+        return call.attend(call.asked(call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)))
 
     def dense(self) -> DenseHeads:
         q_TQD, kv_T2KD = self.prep.apply_(self.qkv_TXD)

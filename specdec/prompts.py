@@ -33,7 +33,7 @@ class Tokenizer:
             from transformers import AutoTokenizer
 
             try:
-                self._inner = AutoTokenizer.from_pretrained(folder)
+                self._inner = AutoTokenizer.from_pretrained(folder, config=_short_config(folder))
             except Exception as error:  # of any kind: transformers checks little of what the files hold
                 raise ValueError(_broken_file(folder, error)) from error
 
@@ -122,6 +122,27 @@ class Tokenizer:
         if type(error) is TemplateError:  # what `raise_exception` in a template raises
             return f"{template} refuses {name}: {error}"
         return f"{template} fails on {name}: {type(error).__name__}: {error}"
+
+
+def _short_config(folder: Path) -> Any:
+    """What AutoTokenizer asks of a target's config to choose a class: the model type.  None where it may ask for more.
+
+    From the folder alone it would make the family's own config class, whose module imports transformers' modelling code: two
+    seconds of a program's start.  A tokenizer that names its class and brings no code of its own does without it.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        names = {name: json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json")}
+        model, tokenizer = names["config.json"], names["tokenizer_config.json"]
+        if "auto_map" in tokenizer or "auto_map" in model or not isinstance(tokenizer["tokenizer_class"], str):
+            return None
+        kind = model["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # AutoTokenizer reads the folder itself, and says what is wrong with it
+    config = PreTrainedConfig()
+    config.model_type = kind
+    return config
 
 
 def _broken_file(folder: Path, error: Exception) -> str:

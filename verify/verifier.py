@@ -7,7 +7,7 @@ Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -105,8 +105,8 @@ class TargetVerifier:
         """
         assert isinstance(self.model, EncoderDecoder) and self.sources is not None
         for layer, kv_S2KD in enumerate(self.model.read_text(ids_S, self.backend)):
-            view = self.sources.view(layer)
-            assert isinstance(view, HeadsView), f"an encoder's texts need a cache of ordinary heads, got {view}"
+            view = cast(HeadsView, self.sources.view(layer))
+            assert hasattr(view, "write"), f"an encoder's texts need a cache of ordinary heads, got {view}"
             view.write(slots_S, kv_S2KD)
 
     def prefill(self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True) -> PrefillResult:
