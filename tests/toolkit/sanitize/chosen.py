@@ -27,6 +27,8 @@ CHOSEN: dict[str, list[str]] = {
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
     "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
     "gumbel_noise_kernel": ["tests/ops/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
+    "sample_scan_kernel": ["tests/ops/test_sample.py::test_tokens_are_the_definition_s[torch.float16-5-1-300]"],
+    "masked_logits_kernel": ["tests/batch/test_masks.py::test_banned_tokens_are_minus_infinity[torch.float16-4-3-95-0-95]"],
     "perturb_kernel": ["tests/ops/test_gumbel_triton.py::test_perturbed_logits_of_a_run_equal_the_definition[torch.bfloat16]"],
     "least_logits_kernel": ["tests/ops/test_floor.py::test_the_kernel_equals_the_definition[1300-dtype1]"],
     # attention over keys and values
