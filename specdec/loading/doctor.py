@@ -34,7 +34,7 @@ from specdec.parallel import nccl
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
-    "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash-attn", "flash-attn-3", "flash-attn-4", "llguidance",
 )  # fmt: skip
 
 
