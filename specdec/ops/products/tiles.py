@@ -50,6 +50,16 @@ class ProductTiles(NamedTuple):
         return self.stages * (self.block_t + self.block_o) * self.block_i * itemsize
 
 
+class StackedTiles(NamedTuple):
+    """What one program of stacked_triton.py's kernels works on; the names are those of ProductTiles."""
+
+    block_t: int
+    block_o: int
+    block_i: int
+    warps: int
+    stages: int
+
+
 @cache
 def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100) -> ProductTiles | None:
     """The kernel's tiles for T rows and a weight of O rows and I columns; None: cuBLAS is used.
@@ -158,6 +168,13 @@ def invariant_tiles(T: int, O: int, I: int, gated: bool) -> ProductTiles:
         stages = 4 if T <= 32 else 3
         return ProductTiles(block_t, 64, 128, 1, 4, stages) if gated else ProductTiles(block_t, 128, 128, 1, 8, stages)
     return ProductTiles(block_t, 64, 128, 1, 4, 7 if O <= 4096 else 5)
+
+
+def invariant_stacked_tiles(rows: int) -> StackedTiles:
+    """Tiles for a stack of matrices with about `rows` rows of x each.  The order of sums is that of `invariant_tiles`."""
+    if rows <= 32:
+        return StackedTiles(16 if rows <= 16 else 32, 64, 128, 4, 4)
+    return StackedTiles(64, 128, 64, 4, 4) if rows <= 64 else StackedTiles(128, 128, 64, 8, 4)
 
 
 def _tiles_of_rows(T: int, O: int, I: int, splits: int) -> ProductTiles:
