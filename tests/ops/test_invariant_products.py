@@ -13,8 +13,9 @@ from toolkit.kernels import DEVICE, HAS_GPU
 from specdec.models.linear import Linear, use_numerics
 from specdec.ops.products.linear import silu_mul
 from specdec.ops.products.linear_tiled_triton import launch_tiled_linear
+from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.products.numerics import FAST, INVARIANT
-from specdec.ops.products.tiles import ARRIVALS, FEW, ProductTiles, invariant_tiles
+from specdec.ops.products.tiles import FEW, ProductTiles, invariant_tiles
 
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 LARGE = [(6144, 4096, False), (4096, 4096, False), (4096, 14336, False), (28672, 4096, True), (32768, 4096, False)]

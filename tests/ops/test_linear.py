@@ -12,9 +12,9 @@ from torch import Tensor
 from specdec.ops.products import linear_triton
 from specdec.ops.products.gpus import H100, H200, nearest
 from specdec.ops.products.linear import gated_linear, linear, silu_mul
-from specdec.ops.products.linear_triton import launch_linear, launch_silu_mul
+from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul
 from specdec.ops.products.linear_wide_triton import launch_wide_linear
-from specdec.ops.products.tiles import ARRIVALS, ProductTiles, product_tiles
+from specdec.ops.products.tiles import ProductTiles, product_tiles
 
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}  # norm(out - exact) / norm(exact)
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

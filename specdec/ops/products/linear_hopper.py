@@ -36,8 +36,8 @@ TOGETHER = 8  # tiles of x whose programs are neighbours, so that they read the 
 EIGHT = 8  # rows of the gate that alternate with as many of up
 
 # Gluon renamed these functions between Triton 3.6 and 3.9.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
@@ -84,15 +84,15 @@ def hopper_linear_kernel(
     for s in gl.static_range(STAGES):
         at = (low + s) * BLOCK_I
         mbarrier.expect(full.index(s), BYTES, pred=s < steps)
-        fetch(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(s), w_smem.index(s), pred=s < steps)
+        _fetch(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(s), w_smem.index(s), pred=s < steps)
     if PDL:
-        wait_for_the_kernel_in_front()
-        let_the_next_kernel_start()
+        _wait_for_the_kernel_in_front()
+        _let_the_next_kernel_start()
     for s in gl.static_range(STAGES):
         at = (low + s) * BLOCK_I
-        fetch(x_low, [first_t, at], full.index(s), low_smem.index(s), pred=s < steps)
+        _fetch(x_low, [first_t, at], full.index(s), low_smem.index(s), pred=s < steps)
         if HIGH > 0:
-            fetch(x_high, [first_t + LOW, at], full.index(s), high_smem.index(s), pred=s < steps)
+            _fetch(x_high, [first_t + LOW, at], full.index(s), high_smem.index(s), pred=s < steps)
 
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     low_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, LOW, 16])
@@ -112,17 +112,17 @@ def hopper_linear_kernel(
             acc = warpgroup_mma_wait(2 * LAG, deps=(acc,))
         else:
             acc = warpgroup_mma_wait(LAG, deps=(acc,))
-        barrier()  # all warps have read the stage that is filled again
+        _barrier()  # all warps have read the stage that is filled again
         free = slot - LAG
         if free < 0:
             free += STAGES
         more = (k >= LAG) & (k - LAG + STAGES < steps)
         at = (low + k - LAG + STAGES) * BLOCK_I
         mbarrier.expect(full.index(free), BYTES, pred=more)
-        fetch(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(free), w_smem.index(free), pred=more)
-        fetch(x_low, [first_t, at], full.index(free), low_smem.index(free), pred=more)
+        _fetch(weight_tiles, [tile * GROUPS, 0, 0, at], full.index(free), w_smem.index(free), pred=more)
+        _fetch(x_low, [first_t, at], full.index(free), low_smem.index(free), pred=more)
         if HIGH > 0:
-            fetch(x_high, [first_t + LOW, at], full.index(free), high_smem.index(free), pred=more)
+            _fetch(x_high, [first_t + LOW, at], full.index(free), high_smem.index(free), pred=more)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -142,7 +142,7 @@ def hopper_linear_kernel(
         gl.store(mine + split * SIZE + _cells(low_layout, 0, LOW, BLOCK_O, ROWS), acc)
         if HIGH > 0:
             gl.store(mine + split * SIZE + _cells(high_layout, LOW, HIGH, BLOCK_O, ROWS), acc_high)
-        barrier()  # all of this program's stores before its arrival
+        _barrier()  # all of this program's stores before its arrival
         if gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrivals + tile, 0)
             acc = _summed(mine, low_layout, 0, LOW, ROWS, BLOCK_O, SPLITS)
@@ -153,12 +153,12 @@ def hopper_linear_kernel(
 
 
 @gluon.jit
-def wait_for_the_kernel_in_front():
+def _wait_for_the_kernel_in_front():
     gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def let_the_next_kernel_start():
+def _let_the_next_kernel_start():
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
@@ -188,7 +188,7 @@ def _summed(
 
 
 @gluon.jit
-def pair(value, N: gl.constexpr, BLOCK_O: gl.constexpr):
+def _pair(value, N: gl.constexpr, BLOCK_O: gl.constexpr):
     """The gate's rows and up's."""
     return gl.split(gl.permute(gl.reshape(value, [BLOCK_O // 16, 2, 8, N]), (0, 2, 3, 1)))
 
@@ -207,10 +207,10 @@ def _finish(
     at = out_O.to(gl.int64)[:, None] + t.to(gl.int64)[None, :] * O
     ok = ((out_O < O)[:, None] & (t < T)[None, :]).to(gl.int32)
     if PARTS == 2:
-        gate, up = pair(acc, N, BLOCK_O)
+        gate, up = _pair(acc, N, BLOCK_O)
         acc = gate / (1 + gl.exp(-gate)) * up
-        at, _ = pair(at, N, BLOCK_O)
-        ok, _ = pair(ok, N, BLOCK_O)
+        at, _ = _pair(at, N, BLOCK_O)
+        ok, _ = _pair(ok, N, BLOCK_O)
     gl.store(y + at, acc.to(y.dtype.element_ty), mask=ok != 0)
 
 
@@ -234,8 +234,7 @@ def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None,
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
     hopper_linear_kernel[(num_tiles * triton.cdiv(T, tiles.block_t), tiles.splits)](
-        rows_of(x_TI, low, tiles.block_i), rows_of(x_TI, high or low, tiles.block_i),
-        groups_of(weight_OI, parts, tiles.block_o, tiles.block_i),
+        _rows_of(x_TI, low, tiles), _rows_of(x_TI, high or low, tiles), _groups_of(weight_OI, parts, tiles),
         weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I,
         LOW=low, HIGH=high, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
         PARTS=parts, LAG=tiles.lag, MANY=T > tiles.block_t, TOGETHER=TOGETHER, HAS_BIAS=bias_O is not None,
@@ -244,17 +243,17 @@ def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None,
     return y_TO
 
 
-def rows_of(x_TI: Tensor, rows: int, block_i: int) -> TensorDescriptor:
+def _rows_of(x_TI: Tensor, rows: int, tiles: ProductTiles) -> TensorDescriptor:
     """The copy engine's descriptor of tiles of `rows` rows of x."""
-    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, block_i], _layout(2))
+    return TensorDescriptor(x_TI, list(x_TI.shape), [x_TI.stride(0), 1], [rows, tiles.block_i], _layout(2))
 
 
-def groups_of(weight_OI: Tensor, parts: int, block_o: int, block_i: int) -> TensorDescriptor:
+def _groups_of(weight_OI: Tensor, parts: int, tiles: ProductTiles) -> TensorDescriptor:
     """The copy engine's descriptor of a weight's tiles, in which 8 rows of each part alternate."""
     rows, I = weight_OI.shape
-    O = rows // parts
+    O, groups = rows // parts, tiles.block_o // parts // EIGHT
     shape, strides = [O // EIGHT, parts, EIGHT, I], [EIGHT * I, O * I, I, 1]
-    return TensorDescriptor(weight_OI, shape, strides, [block_o // parts // EIGHT, parts, EIGHT, block_i], _layout(4))
+    return TensorDescriptor(weight_OI, shape, strides, [groups, parts, EIGHT, tiles.block_i], _layout(4))
 
 
 @cache

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.tiles import ARRIVALS
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
 
 AHEAD = 512  # elements of each row; measured: asking for more delays the requests that are needed first
+ARRIVALS = 1024  # the most tiles of a split product
 
 
 @triton.jit(do_not_specialize=["T"])  # T changes from call to call; Triton would compile again for 1 or a multiple of 16

@@ -16,7 +16,6 @@ import torch
 from specdec.ops.products.gpus import H100, H200, Kind
 
 FEW = 64  # threshold in rows of x: up to this many, linear_triton.py's kernel is used, and linear_wide_triton.py's for more
-ARRIVALS = 1024  # the most tiles of a split product, which counts its programs' arrivals
 STEP = 128  # columns of a step of invariant products whose columns are split: borders of splits are multiples of it
 WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
 LEAST_ROWS, LEAST_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
