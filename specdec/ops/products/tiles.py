@@ -103,14 +103,13 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
     if O % (16 if gated else 8) or I % 8:
         return None
     if T > FEW:
-        if not (192 < T <= 256 and gated and O >= 16384 and _fills_waves(-(-O // 128))):
+        timed = 192 < T <= 256 or 1024 - 16 < T <= 1024
+        if not (timed and gated and O >= 16384 and _fills_waves(-(-O // 128) * -(-T // 256))):
             return None
         return ProductTiles(256, 128, 64, 1, 8, 4, lag=1)
     if T == 0:
         return None
     block_t = max(8, 1 << (T - 1).bit_length())
-    if T <= 8 and O >= 128 * SMS:
-        return ProductTiles(block_t, 128, 128, 1, 4, 3, lag=0)
     block_i = 256 if T <= 8 else 128
     tiles, stage = -(-O // 64), (64 + block_t) * block_i * 2
     splits = min(max(1, SMS // tiles), -(-I // (2 * block_i)))
