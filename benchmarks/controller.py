@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from engine_internals import count_rounds, set_acceptance, time_captures, without_prefill
+from engine_internals import clear_caches, count_rounds, set_acceptance, time_captures, without_prefill
 from round_8b import make_decoder, random_pair, random_prompts
 
 from specdec.bench.profile import Work
@@ -83,6 +83,7 @@ class Bench:
 
     def __init__(self, decoder: SpecDecoder, batch: int) -> None:
         without_prefill(decoder)
+        clear_caches(decoder)  # whoever had the memory before may have left anything there
         self.session, self.counts, self.captures = Session(decoder), count_rounds(decoder), time_captures(decoder)
         self.session.force_acceptance([0.5])
         self.decoder, self.prompts = decoder, random_prompts(batch, CONTEXT)
@@ -149,7 +150,9 @@ def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[st
     bench.run(0.05, 0.0, speculate=False)
     plain = bench.run(SECONDS, 0.0, speculate=False)
     ready = time.perf_counter()
-    bench.run(0.5, 0.5, speculate=True)
+    bench.run(0.3, 0.5, speculate=True)
+    bench.session.make_ready([batch])
+    print(f"  ready after {time.perf_counter() - ready:.1f} s", flush=True)
     for tau in taus:
         rows.append(line(bench, batch, tau, fixed, plain.rate))
         row = rows[-1]
@@ -159,6 +162,7 @@ def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[st
             f"{row['of_plain']:.1%} of plain; {row['shapes']}",
             flush=True,
         )
+        row["reasons"] = bench.session.reasons
     seconds = [spent for _, spent in bench.captures]
     print(f"  {len(seconds)} captures, {sum(seconds):.1f} s, longest {max(seconds):.2f}; {time.perf_counter() - ready:.0f} s")
     return {"batch": batch, "plain_ms": plain.ms, "fixed_ms": fixed, "captures": bench.captures, "rows": rows}

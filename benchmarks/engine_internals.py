@@ -35,6 +35,13 @@ def caches(decoder: SpecDecoder) -> list[KVCache]:
     return [target_cache(decoder)] + ([drafter.cache] if drafter else [])
 
 
+def clear_caches(decoder: SpecDecoder) -> None:
+    """Fills the keys and values of both models with zeros."""
+    with torch.inference_mode():
+        for cache in caches(decoder):
+            cache.planes["kv"].zero_()
+
+
 def replace_drafter(decoder: SpecDecoder, drafter: Any) -> None:
     """From now on rounds ask this drafter."""
     decoder.engine.runner.workers.drafter = drafter

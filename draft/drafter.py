@@ -54,6 +54,7 @@ class Paged(Protocol):
 class Place(NamedTuple):
     """What a drafter is given to work with.
 
+    spec: the shape of trees; "auto" for any of those that `DraftModel.shapes` gives for it, another one each round.
     caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
     the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
@@ -80,7 +81,20 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def check(self, spec: SpecConfig) -> None:
-        """ValueError if it can't grow trees of that shape."""
+        """ValueError if it can't grow trees of that shape, which is not "auto"."""
+
+    def shapes(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them."""
+        found, problem = list[SpecConfig](), None
+        for shape in spec.shapes:
+            try:
+                self.check(shape)
+                found.append(shape)
+            except ValueError as error:
+                problem = error
+        if problem is not None and not found:
+            raise problem
+        return tuple(found)
 
     @abstractmethod
     def worker(self, place: Place) -> Drafter:
@@ -137,7 +151,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
-        """The next tree of every row.  needs: here and below, how the target will choose the rows' tokens."""
+        """The next tree of every row, of exactly that shape.  needs: here and below, how the target will choose the tokens."""
 
     @abstractmethod
     def extend(

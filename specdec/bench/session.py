@@ -131,6 +131,18 @@ class Session:
         """How a row with this prompt chooses its tokens."""
         return self.decoder.new_request(list(prompt_ids), sampling).choice
 
+    # ---- SpecConfig("auto") ----
+
+    def make_ready(self, sizes: Sequence[int] = ()) -> None:
+        """Captures whatever "auto" may run later, for options that have occurred.  sizes: numbers of rows; none: all."""
+        with self.decoder.owner.turn:
+            self.decoder.engine.make_ready(sizes)
+
+    @property
+    def reasons(self) -> list[str]:
+        """For each number of rows that has run, which shape "auto" runs and why."""
+        return self.decoder.engine.scheduler.speculation.reasons()
+
     # ---- forced acceptance ----
 
     @property

@@ -38,6 +38,15 @@ class Readback:
         view.copy_(source, non_blocking=True)
         return Ticket(self, view, begun, self.mark(), pinned)
 
+    def wait(self, mark: Any) -> None:
+        """Waits until the device has passed the mark."""
+        if self.device.type == "cuda":
+            mark.synchronize()
+
+    def seconds(self, begun: Any, done: Any) -> float:
+        """Seconds between two marks that the device has passed."""
+        return begun.elapsed_time(done) / 1e3 if self.device.type == "cuda" else done - begun
+
     def mark(self) -> Any:
         """The present point in the device's time: a recorded event on a GPU, seconds elsewhere."""
         if self.device.type != "cuda":
@@ -48,16 +57,16 @@ class Readback:
 
 
 class Ticket:
-    """One copy that is under way."""
+    """One copy that is under way.  done: the mark after it."""
 
     def __init__(self, owner: Readback, host: Tensor, begun: Any, done: Any, pinned: Tensor | None = None) -> None:
-        self._owner, self._host, self._begun, self._done, self._pinned = owner, host, begun, done, pinned
+        self._owner, self._host, self._begun, self.done, self._pinned = owner, host, begun, done, pinned
 
     def read(self) -> list[Any]:
         """Waits for the tensor's values and returns them as nested lists.  To be called once only."""
         if self._pinned is not None:
             start = time.perf_counter()
-            self._done.synchronize()
+            self.done.synchronize()
             self._owner.wait_seconds += time.perf_counter() - start
             self._owner.waits += 1
         if self._owner.check is not None:
@@ -74,6 +83,4 @@ class Ticket:
     def seconds(self) -> float:
         """Device seconds from `begun` to the end of the copy.  To be called only after `read`."""
         assert self._begun is not None
-        if self._pinned is None:
-            return self._done - self._begun
-        return self._begun.elapsed_time(self._done) / 1e3
+        return self._owner.seconds(self._begun, self.done)
