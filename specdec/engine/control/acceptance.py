@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from specdec.config import SpecConfig
 
@@ -41,16 +42,21 @@ class Acceptance:
 
     def of(self, shape: SpecConfig) -> list[float]:
         """The same of a shape."""
-        shift = self.branching * width(shape)
-        return [_shifted(probability, shift) for probability in self.of_chain(shape.max_steps)]
+        return self._shifted(self.of_chain(shape.max_steps), shape)
 
-    def accept_length(self, shape: SpecConfig | None) -> float:
-        """The tokens that a round emits in a row that speculates, the bonus token included.  None: a round of no levels."""
-        total, reach = 1.0, 1.0
-        for probability in self.of(shape) if shape else ():
-            reach *= probability
-            total += reach
-        return total
+    def accept_lengths(self, shapes: Sequence[SpecConfig | None]) -> list[float]:
+        """The tokens that a round of each shape emits in a row that speculates, the bonus token included.
+
+        None: a round of no levels.
+        """
+        chain, found = self.of_chain(len(self.reached)), list[float]()
+        for shape in shapes:
+            total, reach = 1.0, 1.0
+            for probability in self._shifted(chain[: shape.max_steps], shape) if shape else ():
+                reach *= probability
+                total += reach
+            found.append(total)
+        return found
 
     def observe(self, shape: SpecConfig, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None) -> None:
         """Records how many draft tokens each row that speculates accepted in a verified round.
@@ -58,22 +64,35 @@ class Acceptance:
         best: for each row, how many tokens of the drafter's first choices were accepted, and how many the tree had: what a
         chain would have drafted.  None for a chain.
         """
-        expected, x = self.of(shape), width(shape)
+        x, levels = width(shape), len(self.reached)
+        expected = self.of(shape) if x else []
         fade = math.exp(-len(accepted) / max(MEMORY, MEMORY_ROUNDS * len(accepted)))
-        first = [(a, shape.max_steps) for a in accepted] if best is None else best
-        for level in range(len(self.reached)):
-            self.reached[level] = self.reached[level] * fade + sum(a >= level < length for a, length in first)
-            self.accepted[level] = self.accepted[level] * fade + sum(a > level for a, _ in first)
+        first = accepted if best is None else [a for a, _ in best]
+        taken = _above(first, levels)
+        ends = [shape.max_steps] * len(first) if best is None else [length for _, length in best]
+        unasked = [0] * (levels + 1)  # rows that accepted all that a chain would have drafted, by how much that was
+        for a, end in zip(first, ends, strict=True):
+            unasked[a] += a == end
+        for level, (above, here) in enumerate(pairwise((len(first), *taken))):
+            self.reached[level] = self.reached[level] * fade + above - unasked[level]
+            self.accepted[level] = self.accepted[level] * fade + here
         if not x:
             return
-        surprise = information = 0.0
-        for level, probability in enumerate(expected):
-            reached, taken = sum(a >= level for a in accepted), sum(a > level for a in accepted)
-            surprise += (taken - reached * probability) * x
+        surprise, information, reached = 0.0, 0.0, len(accepted)
+        for probability, taken_here in zip(expected, _above(accepted, shape.max_steps), strict=True):
+            surprise += (taken_here - reached * probability) * x
             information += reached * probability * (1 - probability) * x * x
+            reached = taken_here
         self._branching_information *= math.exp(-len(accepted) / BRANCHING_MEMORY)
         self._branching_information = max(BRANCHING_WEIGHT, self._branching_information) + information
         self.branching = min(MOST_BRANCHING, max(0.0, self.branching + surprise / self._branching_information))
+
+    def _shifted(self, chain: Sequence[float], shape: SpecConfig) -> list[float]:
+        """The probabilities of a chain's levels, with the odds that the shape's width makes of them."""
+        if shape.topk == 1:
+            return list(chain)
+        odds = math.exp(self.branching * width(shape))
+        return [probability * odds / (probability * odds + 1 - probability) for probability in chain]
 
     def trust(self, most: float) -> None:
         """From now on what was observed counts as so many observations a level at most: the text has moved on since."""
@@ -87,9 +106,9 @@ def width(shape: SpecConfig) -> float:
     return 0.0 if shape.topk == 1 else max(0.0, math.log(shape.num_draft_tokens / (shape.max_steps + 1)))
 
 
-def _shifted(probability: float, shift: float) -> float:
-    """The probability whose odds are e**shift times as large."""
-    if not shift:
-        return probability
-    grown = probability * math.exp(shift)
-    return grown / (grown + 1 - probability)
+def _above(counts: Sequence[int], levels: int) -> list[int]:
+    """How many of the counts are above 0, above 1, ..., above levels - 1."""
+    found = [0] * (levels + 1)
+    for count in counts:
+        found[count] += 1
+    return list(accumulate(reversed(found[1:])))[::-1]

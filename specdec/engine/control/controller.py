@@ -23,6 +23,7 @@ MOST_LOOKING, LEAST_LOOKING = (
     0.001,
 )  # the share of time that looks may lose: after a change of shape, and after long calm
 MOST_SAVED = 3.0  # rounds' time that the account holds at most
+JUDGE_EVERY = 4  # rounds from one judgement of all shapes to the next
 LEAST_WAIT = 24  # rounds between two looks, at least
 TRUST = 30.0  # what was observed before a pause counts as so many observations when the drafter is looked at again
 CATCH_UP = 0.1  # what a drafter's catching up is taken to cost, as a share of a round of no levels
@@ -36,6 +37,8 @@ class Book:
     first: the shapes that are measured before anything is chosen.  best: the one last found the best; a look is none.
     account: seconds that looks may lose.  share: of all time, which goes there.  since: rounds since the last look.
     turn: which kind of look is next.  missed: seconds that a shape would have saved, if it had been ready.
+    rounds: so many were chosen.  rates: as last judged, tokens a second and row.  judged: the share of rows and the
+    shapes for which that was.
     """
 
     costs: Costs
@@ -46,6 +49,9 @@ class Book:
     since: int = 0
     turn: int = 0
     missed: dict[Shape, float] = field(default_factory=dict)
+    rounds: int = 0
+    rates: dict[Shape, float] = field(default_factory=dict)
+    judged: tuple[float, list[Shape]] | None = None
 
     @property
     def knows_enough(self) -> bool:
@@ -98,12 +104,14 @@ class Controller:
             return first
         if not book.knows_enough:
             return []
-        best = max(self.shapes, key=lambda shape: self.rate(rows, shape, share))
+        if len(ready) > len(self.shapes) or book.rounds % JUDGE_EVERY:
+            return []
+        rates = self.rates(rows, share, (None, *self.shapes))
+        best = max(rates, key=lambda shape: rates[shape])
         if best in ready:
             return []
-        usual = max(self.rate(rows, shape, share) for shape in ready)
-        gain = book.costs.of(best) * (self.rate(rows, best, share) / usual - 1)
-        missed = book.missed[best] = book.missed.get(best, 0.0) + max(0.0, gain)
+        gain = book.costs.of(best) * (rates[best] / max(rates[shape] for shape in ready) - 1)
+        missed = book.missed[best] = book.missed.get(best, 0.0) + JUDGE_EVERY * max(0.0, gain)
         if missed < self.ready_seconds:
             return []
         book.missed.clear()
@@ -119,25 +127,27 @@ class Controller:
         book = self._book(rows)
         if unmeasured := self._unmeasured(book, usable):
             return unmeasured[0]
-        rates = {shape: self.rate(rows, shape, share) for shape in usable}
-        best = max(usable, key=lambda shape: rates[shape])
-        if book.best in rates and rates[best] < (1 + GAIN) * rates[book.best]:
-            best = book.best
-        if best != book.best:
-            book.best, book.share = best, MOST_LOOKING
-        return self._look(book, best, rates, share, pause)
+        if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
+            book.judged, book.rates = (share, usable), self.rates(rows, share, usable)
+            best = max(usable, key=lambda shape: book.rates[shape])
+            is_better = book.best not in book.rates or book.rates[best] >= (1 + GAIN) * book.rates[book.best]
+            if is_better and best != book.best:
+                book.best, book.share = best, MOST_LOOKING
+        book.rounds += 1
+        return self._look(book, share, pause)
 
-    def rate(self, rows: int, shape: Shape, share: float) -> float:
+    def rates(self, rows: int, share: float, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Expected tokens a second and row."""
-        return self._tokens(shape, share) / self._book(rows).costs.of(shape)
+        costs, lengths = self._book(rows).costs, self.acceptance.accept_lengths(shapes)
+        return {shape: (1 + share * (length - 1)) / costs.of(shape) for shape, length in zip(shapes, lengths, strict=True)}
 
     def reason(self, rows: int, share: float = 1.0) -> str:
         """What runs at that number of rows, and why."""
         book = self.books.get(rows)
         if book is None or not book.costs.is_known(book.best):
             return f"batch {rows}: nothing was measured yet"
-        others = [shape for shape in (None, *self.shapes) if shape != book.best]
-        second = max(others, key=lambda shape: self.rate(rows, shape, share))
+        rates = self.rates(rows, share, [shape for shape in (None, *self.shapes) if shape != book.best])
+        second = max(rates, key=lambda shape: rates[shape])
         levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
         return (
             f"batch {rows}: {self._line(rows, book.best, share)}; next best {self._line(rows, second, share)}; "
@@ -149,7 +159,7 @@ class Controller:
         return f"{label(shape)} with {tokens:.2f} tokens in {1e3 * cost:.2f} ms"
 
     def _tokens(self, shape: Shape, share: float) -> float:
-        return 1 + share * (self.acceptance.accept_length(shape) - 1)
+        return 1 + share * (self.acceptance.accept_lengths([shape])[0] - 1)
 
     def _book(self, rows: int) -> Book:
         if rows not in self.books:
@@ -167,8 +177,9 @@ class Controller:
             return [] if book.knows_enough else [shape for shape in book.first if shape in usable]
         return [shape for shape in (*book.first, None) if book.costs.runs(shape) < FIRST_RUNS]
 
-    def _look(self, book: Book, best: Shape, rates: dict[Shape, float], share: float, pause: int) -> Shape:
+    def _look(self, book: Book, share: float, pause: int) -> Shape:
         """The best shape, or another one to be looked at."""
+        best, rates = book.best, book.rates
         cost = book.costs.of(best)
         book.account, book.since = min(book.account + book.share * cost, MOST_SAVED * cost), book.since + 1
         if book.since < LEAST_WAIT or (best is None and pause < MAX_PAUSE):

@@ -12,6 +12,7 @@ from specdec.config import SpecConfig
 Shape = SpecConfig | None  # None: a round of no levels, plain decoding that keeps what the drafter will need
 
 SMOOTHING = 0.15  # the weight of the newest cost in the moving average
+GUESS_AGAIN = 32  # rounds of a shape after which what is not known is guessed anew
 SETTLING = 4  # so many costs of a shape are counted by their least, because something may have disturbed one of them
 
 
@@ -29,16 +30,20 @@ class Costs:
         self._drift = 0.0
         self._surprise: dict[Shape, float] = {}  # what a shape that had been tried took more when it ran
         self._seen: dict[Shape, int] = {}
+        self._guesses: dict[Shape, float] = {}  # of shapes of which nothing is known, without drift; made anew now and then
 
     def tried(self, shape: Shape, seconds: float) -> None:
         """Records the seconds of a round on the side."""
         if shape not in self._surprise and self.runs(shape) == 0:
             self._seconds[shape], self._drift_at[shape] = seconds, self._drift
+            self._guesses.clear()
 
     def observe(self, shape: Shape, seconds: float) -> None:
         """Records the seconds from the end of the round before this one to its own end."""
         known = self._known(shape)
         seen = self._seen[shape] = self.runs(shape) + 1
+        if seen <= SETTLING or seen % GUESS_AGAIN == 0:
+            self._guesses.clear()
         if seen == 1:
             if not self.first_counts and known is None:
                 return
@@ -72,6 +77,12 @@ class Costs:
             # slower than the device, it is slower for cheap rounds than for others.
             late = self._surprise.values() if self.runs(shape) == 0 else ()
             return known + max(0.0, min(late, default=0.0))
+        if shape not in self._guesses:
+            self._guesses[shape] = self._guess(shape) - self._drift
+        return max(1e-9, self._guesses[shape] + self._drift)
+
+    def _guess(self, shape: Shape) -> float:
+        """Seconds of a shape of which nothing is known."""
         if self.like is not None and self.like.is_known(shape):
             both = [other for other in self._seconds if self.like.is_known(other)]
             if both:
