@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 
 from specdec.config import SpecConfig
 
@@ -21,16 +21,49 @@ BRANCHING, MOST_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the 
 BRANCHING_MEMORY, BRANCHING_WEIGHT = 2000.0, 10.0  # how slowly `branching` is forgotten, and what the assumption is worth
 
 
+@dataclass
+class Branching:
+    """How the odds of a level grow with the width of trees: as e**(value * width).  information: how well that is known."""
+
+    value: float = BRANCHING
+    information: float = BRANCHING_WEIGHT
+
+    def odds(self, x: float) -> float:
+        """What the odds are multiplied by in a tree of width x."""
+        return math.exp(self.value * x)
+
+    def learn(self, x: float, chain: Sequence[float], refused: Sequence[int], rescued: Sequence[int], fade: float) -> None:
+        """Records, for each level of trees of width x, how many first choices were refused, and for how many of these another
+        token of the level was accepted.  chain: the probabilities of first choices.
+        """
+        surprise = information = 0.0
+        odds = self.odds(x)
+        for p, tried, found in zip(chain, refused, rescued, strict=True):
+            if not tried:
+                continue
+            p = min(0.999, max(0.001, p))
+            whole = p * odds + 1 - p
+            expected = min(0.999, max(0.001, p * (odds - 1) / whole))  # that another token is accepted if the first is not
+            slope = x * p * odds / whole**2
+            surprise += (found - tried * expected) * slope / (expected * (1 - expected))
+            information += tried * slope**2 / (expected * (1 - expected))
+        self.information = max(BRANCHING_WEIGHT, self.information * fade) + information
+        self.value = min(MOST_BRANCHING, max(0.0, self.value + surprise / self.information))
+
+
 class Acceptance:
     """Estimates for the levels 1 to `levels`; entry d of a list is for level d + 1.
 
-    reached, accepted: fading counts of rows whose drafts reached a level, and of those accepted there, as a
-        chain's would have been.
+    reached, accepted: fading counts of rows whose drafts reached a level, and of those accepted there, as a chain's would have
+        been.
+    branching: of all trees; and of each shape, where it has run.
     """
 
     def __init__(self, levels: int) -> None:
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
-        self.branching, self._branching_information = BRANCHING, BRANCHING_WEIGHT
+        self.branching = Branching()
+        self._own = dict[SpecConfig, Branching]()
+        self._widths = dict[SpecConfig, float]()
 
     def of_chain(self, levels: int) -> list[float]:
         """The probability with which each level of a chain is accepted, given that the one above it was."""
@@ -64,35 +97,45 @@ class Acceptance:
         best: for each row, how many tokens of the drafter's first choices were accepted, and how many the tree had: what a
         chain would have drafted.  None for a chain.
         """
-        x, levels = width(shape), len(self.reached)
-        expected = self.of(shape) if x else []
         fade = math.exp(-len(accepted) / max(MEMORY, MEMORY_ROUNDS * len(accepted)))
-        first = accepted if best is None else [a for a, _ in best]
-        taken = _above(first, levels)
-        ends = [shape.max_steps] * len(first) if best is None else [length for _, length in best]
-        unasked = [0] * (levels + 1)  # rows that accepted all that a chain would have drafted, by how much that was
-        for a, end in zip(first, ends, strict=True):
-            unasked[a] += a == end
-        for level, (above, here) in enumerate(pairwise((len(first), *taken))):
-            self.reached[level] = self.reached[level] * fade + above - unasked[level]
-            self.accepted[level] = self.accepted[level] * fade + here
-        if not x:
-            return
-        surprise, information, reached = 0.0, 0.0, len(accepted)
-        for probability, taken_here in zip(expected, _above(accepted, shape.max_steps), strict=True):
-            surprise += (taken_here - reached * probability) * x
-            information += reached * probability * (1 - probability) * x * x
-            reached = taken_here
-        self._branching_information *= math.exp(-len(accepted) / BRANCHING_MEMORY)
-        self._branching_information = max(BRANCHING_WEIGHT, self._branching_information) + information
-        self.branching = min(MOST_BRANCHING, max(0.0, self.branching + surprise / self._branching_information))
+        if best is None:
+            best = [(a, shape.max_steps) for a in accepted]
+        levels = len(self.reached)
+        refused, rescued, ended = [0] * (levels + 1), [0] * levels, [0] * (levels + 1)
+        for a, (first, length) in zip(accepted, best, strict=True):
+            if first == length:
+                ended[first] += 1
+            else:
+                refused[first] += 1
+                rescued[first] += a > first
+        reached = len(accepted)
+        for level in range(levels):
+            reached -= ended[level]
+            taken = reached - refused[level]
+            self.reached[level] = self.reached[level] * fade + reached
+            self.accepted[level] = self.accepted[level] * fade + taken
+            reached = taken
+        if shape.topk > 1 and (x := self._width(shape)):
+            own = self._own.setdefault(shape, Branching(self.branching.value))
+            chain, slow = self.of_chain(levels), math.exp(-len(accepted) / BRANCHING_MEMORY)
+            for each in (own, self.branching):
+                each.learn(x, chain, refused[:levels], rescued, slow)
 
     def _shifted(self, chain: Sequence[float], shape: SpecConfig) -> list[float]:
         """The probabilities of a chain's levels, with the odds that the shape's width makes of them."""
         if shape.topk == 1:
             return list(chain)
-        odds = math.exp(self.branching * width(shape))
+        x, value = self._width(shape), self.branching.value
+        if own := self._own.get(shape):
+            known = own.information - BRANCHING_WEIGHT
+            value += (own.value - value) * known / (known + BRANCHING_WEIGHT)
+        odds = math.exp(value * x)
         return [probability * odds / (probability * odds + 1 - probability) for probability in chain]
+
+    def _width(self, shape: SpecConfig) -> float:
+        if shape not in self._widths:
+            self._widths[shape] = width(shape)
+        return self._widths[shape]
 
     def trust(self, most: float) -> None:
         """From now on what was observed counts as so many observations a level at most: the text has moved on since."""
@@ -104,11 +147,3 @@ class Acceptance:
 def width(shape: SpecConfig) -> float:
     """How wide a shape is: the logarithm of its nodes over those of a chain as deep; 0 for a chain."""
     return 0.0 if shape.topk == 1 else max(0.0, math.log(shape.num_draft_tokens / (shape.max_steps + 1)))
-
-
-def _above(counts: Sequence[int], levels: int) -> list[int]:
-    """How many of the counts are above 0, above 1, ..., above levels - 1."""
-    found = [0] * (levels + 1)
-    for count in counts:
-        found[count] += 1
-    return list(accumulate(reversed(found[1:])))[::-1]

@@ -18,10 +18,8 @@ from specdec.engine.control.costs import Costs, Shape
 from specdec.limits import MAX_PAUSE
 
 GAIN = 0.015  # the threshold for another shape: it must promise this share more tokens per second
-MOST_LOOKING, LEAST_LOOKING = (
-    0.004,
-    0.001,
-)  # the share of time that looks may lose: after a change of shape, and after long calm
+# The share of time that looks may lose: after a change of shape, and after looks that changed nothing.
+PAUSED_LOOKING, DRAFTING_LOOKING = (0.004, 0.001), (0.01, 0.002)
 MOST_SAVED = 3.0  # rounds' time that the account holds at most
 JUDGE_EVERY = 4  # rounds from one judgement of all shapes to the next
 LEAST_WAIT = 24  # rounds between two looks, at least
@@ -45,7 +43,7 @@ class Book:
     first: list[SpecConfig]
     best: Shape = None
     account: float = 0.0
-    share: float = MOST_LOOKING
+    share: float = DRAFTING_LOOKING[0]
     since: int = 0
     turn: int = 0
     missed: dict[Shape, float] = field(default_factory=dict)
@@ -132,7 +130,7 @@ class Controller:
             best = max(usable, key=lambda shape: book.rates[shape])
             is_better = book.best not in book.rates or book.rates[best] >= (1 + GAIN) * book.rates[book.best]
             if is_better and best != book.best:
-                book.best, book.share = best, MOST_LOOKING
+                book.best, book.share = best, _looking(best)[0]
         book.rounds += 1
         return self._look(book, share, pause)
 
@@ -184,7 +182,7 @@ class Controller:
         book.account, book.since = min(book.account + book.share * cost, MOST_SAVED * cost), book.since + 1
         if book.since < LEAST_WAIT or (best is None and pause < MAX_PAUSE):
             return best  # a look after a pause waits until the drafter has to catch up anyway
-        turns = _ALL_THAT_DRAFT if best is None else (("none",), ("chain" if best.topk > 1 else "tree",))
+        turns = _TURNS[_kind(best)]
         kinds = turns[book.turn % len(turns)]
         looks = [shape for shape in rates if _kind(shape) in kinds]
         if not looks:
@@ -197,17 +195,22 @@ class Controller:
         if price > book.account:
             return best
         book.account, book.since, book.turn = 0.0, 0, book.turn + 1
-        book.share = max(LEAST_LOOKING, book.share / 2)
+        book.share = max(_looking(best)[1], book.share / 2)
         if best is None:
             self.acceptance.trust(TRUST)
         return look
 
 
-_ALL_THAT_DRAFT = (("chain", "tree"),)
+# What is looked at in turn while a shape of some kind runs.  A tree tells of chains, too, so no chain is looked at then.
+_TURNS = {"none": (("chain", "tree"),), "chain": (("tree",), ("none",), ("tree",)), "tree": (("none",),)}
 
 
 def _kind(shape: Shape) -> str:
     return "none" if shape is None else "chain" if shape.topk == 1 else "tree"
+
+
+def _looking(best: Shape) -> tuple[float, float]:
+    return PAUSED_LOOKING if best is None else DRAFTING_LOOKING
 
 
 def label(shape: Shape) -> str:

@@ -11,7 +11,8 @@ from specdec.config import SpecConfig
 
 Shape = SpecConfig | None  # None: a round of no levels, plain decoding that keeps what the drafter will need
 
-SMOOTHING = 0.15  # the weight of the newest cost in the moving average
+SMOOTHING = 0.15  # the weight of the newest cost in the moving average,
+MOST_GROWTH = 1.3  # which counts as so much of the average at most: what held one round up says little of the next
 GUESS_AGAIN = 32  # rounds of a shape after which what is not known is guessed anew
 SETTLING = 4  # so many costs of a shape are counted by their least, because something may have disturbed one of them
 
@@ -57,7 +58,7 @@ class Costs:
             if shape in self._surprise:
                 self._surprise[shape] += value - known
         else:
-            value = known + SMOOTHING * (min(seconds, 2 * known) - known)
+            value = known + SMOOTHING * (min(seconds, MOST_GROWTH * known) - known)
             self._drift += value - known
         self._seconds[shape], self._drift_at[shape] = value, self._drift
 
