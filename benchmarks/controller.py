@@ -119,8 +119,7 @@ def sweep(model: Any, head: Any, batch: int) -> dict[str, float]:
         bench = Bench(make_decoder(model, head, spec, batch, CONTEXT, "round"), batch)
         bench.run(0.05, 0.5, speculate=True)
         found[spec.label] = bench.run(SHAPE_SECONDS, 0.5, speculate=True).ms
-        del bench
-        torch.cuda.empty_cache()
+        bench.decoder.close()
     return found
 
 
@@ -165,6 +164,7 @@ def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[st
         row["reasons"] = bench.session.reasons
     seconds = [spent for _, spent in bench.captures]
     print(f"  {len(seconds)} captures, {sum(seconds):.1f} s, longest {max(seconds):.2f}; {time.perf_counter() - ready:.0f} s")
+    bench.decoder.close()
     return {"batch": batch, "plain_ms": plain.ms, "fixed_ms": fixed, "captures": bench.captures, "rows": rows}
 
 

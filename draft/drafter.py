@@ -54,7 +54,7 @@ class Paged(Protocol):
 class Place(NamedTuple):
     """What a drafter is given to work with.
 
-    spec: the shape of trees; "auto" for any of those that `DraftModel.shapes` gives for it, another one each round.
+    spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
     caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
     the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
@@ -62,6 +62,7 @@ class Place(NamedTuple):
     """
 
     spec: SpecConfig
+    shapes: tuple[SpecConfig, ...]
     backend: Backend
     caches: tuple[KVCache, ...]
     slots: int
@@ -70,6 +71,16 @@ class Place(NamedTuple):
     max_pause: int
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def most_topk(self) -> int:
+        """The most branches of any shape."""
+        return max(shape.topk for shape in self.shapes)
+
+    @property
+    def most_steps(self) -> int:
+        """The most levels of any shape."""
+        return max(shape.max_steps for shape in self.shapes)
 
 
 class DraftModel(nn.Module, ABC):

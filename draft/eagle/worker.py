@@ -54,7 +54,7 @@ class DraftWorker(Drafter):
 
     def __init__(self, head: DraftHead, place: Place, shares_noise: bool = True) -> None:
         self.head, self.backend = head, place.backend
-        self.topk = max(shape.topk for shape in head.shapes(place.spec))  # of the first level that rows keep
+        self.topk = place.most_topk  # of the first level that rows keep
         self.shares_noise = shares_noise
         (self.cache,) = self.caches = place.caches
         self.rows: EagleRows = EagleRows.empty(

@@ -141,7 +141,7 @@ class Session:
     @property
     def reasons(self) -> list[str]:
         """For each number of rows that has run, which shape "auto" runs and why."""
-        return self.decoder.engine.scheduler.speculation.reasons()
+        return self.decoder.reasons
 
     # ---- forced acceptance ----
 

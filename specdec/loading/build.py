@@ -135,11 +135,11 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
 def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> Place:
     spec = settings.spec
     assert spec is not None
-    head.shapes(spec)  # refuses what it can't grow
     # A round may begin a round's tokens later than the host knows.
     assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
     return Place(
         spec=spec,
+        shapes=head.shapes(spec),
         backend=backend,
         caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
         slots=plan.num_pages[0] * settings.page_tokens,

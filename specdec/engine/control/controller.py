@@ -143,12 +143,12 @@ class Controller:
         """What runs at that number of rows, and why."""
         book = self.books.get(rows)
         if book is None or not book.costs.is_known(book.best):
-            return f"batch {rows}: nothing was measured yet"
+            return f"{_rows(rows)}: nothing was measured yet"
         rates = self.rates(rows, share, [shape for shape in (None, *self.shapes) if shape != book.best])
         second = max(rates, key=lambda shape: rates[shape])
         levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
         return (
-            f"batch {rows}: {self._line(rows, book.best, share)}; next best {self._line(rows, second, share)}; "
+            f"{_rows(rows)}: {self._line(rows, book.best, share)}; next best {self._line(rows, second, share)}; "
             f"a chain's levels are accepted with {levels}"
         )
 
@@ -211,6 +211,10 @@ def _kind(shape: Shape) -> str:
 
 def _looking(best: Shape) -> tuple[float, float]:
     return PAUSED_LOOKING if best is None else DRAFTING_LOOKING
+
+
+def _rows(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
 
 
 def label(shape: Shape) -> str:

@@ -170,11 +170,11 @@ def test_a_level_that_was_not_asked_for_is_not_counted_as_refused() -> None:
 def test_the_reason_names_what_runs() -> None:
     """Keeps out: a reason that says something else than what runs."""
     made = machine((8,))
-    assert made.speculation.reasons()[0].startswith("batch 8: ")
+    assert made.speculation.reasons()[0].startswith("8 rows: ")
     made.run(8, 300, Text.of(4.5))
     (reason,) = made.speculation.reasons()
     shape = made.speculation.controller.books[8].best
     assert shape is not None and made.shapes[-10:].count(shape) >= 9
-    assert reason.startswith(f"batch 8: chain {shape.label} with ") and "next best" in reason
+    assert reason.startswith(f"8 rows: chain {shape.label} with ") and "next best" in reason
     assert Speculation((SpecConfig(5, 1),)).reasons() == []
     assert isinstance(Speculation((SpecConfig(5, 1),)).next_round(8, Needs(), False, 1.0)[1], RunRound)
