@@ -38,7 +38,7 @@ TAU_LEVELS = 7  # of the chain whose accept length names a line
 AUTO = SpecConfig("auto", 4, 16)
 CONTEXT = 1024
 MAX_TOKENS = 900
-SECONDS, SETTLE_SECONDS, SHAPE_SECONDS = 1.5, 0.8, 0.4  # at least; of "auto" and plain decoding, before these, and of a shape
+SECONDS, SETTLE_SECONDS, SHAPE_SECONDS = 1.2, 0.5, 0.4  # at least; of "auto" and plain decoding, before these, and of a shape
 
 
 class Run(NamedTuple):
@@ -61,8 +61,8 @@ class Run(NamedTuple):
 
 def shapes_of(batch: int) -> list[SpecConfig]:
     """The fixed shapes of the sweep."""
-    chains = [SpecConfig(levels, 1) for levels in ((1, 2, 3, 4, 5, 7, 10) if batch <= 8 else (1, 2, 3, 5, 7))]
-    return [*chains, *([SpecConfig(5, 4, 16), SpecConfig(7, 4, 16)] if batch <= 8 else [SpecConfig(5, 4, 16)])]
+    chains = [SpecConfig(levels, 1) for levels in ((1, 2, 3, 5, 7, 10) if batch <= 8 else (1, 2, 3, 5, 7))]
+    return [*chains, *([SpecConfig(5, 4, 16)] if batch <= 8 else [])]
 
 
 def probability_of(tau: float) -> float:
@@ -119,6 +119,7 @@ def sweep(model: Any, head: Any, batch: int) -> dict[str, float]:
         bench = Bench(make_decoder(model, head, spec, batch, CONTEXT, "round"), batch)
         bench.run(0.05, 0.5, speculate=True)
         found[spec.label] = bench.run(SHAPE_SECONDS, 0.5, speculate=True).ms
+        print(f"batch {batch}, {spec.label}: {found[spec.label]:.2f} ms a round", flush=True)
         bench.decoder.close()
     return found
 
@@ -138,13 +139,12 @@ def line(bench: Bench, batch: int, tau: float, fixed: dict[str, float], plain: f
         "batch": batch, "tau": tau, "probability": probability, "plain_tok_s": plain, "best_fixed": best,
         "best_fixed_tok_s": rates[best], "auto_tok_s": auto.rate, "auto_expected_tok_s": expected,
         "of_best": expected / max(plain, rates[best]), "of_plain": expected / plain, "settling_tok_s": settle.rate,
-        "rounds": auto.rounds, "shapes": auto.shapes,
+        "rounds": auto.rounds, "shapes": auto.shapes, "reasons": bench.session.reasons,
     }  # fmt: skip
 
 
 def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[str, Any]:
     fixed = sweep(model, head, batch)
-    print(f"batch {batch}: ms a round " + ", ".join(f"{label} {ms:.2f}" for label, ms in fixed.items()), flush=True)
     bench, rows = Bench(make_decoder(model, head, AUTO, batch, CONTEXT, "round"), batch), []
     bench.run(0.05, 0.0, speculate=False)
     plain = bench.run(SECONDS, 0.0, speculate=False)
@@ -158,10 +158,9 @@ def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[st
         print(
             f"  tau {tau:3}: plain {plain.rate:7.0f}, best fixed {row['best_fixed']:>6} {row['best_fixed_tok_s']:7.0f}, auto "
             f"{row['auto_tok_s']:7.0f} (expected {row['auto_expected_tok_s']:7.0f}) = {row['of_best']:.1%} of the best, "
-            f"{row['of_plain']:.1%} of plain; {row['shapes']}",
+            f"{row['of_plain']:.1%} of plain; {row['shapes']}\n    {'; '.join(bench.session.reasons)}",
             flush=True,
         )
-        row["reasons"] = bench.session.reasons
     seconds = [spent for _, spent in bench.captures]
     print(f"  {len(seconds)} captures, {sum(seconds):.1f} s, longest {max(seconds):.2f}; {time.perf_counter() - ready:.0f} s")
     bench.decoder.close()
