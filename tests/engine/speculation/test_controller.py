@@ -5,7 +5,7 @@ import pickle
 import random
 
 import pytest
-from toolkit.simulated import Machine, Text, best_rate, cost, plain_cost
+from toolkit.inside.simulated import Machine, Text, best_rate, cost, plain_cost
 
 from specdec import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
