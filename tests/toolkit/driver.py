@@ -345,6 +345,10 @@ class Driver(Hooks):
         controller.tries, controller.ready_seconds = True, 0.2
         return controller
 
+    def make_ready(self) -> None:
+        """Captures, or tries, whatever num_steps="auto" may run later."""
+        self._engine.make_ready()
+
     def replace_drafter(self, drafter: Any) -> None:
         self._workers.drafter = drafter
 

@@ -63,14 +63,14 @@ def test_everything_that_may_run_is_made_ready(zoo: Zoo) -> None:
     driver = Driver(decoder)
     controller = driver.controller_that_tries()
     decoder.generate([[5, 9, 2], [7, 1]], SamplingParams(max_tokens=6))
-    decoder.engine.make_ready()
+    driver.make_ready()
     assert all(book.costs.is_known(shape) for book in controller.books.values() for shape in (None, *controller.shapes))
     assert set(controller.books) == {1, 2}
     steps = list[Step]()
     driver.watch(steps.append)
     decoder.generate([[5, 9, 2], [7, 1]], SamplingParams(max_tokens=20))
     assert any(isinstance(step, RunRound) for step in steps) and not any(isinstance(step, Try) for step in steps)
-    decoder.engine.make_ready()
+    driver.make_ready()
     assert not any(isinstance(step, Try) for step in steps)
 
 
