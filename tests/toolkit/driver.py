@@ -326,12 +326,8 @@ class Driver(Hooks):
         self._scheduler.sharing.least_saved = tokens
 
     def script_levels(self, *steps: int) -> None:
-        """Makes num_steps="auto" choose trees of these levels for the next rounds, and then always of the last of them.
-
-        A tree has as many branches and nodes as the decoder's spec allows.
-        """
-        spec = self.decoder.settings.spec
-        topk, most = spec.topk, spec.num_draft_tokens
+        """`script_shapes` with trees of so many levels, of as many branches and nodes as the decoder's spec allows."""
+        topk, most = self.decoder.settings.spec.topk, self.decoder.settings.spec.num_draft_tokens
         nodes = [min(most, s + 1 if topk == 1 else 1 + topk + topk * topk * (s - 1)) for s in steps]
         self.script_shapes(*[SpecConfig(s, topk, n) if s else None for s, n in zip(steps, nodes, strict=True)])
 
