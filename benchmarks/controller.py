@@ -150,8 +150,10 @@ def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[st
     plain = bench.run(SECONDS, 0.0, speculate=False)
     ready = time.perf_counter()
     bench.run(0.3, 0.5, speculate=True)
+    free, graphs = torch.cuda.mem_get_info()[0], bench.session.num_graphs
     bench.session.make_ready([batch])
-    print(f"  ready after {time.perf_counter() - ready:.1f} s", flush=True)
+    taken, graphs = (free - torch.cuda.mem_get_info()[0]) / 2**20, bench.session.num_graphs - graphs
+    print(f"  {graphs} graphs captured ahead take {taken:.0f} MiB; ready {time.perf_counter() - ready:.1f} s later", flush=True)
     for tau in taus:
         rows.append(line(bench, batch, tau, fixed, plain.rate))
         row = rows[-1]
