@@ -54,6 +54,7 @@ class Paged(Protocol):
 class Place(NamedTuple):
     """What a drafter is given to work with.
 
+    spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
     caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
     the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
@@ -61,6 +62,7 @@ class Place(NamedTuple):
     """
 
     spec: SpecConfig
+    shapes: tuple[SpecConfig, ...]
     backend: Backend
     caches: tuple[KVCache, ...]
     slots: int
@@ -69,6 +71,16 @@ class Place(NamedTuple):
     max_pause: int
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def most_topk(self) -> int:
+        """The most branches of any shape."""
+        return max(shape.topk for shape in self.shapes)
+
+    @property
+    def most_steps(self) -> int:
+        """The most levels of any shape."""
+        return max(shape.max_steps for shape in self.shapes)
 
 
 class DraftModel(nn.Module, ABC):
@@ -80,7 +92,20 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def check(self, spec: SpecConfig) -> None:
-        """ValueError if it can't grow trees of that shape."""
+        """ValueError if it can't grow trees of that shape, which is not "auto"."""
+
+    def shapes(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them."""
+        found, problem = list[SpecConfig](), None
+        for shape in spec.shapes:
+            try:
+                self.check(shape)
+                found.append(shape)
+            except ValueError as error:
+                problem = error
+        if problem is not None and not found:
+            raise problem
+        return tuple(found)
 
     @abstractmethod
     def worker(self, place: Place) -> Drafter:
@@ -137,7 +162,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
-        """The next tree of every row.  needs: here and below, how the target will choose the rows' tokens."""
+        """The next tree of every row, of exactly that shape.  needs: here and below, how the target will choose the tokens."""
 
     @abstractmethod
     def extend(

@@ -129,6 +129,11 @@ class SpecDecoder:
     def engine(self) -> Engine[DeviceRunner]:
         return self._open().engine
 
+    @property
+    def reasons(self) -> list[str]:
+        """With SpecConfig("auto"), a line for each number of rows that has run: which shape runs there now, and why."""
+        return self.engine.scheduler.speculation.reasons()
+
     def _open(self) -> Parts:
         if self._parts is None:
             raise RuntimeError("this decoder is closed; nearest thing that works: load another one")

@@ -141,8 +141,9 @@ class FirstRows(HeadInputs):
     rows: int
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, HeadsView), f"heads of one width need a cache of such heads, got {call.view}"
-        return call.attend(call.backend.store(call.view, self.qkv_TXD, call.slots_T, self.prep)[: self.rows])
+        view = cast(HeadsView, call.view)
+        assert hasattr(view, "write"), f"heads of one width need a cache of such heads, got {view}"
+        return call.attend(call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)[: self.rows])
 
     def dense(self) -> DenseHeads:
         heads = super().dense()

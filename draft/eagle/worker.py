@@ -53,7 +53,8 @@ class DraftWorker(Drafter):
     """
 
     def __init__(self, head: EagleHead, place: Place, shares_noise: bool = True) -> None:
-        self.head, self.backend, self.topk = head, place.backend, place.spec.topk
+        self.head, self.backend = head, place.backend
+        self.topk = place.most_topk  # of the first level that rows keep
         self.shares_noise = shares_noise
         (self.cache,) = self.caches = place.caches
         self.rows: EagleRows = EagleRows.empty(
@@ -73,7 +74,7 @@ class DraftWorker(Drafter):
         extend or prefill computed them.
         """
         noise = self._noise(state.lens_B, state.sampling, needs)
-        return self._draft_chain(state, spec.max_steps - 1, noise) if self.topk == 1 else self._draft_tree(state, spec, noise)
+        return self._draft_chain(state, spec.max_steps - 1, noise) if spec.topk == 1 else self._draft_tree(state, spec, noise)
 
     def _draft_chain(self, state: BatchState, steps: int, noise: Noise | None) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
@@ -99,11 +100,12 @@ class DraftWorker(Drafter):
         """A branching tree.  Every branch of a level is one row of the head's batch; the best K of their K * K children
         continue.
         """
-        S, K, B = spec.max_steps, self.topk, state.rows
+        S, K, B = spec.max_steps, spec.topk, state.rows
         device, groups, first = state.lens_B.device, self._groups(state), self._rows(state)
         prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K), group.shared) for group in groups]
         candidates = Candidates.empty(B, K, S, device)
-        beam = first_level(candidates, first.level1_tokens_BK, first.level1_logp_BK)
+        level1_tokens_BK, level1_logp_BK = (t[:, :K].contiguous() for t in (first.level1_tokens_BK, first.level1_logp_BK))
+        beam = first_level(candidates, level1_tokens_BK, level1_logp_BK)
         hidden, ancestors = first.level1_hidden_BH, [torch.empty(B, 0, dtype=torch.int32, device=device)] * len(groups)
         for level in range(2, S + 1):
             rows = [
