@@ -64,7 +64,8 @@ class SpecDecoder:
         tokenizer: Tokenizer,
         ranks: Ranks | None = None,
     ) -> None:
-        self.settings, self.tokenizer, self._ranks = settings, tokenizer, ranks
+        self.settings = settings = settings.with_drafter(head)
+        self.tokenizer, self._ranks = tokenizer, ranks
         build = build_engine if ranks is None else ranks.build_engine
         self._parts: Parts | None = Parts(model, head, build(model, head, settings))
         self._owns_ranks = False
@@ -150,9 +151,11 @@ class SpecDecoder:
                 self._finalizer.detach()
                 self._parts = None
                 self.owner.release()
-                free_memory(self.settings.device)
-                if self._ranks is not None and self._owns_ranks:
-                    self._ranks.close()
+                try:
+                    free_memory(self.settings.device)  # an error if the device has failed
+                finally:
+                    if self._ranks is not None and self._owns_ranks:
+                        self._ranks.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")

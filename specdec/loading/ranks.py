@@ -114,6 +114,7 @@ def _explained(followers: Followers) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError):
+        followers.check()  # what a rank that failed did not send may be a number that makes no sense
         raise
     except BaseException as error:
         raise followers.explain(error) from error
@@ -224,9 +225,10 @@ def check_devices(options: EngineOptions) -> None:
     place = launched(size)
     needed, there = size if place is None else place.local_size, torch.cuda.device_count() - (first.index or 0)
     if needed > there:
+        nearest = f"tensor_parallel_size={there}" if there > 0 else "device='cpu'"
         raise ValueError(
             f"tensor_parallel_size {size} needs {needed} GPUs from cuda:{first.index or 0} on, but torch sees {max(there, 0)}; "
-            f"nearest setting that works: tensor_parallel_size={max(there, 1)}"
+            f"nearest setting that works: {nearest}"
         )
 
 

@@ -68,7 +68,7 @@ def verify(
         with decoder.owner.turn:  # no other request may run while the model's weights are wide
             verdicts.append(_compare(session, number, a, b, params))
     total = Stats.total([output.stats for output in fast])
-    return Verification(verdicts, total.accept_length if total.rounds else 0.0, _settings(decoder, sampling))
+    return Verification(verdicts, total.accept_length if total.rounds else 0.0, total.accepted, _settings(decoder, sampling))
 
 
 def _compare(session: Session, number: int, a: Generation, b: Generation, sampling: SamplingParams) -> PromptVerdict:

@@ -20,7 +20,7 @@ from specdec.ops.launch import launching
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
-from specdec.runner.readback import Readback, Ticket
+from specdec.runner.readback import OtherRanks, Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
 from specdec.steps import (
@@ -51,16 +51,10 @@ class Call(NamedTuple):
     given: tuple[Any, ...]
 
 
-class Followers(Protocol):
-    """The other ranks, as the first one's runner knows them.
-
-    send: tells them a step, which this rank runs next.  check: raises if one of them has failed.  explain: what to raise for an
-    error of this rank, after which none of them can go on.
-    """
+class Followers(OtherRanks, Protocol):
+    """The other ranks, as the first one's runner knows them.  send: tells them a step, which this rank runs next."""
 
     def send(self, message: Any) -> None: ...
-    def check(self) -> None: ...
-    def explain(self, error: BaseException) -> BaseException: ...
 
 
 class DeviceRunner:
@@ -115,7 +109,7 @@ class DeviceRunner:
     def lead(self, followers: Followers) -> None:
         """Has the other ranks run every step from now on, and fails with the reason if one of them does."""
         self._followers = followers
-        self.readback.check = followers.check
+        self.readback.followers = followers
 
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""

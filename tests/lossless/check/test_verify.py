@@ -45,7 +45,7 @@ def test_a_right_decoder_passes(zoo: Zoo, dtype: str, kv: str, sampling: Samplin
     found = decoder_of(zoo, dtype, kv).verify(PROMPTS, sampling)
     assert found.passed, found.prompts
     longer = sum(each.difference is not None for each in found.prompts)
-    assert found.tokens == 24 * (8 + longer) and found.accept_length > 1
+    assert found.tokens == 24 * (8 + longer) and found.accept_length > 1 and found.accepted > 0
     assert all(each.bound > 0 for each in found.prompts)
     if dtype == "float32":
         assert found.count("EXACT") == 8 and found.unsure == 0 and max(each.bound for each in found.prompts) < 1e-3
@@ -218,6 +218,7 @@ def test_the_command_says_what_it_found(zoo: Zoo, tmp_path: Path, capsys: pytest
     assert "FAIL" in capsys.readouterr().out
     right, wrong = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert (right["passed"], wrong["passed"]) == (True, False) and right["tokens"] == 60
+    assert right["saw_trees"] == (right["accepted"] >= 3) == ("hardly show" not in " ".join(shown.split()))
     assert {each["verdict"] for each in wrong["prompts"]} <= set(wrong["definitions"]) and wrong["settings"]["spec"] == "3,8,40"
     part = next(each["difference"] for each in wrong["prompts"] if each["difference"])
     assert part["token_baseline"] != part["token_speculative"]
