@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ class Tokenizer:
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word within a text: at its beginning, and after a space.  ValueError without a tokenizer."""
         inner = self._need("bad_words as texts")
-        variants = [list(inner.encode(text, add_special_tokens=False)) for text in (word.lstrip(" "), " " + word.lstrip(" "))]
+        begin = word.lstrip(" ")
+        texts = [begin, " " + begin] if begin else [word]  # a word of spaces is meant as it stands
+        variants = [list(inner.encode(text, add_special_tokens=False)) for text in texts]
         if not variants[0]:
             raise ValueError(f"bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
         return variants
@@ -80,6 +83,19 @@ class Tokenizer:
             )
             self._pieces[token_id] = both[len(alone) :] if both.startswith(alone) else self._inner.decode([token_id])
         return self._pieces[token_id]
+
+    def as_json(self) -> str:
+        """The tokenizer as a tokenizer.json has it.  ValueError without one."""
+        inner = self._need("a grammar")
+        if not getattr(inner, "is_fast", False):
+            raise ValueError(
+                f"a grammar needs a tokenizer that can be written as a tokenizer.json, got {type(inner).__name__} in "
+                f"{self._folder}; nearest thing that works: a folder with a tokenizer.json"
+            )
+        backend = copy(inner.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()
 
     @property
     def is_present(self) -> bool:

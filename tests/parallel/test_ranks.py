@@ -1,11 +1,12 @@
 """Whole decoders on several ranks: the first one's scheduler decides, and all ranks run its steps, each with its share."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from toolkit.deepseek import DeepseekZoo
-from toolkit.models import Zoo, ragged_prompts
+from toolkit.models import Zoo, ragged_prompts, save_eagle3, save_target
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -51,3 +52,20 @@ def test_ranks_write_what_one_writes(
     Keeps out: a token that only one rank chooses; noise of a rank's own ids; a draft of a part of the head."""
     target, draft = zoos[zoo].target(name), zoos[zoo].head(name, kind)
     assert generated(target, draft, spec, size) == generated(target, draft, spec, 1)
+
+
+def test_all_ranks_make_the_same_masks(tmp_path: Path) -> None:
+    """Keeps out: a rank without a tokenizer, a mask that begins at a rank's first id, and ranks whose matchers go apart."""
+    target = save_target(tmp_path / "target", "bytes", eos_token_id=383)
+    draft = save_eagle3(tmp_path / "head", target)
+    rules: list[dict[str, Any]] = [
+        dict(regex="[a-z]{2,4}( [0-9]{1,3}é)*"), {}, dict(grammar='start: ("ab" | "cd")+ "."', temperature=1.0, seed=3)
+    ]  # fmt: skip
+    params = [SamplingParams(max_tokens=12, **rule) for rule in rules]
+
+    def texts(decoder: SpecDecoder) -> list[tuple[list[int], str]]:
+        return [(out.token_ids, out.text) for out in decoder.generate(["one", "two", "three"], params)]
+
+    alone, together = (with_ranks(target, draft, TREE, size, texts, max_batch_size=2) for size in (1, 2))
+    assert together == alone
+    assert re.match("[a-z]{2,4}( [0-9]{0,3}|$)", alone[0][1]) and re.match("(ab|cd)+", alone[2][1])
