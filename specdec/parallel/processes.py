@@ -75,10 +75,16 @@ class Line:
             self._pipe.send((word, text))
 
     def messages(self) -> Iterator[Any]:
-        """The first rank's messages, until it sends the last one or its process ends."""
-        with contextlib.suppress(EOFError, OSError):
+        """The first rank's messages, until it sends the last one.
+
+        If the first rank is gone before, this process ends at once: its device may wait for that rank, and Python's own end
+        would wait for the device.
+        """
+        try:
             while (message := self._pipe.recv()) is not END:
                 yield message
+        except (EOFError, OSError):
+            os._exit(1)
 
     def _watch(self) -> None:
         """Ends this process soon after the first rank is gone: its own thread may wait for that rank's device for ever."""
@@ -267,7 +273,7 @@ def _run(work: Work, rank: int, size: int, port: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
     store = dist.TCPStore(HOST, port, size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
     follow_line(work, Seat(rank, size, store), Line(pipe))
-    os._exit(0)  # the device may wait for a rank that is gone, and Python's own end would wait for the device
+    os._exit(0)  # Python's own end would give back the device's memory piece by piece, while the first rank waits
 
 
 def follow_line(work: Work, seat: Seat, line: Line) -> None:

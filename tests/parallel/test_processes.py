@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from specdec.loading.ranks import Ranks, start_ranks
 from specdec.options import EngineOptions
 from specdec.parallel import processes
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Followers, RankFailed
+from specdec.parallel.processes import Followers, Line, RankFailed
 from specdec.prompts import Tokenizer
 from specdec.runner.readback import Readback, Ticket
 
@@ -89,6 +90,29 @@ def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Z
             with pytest.raises(RuntimeError, match=f"rank {rank} failed: RuntimeError: no more room"):
                 decoder.generate(PROMPTS, SAMPLINGS)
     started.close()
+
+
+def follows(first: Connection, pipe: Connection, reads: bool) -> None:
+    first.close()
+    processes.END_SECONDS = 0.2
+    line = Line(pipe)
+    if reads:
+        list(line.messages())
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["idle", "busy"])
+def test_a_rank_leaves_when_the_first_one_is_gone(reads: bool) -> None:
+    """Keeps out: processes that stay, each on a GPU, after the program that started them was killed."""
+    context = multiprocessing.get_context("fork")
+    first, pipe = context.Pipe()
+    rank = context.Process(target=follows, args=(first, pipe, reads), daemon=True)
+    with ended_within(5):
+        rank.start()
+        pipe.close()
+        first.close()
+        rank.join(4)
+        assert rank.exitcode == 1
 
 
 class Blocked:
