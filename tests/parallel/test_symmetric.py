@@ -140,7 +140,7 @@ def states_of_all(group: SymmetricGroup, T: int, H: int, E: int, dtype: torch.dt
     outs[1][0], lses[1][0], lses[0][1], lses[1][1] = torch.nan, -torch.inf, -torch.inf, -torch.inf
     states = [AttentionState(out, lse) for out, lse in zip(outs, lses)]
     want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), E)
-    swap_triton.BLOCK = E * dtype.itemsize // 4  # two rows at once, so that a channel has several turns
+    swap_triton.BLOCK, swap_triton.MOST_TURNS = E * dtype.itemsize // 4, 9  # two rows at once: a channel has several turns
     assert swap_triton.takes_states(group.inbox, states[0])
     got = swap_triton.launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
     return [heads, torch.equal(got.out_THD, want.out_THD), torch.equal(got.lse_TH, want.lse_TH)]
