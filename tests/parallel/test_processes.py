@@ -136,6 +136,24 @@ def test_a_rank_that_fails_while_ranks_connect_is_named() -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_rank_that_ended_is_named_and_not_one_that_noticed(silent: bool) -> None:
+    """Keeps out: with more than two ranks, "connection reset" of a rank that is well; a wait for a rank that is well too."""
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    followers = Followers(Blocked(), [mine for mine, _ in pipes], [])  # type: ignore[arg-type]
+    (_, first), (_, second) = pipes
+    first.send(("failed", "connection reset"))
+    first.close()
+    if silent:
+        threading.Timer(0.05, second.close).start()
+    with (
+        ended_within(5),
+        pytest.raises(RankFailed, match="rank 2 failed: it has ended" if silent else "rank 1 failed: connection"),
+    ):
+        followers.wait("here")
+    second.close()
+
+
 def test_a_device_that_fails_with_another_rank_names_it() -> None:
     """Keeps out: an error of CUDA for what is another rank's end."""
 
