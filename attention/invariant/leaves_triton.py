@@ -230,25 +230,19 @@ def path_kernel(
     complete = complete_leaves(tl.program_id(0), cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
     at_MD, ok_MD = own_part(group_M, d, GROUP, HEAD_DIM, KEY_PARTS)
     q_MD = tl.load(q + token * stride_qt + head_M[:, None] * stride_qh + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
-    # The state of the leaves before the one that is being read stays in memory: in registers it would leave no room for another
-    # program on the SM.
     at_M = token * (KV_HEADS * GROUP) + head_M
-    is_joined = (complete > 0) | ONE
     begun = 1 if ONE else complete
     is_there_M = ok_M & (begun >= 0) & (begun < states)
+    all_top_M, all_total_M, all_acc_MD = load_sums(
+        sums, accs, at_M * states, ok_M & ((complete > 0) | ONE), ok_D, PADDED_DIM, HEAD_DIM
+    )
     top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + begun, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
 
     pages, path = page_table + token // nodes * stride_row, paths + token * stride_path
     kv += kv_head.to(tl.int64) * stride_kv_head
     for start in range(base, end, BLOCK_N):
         if start == border:
-            all_top_M, all_total_M, all_acc_MD = load_sums(
-                sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM
-            )
-            top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-            store_sums(sums, accs, at_M * states, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
-            tl.debug_barrier()  # what is stored may be loaded by another thread
-            is_joined |= True
+            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
             top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
             leaf += 1
@@ -263,6 +257,5 @@ def path_kernel(
         k_ND, v_ND = tl.load(at_ND, mask=ok_ND, other=0.0), tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
         visible_MN = (ok_N & (key_N >= begin))[None, :] & ok_M[:, None]
         top_M, total_M, acc_MD = read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP)
-    all_top_M, all_total_M, all_acc_MD = load_sums(sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM)
-    top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    store_answer(out, lse, at_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
+    all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+    store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
