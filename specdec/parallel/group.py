@@ -35,6 +35,10 @@ class Group(ABC):
         """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
         return self.gather(x)[:, self.rank].contiguous()
 
+    def gather_heads(self, x_THL: Tensor) -> Tensor:
+        """[T, N * H, L]: each token's heads of every rank, in the order of ranks."""
+        return self.gather(x_THL.transpose(0, 1)).flatten(0, 1).transpose(0, 1)  # head by head, so that they are copied once
+
     def neighbours(self, size: int) -> Group:
         """The group of `size` adjacent ranks to which this rank belongs; size divides N.  All ranks ask for it alike."""
         assert self.size % size == 0, (self.size, size)

@@ -188,11 +188,12 @@ def test_a_long_prompt_and_a_long_output_are_read_in_pieces(zoo: Zoo, monkeypatc
 
 
 def test_what_can_t_be_verified_is_refused(zoo: Zoo) -> None:
-    """Keeps out: a verdict about nothing: no draft, one token, two sides that draw differently."""
+    """Keeps out: a verdict about nothing: no draft, one token, two sides that draw differently; an option that is dropped."""
     decoder = decoder_of(zoo, "float32")
     for sampling, message in (
         (SamplingParams(temperature=1.0), "needs a seed .* nearest setting that works: seed=0"),
         (SamplingParams(max_tokens=1), "max_tokens >= 2"),
+        (SamplingParams(logprobs=2), "gives no log-probabilities, got logprobs=2; nearest setting that works: logprobs=None"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.verify(PROMPTS, sampling)

@@ -12,6 +12,9 @@ CHOSEN: dict[str, list[str]] = {
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
+    "hopper_linear_kernel": [
+        "tests/ops/test_linear.py::test_hopper_equals_the_definition[1-31-72-1000-tiles3-gated-dtype1]"
+    ],
     "wide_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
     "tiled_linear_kernel": [
         "tests/ops/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
@@ -24,6 +27,8 @@ CHOSEN: dict[str, list[str]] = {
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
     "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
     "gumbel_noise_kernel": ["tests/ops/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
+    "sample_scan_kernel": ["tests/ops/test_sample.py::test_tokens_are_the_definition_s[torch.float16-5-1-300]"],
+    "masked_logits_kernel": ["tests/batch/test_masks.py::test_banned_tokens_are_minus_infinity[torch.float16-4-3-95-0-95]"],
     "perturb_kernel": ["tests/ops/test_gumbel_triton.py::test_perturbed_logits_of_a_run_equal_the_definition[torch.bfloat16]"],
     "least_logits_kernel": ["tests/ops/test_floor.py::test_the_kernel_equals_the_definition[1300-dtype1]"],
     # attention over keys and values
