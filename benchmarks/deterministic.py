@@ -96,6 +96,8 @@ class Way(NamedTuple):
 WAYS = (
     Way("tree of 32, batch 8, prefixes kept", "5,8,32", 8, options=(("prefix_caching", True),)),
     Way("chain, batch 8", "5,1,6", 8),
+    Way("plain, chunks of 64, pages of 1", batch=7, options=(("prefill_chunk", 64), ("page_size", 1))),
+    Way("tree of 24, batch 32, no graphs", "6,3,24", 32, options=(("cuda_graphs", False), ("page_size", 64))),
     Way(
         "tree of 60, batch 3, graphs of steps, chunks of 100",
         "7,10,60",
@@ -104,9 +106,7 @@ WAYS = (
         (("cuda_graphs", "step"), ("prefill_chunk", 100)),
     ),
     Way("plain, batch 1", batch=1, requests=3),
-    Way("tree of 24, batch 32, no graphs", "6,3,24", 32, options=(("cuda_graphs", False), ("page_size", 64))),
     Way("tree of 16, batch 1", "5,4,16", 1, 4),
-    Way("plain, chunks of 64, pages of 1", batch=7, options=(("prefill_chunk", 64), ("page_size", 1))),
 )
 
 
