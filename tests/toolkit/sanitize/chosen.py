@@ -100,7 +100,7 @@ CHOSEN: dict[str, list[str]] = {
 }
 
 # Of several ranks: they exchange memory between GPUs, so that one process on one GPU can't launch them.
-OF_RANKS = {"few_rows_kernel", "many_rows_kernel", "flat_kernel", "arrange_kernel"}
+OF_RANKS = {"few_rows_kernel", "many_rows_kernel", "flat_kernel", "arrange_kernel", "swap_states_kernel"}
 
 
 def kernels_in(root: Path) -> set[str]:
