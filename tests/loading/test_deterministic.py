@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from specdec import SpecDecoder
 from specdec.loading import resolve
+from specdec.loading.build import build_runner
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -18,6 +20,7 @@ from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.experts import ExpertsConfig
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.options import EngineOptions
+from specdec.parallel.group import GlooGroup
 from specdec.shipped import draft_folder, target_folder
 
 SIZES: dict[str, Any] = {
@@ -98,3 +101,10 @@ def test_targets_that_depend_on_the_batch(hopper: None) -> None:
     chosen = IndexerConfig(2, 16, 8, True, (0, 1))
     assert "an indexer chooses" in refusal(settings(), DeepseekConfig(**latents, indexer=chosen))
     assert "multiples of 8 numbers, got 64 and 100 and 64" in refusal(settings(), replace(LLAMA, intermediate_size=100))
+
+
+def test_exchanges_that_depend_on_the_rows() -> None:
+    """Keeps out: two ranks whose GPUs can't reach each other's memory, so that NCCL and another norm take over."""
+    model: Any = SimpleNamespace(group=GlooGroup(None, 0, 2))
+    with pytest.raises(ValueError, match=r"exchange over NCCL; nearest setting that works: tensor_parallel_size=1"):
+        build_runner(model, None, settings(tensor_parallel_size=2), None)  # type: ignore[arg-type]
