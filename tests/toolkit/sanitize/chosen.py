@@ -58,7 +58,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[Latents-kind4]"
     ],
     "latent_path_kernel": [
-        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind8-126]"
+        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind7-126]"
     ],
     # keys divided among ranks, of which a test plays one
     "own_slots_kernel": ["tests/attention/context/test_ownership.py::test_kernels_equal_their_definition[0-2-4-2]"],
