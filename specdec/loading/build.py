@@ -98,14 +98,7 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
-    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`; or if
-    rows are to be independent of each other, and the ranks' exchanges don't keep them so.
-    """
-    if settings.numerics.is_invariant and not model.group.rows_are_independent:
-        raise ValueError(
-            "deterministic=True needs ranks whose GPUs reach each other's memory, where every sum has one order, but these "
-            "exchange over NCCL; nearest setting that works: tensor_parallel_size=1"
-        )
+    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     use_numerics(model, settings.numerics)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
