@@ -1,66 +1,49 @@
-"""EAGLE draft heads, EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), with one interface.
+"""EAGLE draft heads: EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077).
 
-A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, stands at rotary position i,
-and predicts token i + 2.  Its hidden output takes the place of the next pair's feature.  This module knows no tree, cache or
-verifier.
+Pair i (step_head.py) stands at rotary position i.  This module knows no tree, cache or verifier.
 
 Shapes: T pairs, H hidden, F the target's features of one token, concatenated, V draft vocabulary.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.config import SpecConfig
-from specdec.draft.drafter import DraftModel, DraftNeeds, Place
+from specdec.draft.drafter import DraftNeeds, Place
 from specdec.draft.eagle.spec import HeadSpec
 from specdec.draft.eagle.worker import DraftWorker
-from specdec.limits import MAX_PAUSE
+from specdec.draft.step_head import StepHead
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
-from specdec.parallel.group import ALONE, Group
+from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
 
 
-class DraftHead(DraftModel):
-    """What the draft worker needs of a head.
-
-    The embedding and the language-model head may be the target's own modules.
-    vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
-    d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
-    """
+class DraftHead(StepHead):
+    """An EAGLE head.  Its embedding and its language-model head may be the target's own modules."""
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
         super().__init__()
         self.config = config
         model = config.model
+        self.hidden_size, self.feature_size = model.hidden_size, config.feature_size
         self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
         self.lm_head = Linear.vocabulary(model.hidden_size, config.draft_vocab_size, model.shard)
         self.vocabulary = Vocabulary.of(config.draft_vocab_size, ALONE)
-        self.group: Group = ALONE
         self.register_buffer("d2t_V", None)
-        self.d2t_V: Tensor | None
         self.rotary = Rotary(model.rope, model.head_dim, max_positions)
 
     @property
     def needs(self) -> DraftNeeds:
         return DraftNeeds(self.config.aux_layers, (self.config.model,))
-
-    def check(self, spec: SpecConfig) -> None:
-        most = self.config.draft_vocab_size
-        if spec.topk > most:
-            raise ValueError(
-                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
-            )
 
     def worker(self, place: Place) -> DraftWorker:
         return DraftWorker(self, place)
@@ -77,33 +60,6 @@ class DraftHead(DraftModel):
         from specdec.draft.eagle.smoke import complaint  # which knows heads, too
 
         return complaint(self, target, ids_T)
-
-    def slots(self, spec: SpecConfig) -> int:
-        branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
-        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0)
-
-    def passes(self, spec: SpecConfig) -> int:
-        return spec.max_steps
-
-    @abstractmethod
-    def fuse(self, features_TF: Tensor) -> Tensor:
-        """Target features to the head's own width [T, H].  The worker does this once, when features come from the target."""
-
-    @abstractmethod
-    def forward(
-        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
-    ) -> Tensor:
-        """One step over pairs: hidden [T, H], which is the next pair's feature and the input of `logits`.
-
-        ids_T: int64, each pair's token.
-        hidden_TH: each pair's feature, fused.
-        positions_T: int64 rotary positions.
-        rows_R: int64.  If given, only these rows' hidden states are returned: [R, H].
-        """
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V]: logits over the draft vocabulary."""
 
 
 class Eagle3Head(DraftHead):

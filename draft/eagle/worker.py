@@ -12,7 +12,6 @@ Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T packed tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, Place
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.shared_noise import noise_of
+from specdec.draft.step_head import StepHead
 from specdec.draft.tree.branches import fork
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
@@ -36,9 +36,6 @@ from specdec.ops.index import arange
 from specdec.ops.noise.gumbel import Noise
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
-
-if TYPE_CHECKING:
-    from specdec.draft.eagle.head import DraftHead
 
 # Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
 # nothing, and no second plan is made to leave them out.
@@ -52,16 +49,16 @@ class DraftWorker(Drafter):
     shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
     """
 
-    def __init__(self, head: DraftHead, place: Place, shares_noise: bool = True) -> None:
+    def __init__(self, head: StepHead, place: Place, shares_noise: bool = True) -> None:
         self.head, self.backend, self.topk = head, place.backend, place.spec.topk
         self.shares_noise = shares_noise
         (self.cache,) = self.caches = place.caches
         self.rows: EagleRows = EagleRows.empty(
             place.rows,
             self.topk,
-            head.config.model.hidden_size,
+            head.hidden_size,
             max_pause=place.max_pause,
-            features=head.config.feature_size,
+            features=head.feature_size,
             device=place.device,
             dtype=place.dtype,
         )
@@ -160,7 +157,7 @@ class DraftWorker(Drafter):
         """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
         attn = self._attention(prompts.tables_of(self.cache.group_numbers))
         next_ids_T = prompts.next_ids(first_B)
-        hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
+        hidden_BH = self.head.begin(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
         noise = self._noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
         logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
         for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
