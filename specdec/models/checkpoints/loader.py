@@ -18,6 +18,7 @@ from specdec.models.checkpoints.swapped import refuse_head_tensors
 from specdec.models.config import ModelConfig, parse_config, read_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored
+from specdec.models.mtp import mtp_prefixes
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
 
@@ -66,6 +67,7 @@ def load_target(
     for index, layer in enumerate(model.layers):
         fill_layer(layer, checkpoint, f"model.layers.{index}")
     fill_ends(model, checkpoint)
+    checkpoint.leave(mtp_prefixes(config))
     checkpoint.finish()
     return model
 

@@ -26,6 +26,7 @@ from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.modules import DeepseekLayer, DeepseekLM, LatentAttention
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP
+from specdec.models.mtp import mtp_prefixes
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
 
@@ -36,8 +37,6 @@ def load_deepseek(
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
 
     config: the whole model's.  shard: this rank's share of it.
-
-    Layers of multi-token prediction, which the config counts after the others, are left where they are.
     """
     assert isinstance(config, DeepseekConfig)
     checkpoint = open_target(folder)
@@ -47,10 +46,7 @@ def load_deepseek(
         assert isinstance(layer, DeepseekLayer)
         _fill_layer(layer, checkpoint, f"model.layers.{index}", config)
     fill_ends(model, checkpoint)
-    extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.extra_layers))
-    for name in checkpoint.names():
-        if name.startswith(extra):
-            checkpoint.ignore(name)
+    checkpoint.leave(mtp_prefixes(config))
     checkpoint.finish()
     return model
 

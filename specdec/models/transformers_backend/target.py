@@ -28,6 +28,7 @@ from specdec.models.checkpoints.loader import open_target
 from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
+from specdec.models.mtp import mtp_prefixes
 from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
@@ -165,7 +166,7 @@ def load_transformers_target(
             )  # fmt: skip
     except Exception as error:  # of any kind: the code that loads is the model's own
         raise ValueError(f"{folder}: transformers can't load its weights: {one_line(error)}") from error
-    _refuse_tensors(report, str(folder))
+    _refuse_tensors(report, str(folder), mtp_prefixes(config))
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():  # their names may be transformers' own, as for experts that it fuses
         checkpoint.landed(name, weight)
@@ -207,13 +208,13 @@ def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
         )
 
 
-def _refuse_tensors(report: dict[str, Any], where: str) -> None:
-    """What transformers would make up or leave out, with a warning."""
+def _refuse_tensors(report: dict[str, Any], where: str, elsewhere: tuple[str, ...]) -> None:
+    """What transformers would make up or leave out, with a warning.  elsewhere: how names of a drafter's tensors begin."""
     if wrong := sorted((name, tuple(got), tuple(wanted)) for name, got, wanted in report["mismatched_keys"]):
         name, got, wanted = wrong[0]
         raise ValueError(f"{where}: tensor {name!r} must have shape {wanted}, got {got} ({len(wrong)} tensors are wrong)")
     for key, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture")):
-        if names := sorted(report[key]):
+        if names := sorted(name for name in report[key] if key == "missing_keys" or not name.startswith(elsewhere)):
             raise ValueError(f"{where}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
 
 
