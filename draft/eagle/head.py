@@ -16,6 +16,7 @@ from specdec.attention.inputs import AttentionFn
 from specdec.draft.drafter import DraftNeeds, Place
 from specdec.draft.eagle.spec import HeadSpec
 from specdec.draft.eagle.worker import DraftWorker
+from specdec.draft.look import complaint
 from specdec.draft.step_head import StepHead
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
@@ -57,9 +58,9 @@ class DraftHead(StepHead):
         return self.config.trained_length
 
     def smoke(self, target: Target, ids_T: Tensor) -> str:
-        from specdec.draft.eagle.smoke import complaint  # which knows heads, too
+        from specdec.draft.eagle.smoke import misreadings  # which knows heads, too
 
-        return complaint(self, target, ids_T)
+        return complaint(self, target, ids_T, misreadings(self, target))
 
 
 class Eagle3Head(DraftHead):

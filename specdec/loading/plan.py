@@ -16,11 +16,14 @@ import torch
 
 from specdec.config import SpecConfig
 from specdec.draft.eagle.load import open_head
-from specdec.draft.kinds import WITHOUT_CHECKPOINT
+from specdec.draft.kinds import MTP, is_name
+from specdec.draft.mtp.load import open_mtp
+from specdec.draft.mtp.tensors import wanted_tensors
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
 from specdec.models.checkpoints.loader import DTYPES, open_target
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
@@ -138,11 +141,16 @@ def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tup
 
 
 def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
-    tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    weights = [tensor_bytes(open_target(folder), settings.dtype, tied)]
+    own, mtp = open_target(folder), mtp_prefixes(config)
+    without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
+    weights = [tensor_bytes(own, settings.dtype, without)]
     if draft is None:
         return Models((config,), tuple(weights))
-    if draft in WITHOUT_CHECKPOINT:  # such a drafter keeps a few bytes of each token, and reads no weights
+    if draft == MTP:
+        spec = open_mtp(folder, config).spec
+        weights.append(sum(map(math.prod, wanted_tensors(spec).values())) * settings.dtype.itemsize)
+        return Models((config, spec.model), tuple(weights), spec.model.hidden_size)
+    if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights
         return Models((config,), tuple(weights))
     files, _, reading = open_head(resolve_folder(draft, "draft"), config)
     head, without = reading.spec, {"d2t", "t2d", *reading.beside}

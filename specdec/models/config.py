@@ -35,7 +35,10 @@ MTP_COUNT = "num_nextn_predict_layers"  # the key that says how many layers of m
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3)."""
+    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3).
+
+    rotated: how many values of a head are turned, where not all are; 0: all.  They lie as `ops.rope.by_halves` says.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -43,6 +46,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: float = 8192
+    rotated: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class ModelConfig:
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
-    mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute (models/mtp.py).
+    mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
     kv_copies: how many neighbouring ranks hold the same key/value heads.
     """
@@ -182,7 +186,7 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
     missing = [key for key in wanted if merged.get(key) is None]
     if missing:
         raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
-    numbers = {name: number(merged, key, where) for key, name in wanted.items()}
+    numbers: dict[str, Any] = {name: number(merged, key, where) for key, name in wanted.items()}
     if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         raise ValueError(
             f"{where}: high_freq_factor must be above low_freq_factor, got {numbers['high_freq_factor']:g} and "

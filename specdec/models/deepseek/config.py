@@ -95,7 +95,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         value_dim=value,
         interleaved=family == "deepseek_v2" or is_sparse or flag(raw, "rope_interleave", where, True),
         first_dense=first_dense,
-        experts=_experts(raw, where) if first_dense < layers else None,
+        experts=parse_experts(raw, where) if first_dense < layers else None,
         has_experts=first_dense < layers,
         mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
         indexer=parse_indexer(raw, layers, rope_dim, where) if is_sparse else None,
@@ -108,7 +108,8 @@ def _required(raw: dict[str, Any]) -> tuple[str, ...]:
     return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if raw["model_type"] in SPARSE else ()))
 
 
-def _experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
+def parse_experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
+    """The mixture of experts of these models, and of others whose configs have the same keys."""
     is_v3 = raw["model_type"] != "deepseek_v2"  # V3, or a model with the same experts
     grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]

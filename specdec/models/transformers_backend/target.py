@@ -25,10 +25,10 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.loader import open_target
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
-from specdec.models.mtp import mtp_prefixes
 from specdec.models.target import Target, TargetOutput
 from specdec.models.transformers_backend.attention import NAME, AttentionCall, answering
 from specdec.models.transformers_backend.config import load_hf_config
@@ -159,7 +159,7 @@ def load_transformers_target(
     checkpoint, hf_config = open_target(folder), load_hf_config(folder)
     expect_sizes(checkpoint, hf_config)
     try:
-        with _no_progress_bar():
+        with _no_progress_bar(), _no_report(config.mtp_layers > 0):
             model, report = auto_class(hf_config).from_pretrained(
                 folder, config=hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
                 output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
@@ -228,6 +228,18 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _no_report(is_off: bool) -> Iterator[None]:
+    """Inside, if it is off, transformers lists no tensors that it leaves out: here they are a drafter's, or refused by name."""
+    level = logging.get_verbosity()
+    if is_off:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @torch.inference_mode()

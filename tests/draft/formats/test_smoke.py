@@ -14,7 +14,7 @@ from toolkit.heads.writers import safeailab, save, speculators
 
 from specdec import SpecConfig, SpecDecoder, shipped
 from specdec.draft.eagle.formats.body import default_aux_layers
-from specdec.draft.eagle.smoke import FLOOR, standard_errors
+from specdec.draft.look import FLOOR, standard_errors
 
 
 def exchanged(parts: Parts, *names: str) -> Parts:
