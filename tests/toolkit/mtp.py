@@ -23,7 +23,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("v3", {}),
     "v3-two": ("v3", {COUNT: 2}),
     "v3-plain-queries": ("v3-no-q-lora", {}),
-    "v3-dense-tied": ("v3-dense-tied", {}),
+    "v3-dense-tied": ("v3-dense-tied", dict(n_group=4, topk_group=2)),
     "v32": ("v32", {}),
     "glm-dsa": ("glm", {}),
     "glm4": ("glm4_moe", dict(attention_bias=True)),
