@@ -57,19 +57,19 @@ def save_mtp_target(folder: Path, name: str, **changes: Any) -> Path:
 
 def _save_mimo(folder: Path, own: dict[str, Any]) -> None:
     sizes = dict(
-        vocab_size=40, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=40, hidden_size=64, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 640000.0},
     )  # fmt: skip
     model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **{key: value for key, value in own.items() if key != COUNT}}))
-    randomise(model, 77)
+    randomise(model, 78)
     model.save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
     raw |= {
         "model_type": "mimo",
         "architectures": ["MiMoForCausalLM"],
         "use_mrope": False,
-        "head_dim": 12,
+        "head_dim": 16,
         "attention_bias": True,
     }
     (folder / "config.json").write_text(json.dumps(raw))
@@ -143,9 +143,8 @@ def _latent(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp(at: str, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{at}.gate_proj.weight": (size, hidden), f"{at}.up_proj.weight": (size, hidden), f"{at}.down_proj.weight": (hidden, size)
-    }  # fmt: skip
+    sizes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
+    return {f"{at}.{name}_proj.weight": shape for name, shape in sizes.items()}
 
 
 class MtpZoo(Zoo):

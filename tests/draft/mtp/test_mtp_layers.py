@@ -1,7 +1,7 @@
 """MTP layers compute what their definition says, and what transformers' own MTP path computes.
 
-Keeps out: a join read the other way round, a norm in another's place, a feature before the target's final norm, a part of a head
-that is turned wrongly, an expert chosen for another token; a layer's tensors that nobody reads.
+Keeps out: a join read the other way round, a norm in another's place, a feature before the target's final norm, a part of a
+head that is turned wrongly, an expert chosen for another token.
 """
 
 import copy
@@ -21,11 +21,6 @@ from specdec.models.registry import choose_target, load_chosen
 
 IDS = [3, 17, 8, 39, 0, 21, 21, 5, 30, 11, 2, 9]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def mtp_zoo(tmp_path_factory: pytest.TempPathFactory) -> MtpZoo:
-    return MtpZoo(tmp_path_factory.mktemp("mtp"))
 
 
 def load(zoo: MtpZoo, name: str, dtype: torch.dtype = torch.float64) -> MtpHead:

@@ -31,10 +31,14 @@ class Drawn(NamedTuple):
 
 def running_decoder(
     zoo: Zoo, target: str, kind: str, spec: SpecConfig, page_size: int, batch: int, temperatures: tuple[float, ...] = (0.0,),
-    steps: int = 4,
+    steps: int = 4, **settings: Any,
 ) -> tuple[SpecDecoder, list[Request]]:  # fmt: skip
-    """A decoder that has run a prefill and some rounds of requests of different lengths.  Temperatures are taken in turn."""
-    decoder = zoo.decoder(target, kind, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
+    """A decoder that has run a prefill and some rounds of requests of different lengths.  Temperatures are taken in turn.
+
+    settings: of the decoder, where it is not to be one in float64 on a CPU.
+    """
+    settings = {"dtype": "float64", **settings}
+    decoder = zoo.decoder(target, kind, spec, page_size=page_size, max_batch_size=batch, **settings)
     requests = [
         new_request(prompt, SamplingParams(max_tokens=60, temperature=temperatures[row % len(temperatures)], seed=row - 1))
         for row, prompt in enumerate(ragged_prompts(40, batch + 2, seed=3)[2:])
@@ -50,7 +54,7 @@ def running_decoder(
 def draw(decoder: SpecDecoder, spec: SpecConfig, batch: int, monkeypatch: pytest.MonkeyPatch) -> Drawn:
     """Drafts once with the running batch, and records all that the draft computes."""
     grown: list[Candidates] = []
-    beams, hiddens = [torch.arange(spec.topk).expand(batch, -1)], []
+    beams, hiddens = [torch.arange(spec.topk, device=decoder.settings.device).expand(batch, -1)], []
     head = decoder.head
     assert head is not None
     expand, logits = worker.expand, head.logits
@@ -92,4 +96,4 @@ def row_errors(drawn: Drawn, row: int, alone: PathDrafter) -> Iterator[float]:
     for branches_BK, hidden_BKH in drawn.steps:
         for branch, hidden_H in zip(branches_BK[row].tolist(), hidden_BKH[row], strict=True):
             want_H = alone.hidden(paths[branch])
-            yield float((hidden_H.double() - want_H).abs().max() / want_H.abs().max().clamp(min=1))
+            yield float((hidden_H.double().cpu() - want_H).abs().max() / want_H.abs().max().clamp(min=1))
