@@ -33,6 +33,7 @@ from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.eagle.head import DraftHead, Eagle3Head
 from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.step_head import StepHead
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
@@ -137,7 +138,7 @@ def spec_of(text: str) -> SpecConfig | None:
 
 def make_decoder(
     model: CausalLM,
-    head: DraftHead,
+    head: StepHead,
     spec: SpecConfig | None,
     batch: int,
     context: int,
@@ -151,7 +152,7 @@ def make_decoder(
         attention=attention, deterministic=deterministic,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
-    settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
+    settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
 
 
@@ -161,7 +162,7 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
 
 def measure(
     model: CausalLM,
-    head: DraftHead,
+    head: StepHead,
     case: Case,
     rounds: int,
     graphs: GraphMode,
@@ -201,7 +202,7 @@ def measure(
 
 def prefill_ms(
     model: CausalLM,
-    head: DraftHead,
+    head: StepHead,
     batch: int,
     tokens: int,
     repeats: int = 8,
