@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.attention.kinds import FULL
+from specdec.attention.kinds import FULL, LayerKind
 from specdec.draft.mtp.spec import MtpNames, MtpRules, MtpSpec
 from specdec.models.checkpoints.config_values import flag, number
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
@@ -39,7 +39,8 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
             "draft='ngram', or the folder of a draft head"
         )
     layer, experts = family.read(read_json(path), target, where)
-    model = replace(layer, num_layers=target.mtp_layers, layer_kinds=(), kv_source=(), mtp_layers=0)
+    kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
+    model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)
     prefixes = tuple(prefix.removesuffix(".") for prefix in mtp_prefixes(target))
     return MtpSpec(target.family, model, experts, prefixes, family.names, family.rules)
 
@@ -49,6 +50,11 @@ def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[Mod
     assert isinstance(target, DeepseekConfig)
     experts = parse_experts(raw, where) if target.experts is None else target.experts
     index = target.indexer
+    if index is not None and target.mtp_layers > 1:
+        raise ValueError(
+            f"{where}: draft='mtp' runs one MTP layer with an indexer, got {MTP_COUNT} {target.mtp_layers}: an indexer chooses "
+            "among all keys, and later layers have none of the first tokens; nearest setting that works: draft='ngram'"
+        )
     if index is not None:
         index = replace(index, sources=tuple(range(target.mtp_layers)))
     return replace(target, first_dense=0, experts=experts, has_experts=True, indexer=index), experts

@@ -14,8 +14,7 @@ from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
 from toolkit.mtp import MtpZoo
 from toolkit.oracles.drawn import draw, row_errors, running_decoder
-from toolkit.oracles.heads import PathDrafter
-from toolkit.oracles.mtp import DenseMtp
+from toolkit.oracles.mtp import DenseMtp, MtpPaths
 
 from specdec import SamplingParams, SpecConfig
 from specdec.config import GraphMode
@@ -41,13 +40,14 @@ def errors(zoo: MtpZoo, patch: pytest.MonkeyPatch, target: str, spec: SpecConfig
     decoder, requests = running_decoder(zoo, target, "mtp", spec, 16, 3, **settings)
     drawn = draw(decoder, spec, 3, patch)
     hf, found = copy.deepcopy(zoo.hf(target)).double(), []
-    head: Any = DenseMtp(zoo.target(target), hf)
+    head = DenseMtp(zoo.target(target), hf)
     for row, request in enumerate(requests):
-        found += row_errors(drawn, row, PathDrafter(head, hf, request.prompt_ids + request.output.token_ids))
+        alone: Any = MtpPaths(head, hf, request.prompt_ids + request.output.token_ids)
+        found += row_errors(drawn, row, alone)
     return sorted(found)
 
 
-@pytest.mark.parametrize("target", ["v3", "glm4", "mimo"])
+@pytest.mark.parametrize("target", ["v3", "glm4", "mimo", "v3-two"])
 @pytest.mark.parametrize("shape", [(4, 4, 16), (4, 1, 5)], ids=str)
 def test_float32_drafts_equal_the_definition(
     zoo: MtpZoo, monkeypatch: pytest.MonkeyPatch, target: str, shape: tuple[int, int, int]
@@ -65,7 +65,7 @@ def test_bfloat16_drafts_are_near_the_definition(zoo: MtpZoo, monkeypatch: pytes
     assert found[len(found) // 2] < 0.1
 
 
-@pytest.mark.parametrize("target", ["v3", "mimo", "glm4", "v32"])
+@pytest.mark.parametrize("target", ["v3", "mimo", "glm4", "v32", "mimo-two"])
 def test_texts_are_the_target_s_in_every_graph_mode(zoo: MtpZoo, target: str) -> None:
     """Two runs: the second replays graphs dirtied by the first."""
     plain = zoo.decoder(target, device="cpu", max_batch_size=4)

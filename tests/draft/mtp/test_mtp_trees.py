@@ -12,34 +12,45 @@ from toolkit.driver import Driver, Request
 from toolkit.models import ragged_prompts
 from toolkit.mtp import MtpZoo
 from toolkit.oracles.drawn import TOLERANCE, draw, row_errors, running_decoder
-from toolkit.oracles.heads import PathDrafter
-from toolkit.oracles.mtp import DenseMtp
+from toolkit.oracles.mtp import DenseMtp, MtpPaths
 
 from specdec import SamplingParams, SpecConfig
 
-TREES = [  # target, shape, page size, batch
-    ("v3", (4, 4, 16), 16, 3),
-    ("mimo", (4, 3, 12), 1, 3),
-    ("glm4", (3, 4, 12), 16, 2),
-    ("v3-plain-queries", (5, 1, 6), 1, 2),
-    ("glm4", (5, 1, 6), 16, 1),
-    ("v3-dense-tied", (3, 8, 30), 1, 1),
+KEPT = {"prefix_caching": True, "is_known": True}
+TREES = [  # target, shape, page size, batch, settings
+    ("v3", (4, 4, 16), 16, 3, {}),
+    ("mimo", (4, 3, 12), 1, 3, {}),
+    ("glm4", (3, 4, 12), 16, 2, {"prefill_chunk": 7}),
+    ("v3-two", (4, 3, 12), 16, 2, {}),
+    ("mimo-two", (3, 3, 10), 4, 3, KEPT),
+    ("mimo-two", (5, 1, 6), 1, 3, {"prefill_chunk": 5}),
+    ("glm4-three-normed", (5, 3, 14), 5, 2, {}),
+    ("glm4-three-normed", (3, 1, 4), 2, 2, KEPT),
+    ("mimo-two", (2, 4, 12), 16, 2, {}),
+    ("v3-plain-queries", (5, 1, 6), 1, 2, {}),
+    ("glm4", (5, 1, 6), 16, 1, {}),
+    ("v3-dense-tied", (3, 5, 20), 1, 1, {}),
 ]
 
 
-def alone_of(zoo: MtpZoo, target: str, request: Request) -> PathDrafter:
+def alone_of(zoo: MtpZoo, target: str, request: Request) -> Any:
     hf = copy.deepcopy(zoo.hf(target)).double()
-    head: Any = DenseMtp(zoo.target(target), hf)
-    return PathDrafter(head, hf, request.prompt_ids + request.output.token_ids)
+    return MtpPaths(DenseMtp(zoo.target(target), hf), hf, request.prompt_ids + request.output.token_ids)
 
 
-@pytest.mark.slow_cases(keep=3)
-@pytest.mark.parametrize(("target", "shape", "page_size", "batch"), TREES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.slow_cases(keep=6)
+@pytest.mark.parametrize(("target", "shape", "page_size", "batch", "settings"), TREES, ids=lambda v: str(v).replace(" ", ""))
 def test_every_node_equals_its_own_path(
-    mtp_zoo: MtpZoo, monkeypatch: pytest.MonkeyPatch, target: str, shape: tuple[int, int, int], page_size: int, batch: int
+    mtp_zoo: MtpZoo,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    shape: tuple[int, int, int],
+    page_size: int,
+    batch: int,
+    settings: dict[str, Any],
 ) -> None:
     """Also holds the target's features, the recycled state and the layer's committed cache: each would move every score."""
-    decoder, requests = running_decoder(mtp_zoo, target, "mtp", SpecConfig(*shape), page_size, batch)
+    decoder, requests = running_decoder(mtp_zoo, target, "mtp", SpecConfig(*shape), page_size, batch, **settings)
     drawn = draw(decoder, SpecConfig(*shape), batch, monkeypatch)
     for row, request in enumerate(requests):
         alone = alone_of(mtp_zoo, target, request)
@@ -60,6 +71,8 @@ TEXTS = [  # target, shape, settings
     ("mimo", ("auto", 1, 5), {"prefix_caching": True, "page_size": 4}),
     ("v3", ("auto", 2, 6), {"page_size": 4}),
     ("glm-dsa", (3, 1, 4), {"page_size": 16}),
+    ("mimo-two", (4, 3, 12), {"prefix_caching": True, "page_size": 4, "prefill_chunk": 5}),
+    ("v3-two", ("auto", 2, 6), {"prefix_caching": True, "page_size": 4}),
 ]
 
 

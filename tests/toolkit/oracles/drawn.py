@@ -31,10 +31,11 @@ class Drawn(NamedTuple):
 
 def running_decoder(
     zoo: Zoo, target: str, kind: str, spec: SpecConfig, page_size: int, batch: int, temperatures: tuple[float, ...] = (0.0,),
-    steps: int = 4, **settings: Any,
+    steps: int = 4, is_known: bool = False, **settings: Any,
 ) -> tuple[SpecDecoder, list[Request]]:  # fmt: skip
     """A decoder that has run a prefill and some rounds of requests of different lengths.  Temperatures are taken in turn.
 
+    is_known: whether the same prompts have run before.
     settings: of the decoder, where it is not to be one in float64 on a CPU.
     """
     settings = {"dtype": "float64", **settings}
@@ -43,10 +44,14 @@ def running_decoder(
         new_request(prompt, SamplingParams(max_tokens=60, temperature=temperatures[row % len(temperatures)], seed=row - 1))
         for row, prompt in enumerate(ragged_prompts(40, batch + 2, seed=3)[2:])
     ]
+    if is_known:
+        decoder.generate([request.prompt_ids for request in requests], SamplingParams(max_tokens=3))
     driver = Driver(decoder)
     for request in requests:
         driver.add(request)
     for _ in range(steps):
+        driver.step()
+    while not all(request.output.token_ids for request in requests):  # chunks of prompts are still to come
         driver.step()
     return decoder, requests
 
@@ -96,4 +101,5 @@ def row_errors(drawn: Drawn, row: int, alone: PathDrafter) -> Iterator[float]:
     for branches_BK, hidden_BKH in drawn.steps:
         for branch, hidden_H in zip(branches_BK[row].tolist(), hidden_BKH[row], strict=True):
             want_H = alone.hidden(paths[branch])
+            hidden_H = hidden_H[: len(want_H)]  # a state of several layers begins with the output that was just drafted from
             yield float((hidden_H.double().cpu() - want_H).abs().max() / want_H.abs().max().clamp(min=1))

@@ -47,7 +47,7 @@ class DenseMtp:
         number = self.config["num_hidden_layers"] + layer
         w = _Below(self.tensors, f"model.mtp_layers.{layer}" if self.is_mimo else f"model.layers.{number}")
         embedded = self.embed[ids].detach().clone()
-        if self.is_mimo and layer == 0:
+        if self.is_mimo:
             embedded[0] = 0.0  # of the text's first pair
         embedded, state = rms_norm(embedded, w[names[0]], self.eps), rms_norm(fused, w[names[1]], self.eps)
         x = linear(torch.cat((state, embedded) if self.is_mimo else (embedded, state), -1), w[names[2]])
@@ -93,10 +93,11 @@ class DenseMtp:
         return linear(out.reshape(T, -1), w["self_attn.o_proj"], w.get("self_attn.o_proj.bias"))
 
     def _experts(self, w: "_Below", x: Tensor) -> Tensor:
-        """One token and one expert at a time."""
+        """Every expert computes every token; each token chooses by itself."""
         c, rows = self.config, []
         E, G = c["n_routed_experts"], c["n_group"]
-        for x_H, logits_E in zip(x, linear(x, w["mlp.gate"]), strict=True):
+        outputs_ETH = [_mlp(w, f"mlp.experts.{expert}", x) for expert in range(E)]
+        for t, logits_E in enumerate(linear(x, w["mlp.gate"])):
             scores_E = logits_E.sigmoid()
             ranks_GX = (scores_E + w["mlp.gate.e_score_correction_bias"]).view(G, -1)
             best = ranks_GX.topk(2).values.sum(-1).topk(c["topk_group"]).indices.tolist()
@@ -105,11 +106,44 @@ class DenseMtp:
             weights = scores_E[chosen]
             if c.get("norm_topk_prob", True):
                 weights = weights / weights.sum()
-            total = _mlp(w, "mlp.shared_experts", x_H)
-            for weight, expert in zip(weights, chosen, strict=True):
-                total = total + c["routed_scaling_factor"] * weight * _mlp(w, f"mlp.experts.{expert}", x_H)
-            rows.append(total)
-        return torch.stack(rows)
+            rows.append(sum(weight * outputs_ETH[expert][t] for weight, expert in zip(weights, chosen, strict=True)))
+        return _mlp(w, "mlp.shared_experts", x) + c["routed_scaling_factor"] * torch.stack(rows)
+
+
+class MtpPaths:
+    """Runs MTP layers alone along any path after a committed text, with the target's true states up to the text's end.
+
+    Layer k reads (token i + k + 1, output k - 1 of pair i) over all of the text's pairs i; its last output drafts level k + 1.
+    Levels beyond the layers are drafted by the last one, whose pairs go on with the path's tokens and its own outputs.
+    """
+
+    def __init__(self, head: DenseMtp, target: PreTrainedModel, text: list[int]) -> None:
+        """text: all committed tokens, then the bonus token, which has no state yet."""
+        self.head, self.text = head, text
+        self.fused = head.features(target, text[:-1])
+        self._outputs: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+    def _output(self, path: tuple[int, ...], layer: int) -> Tensor:
+        """[L, H]: outputs of a layer over the text's pairs; it needs the first `layer` tokens of the path."""
+        key = path[:layer], layer
+        if key not in self._outputs:
+            before = self._output(path, layer - 1) if layer else self.fused
+            tokens = self.text + list(path)
+            self._outputs[key] = self.head.hidden(torch.tensor(tokens[1 + layer :][: len(before)]), before, layer)
+        return self._outputs[key]
+
+    def hidden(self, path: tuple[int, ...]) -> Tensor:
+        """What the next token after the path is drafted from."""
+        M = self.head.layers
+        if len(path) < M:
+            return self._output(path, len(path))[-1]
+        before = self._output(path, M - 2) if M > 1 else self.fused
+        drafted = [self.hidden(path[:level]) for level in range(M - 1, len(path))]
+        tokens = torch.tensor(self.text[M:] + list(path))
+        return self.head.hidden(tokens, torch.cat((before, torch.stack(drafted))), M - 1)[-1]
+
+    def log_probs(self, path: tuple[int, ...]) -> dict[int, float]:
+        return self.head.log_probs(self.hidden(path))
 
 
 class _Below:
