@@ -59,7 +59,7 @@ def _save_mimo(folder: Path, own: dict[str, Any]) -> None:
     sizes = dict(
         vocab_size=40, hidden_size=64, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 640000.0},
+        head_dim=16, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 640000.0},
     )  # fmt: skip
     model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **{key: value for key, value in own.items() if key != COUNT}}))
     randomise(model, 78)
@@ -69,7 +69,6 @@ def _save_mimo(folder: Path, own: dict[str, Any]) -> None:
         "model_type": "mimo",
         "architectures": ["MiMoForCausalLM"],
         "use_mrope": False,
-        "head_dim": 16,
         "attention_bias": True,
     }
     (folder / "config.json").write_text(json.dumps(raw))
