@@ -118,9 +118,10 @@ class MtpHead(StepHead):
         return self.spec.description
 
     def smoke(self, target: Target, ids_T: Tensor) -> str:
-        from specdec.draft.mtp.smoke import misreadings  # which knows heads, too
+        from specdec.draft.mtp.smoke import first_layer, misreadings  # which knows heads, too
 
-        return complaint(self, target, ids_T, misreadings(self, target))
+        first = first_layer(self)
+        return complaint(first, target, ids_T, misreadings(first, target))
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return features_TF

@@ -9,14 +9,21 @@ from dataclasses import replace
 from torch import nn
 
 from specdec.draft.look import Misreading
-from specdec.draft.mtp.head import MtpHead, MtpLayer
+from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.spec import MtpRules
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 
 
+def first_layer(head: MtpHead) -> MtpHead:
+    """The first layer, which drafts the first level of every tree, as a head of its own."""
+    first = _with(head, layers=nn.ModuleList((head.layer(0),)))
+    assert isinstance(first, MtpHead)
+    return first
+
+
 def misreadings(head: MtpHead, target: Target) -> Iterator[Misreading]:
-    """Of the first layer, which drafts the first level of every tree."""
+    """Of a head of one layer."""
     rules, layer = head.spec.rules, head.layer(0)
     H, first = head.spec.model.hidden_size, "hidden state" if rules.hidden_first else "embedding"
     halves = nn.Parameter(layer.join.by_head(1)[0].roll(H, dims=1), requires_grad=False)
@@ -34,10 +41,8 @@ def misreadings(head: MtpHead, target: Target) -> Iterator[Misreading]:
 
 
 def variant(head: MtpHead, rules: MtpRules, **parts: nn.Module) -> MtpHead:
-    """The head under other rules, with some parts of its first layer replaced.  It shares all weights."""
-    first = _with(head.layer(0), **parts)
-    assert isinstance(first, MtpLayer)
-    other = _with(head, layers=nn.ModuleList((first, *list(head.layers)[1:])))
+    """The head under other rules, with some parts of its layer replaced.  It shares all weights."""
+    other = _with(head, layers=nn.ModuleList((_with(head.layer(0), **parts),)))
     assert isinstance(other, MtpHead)
     other.spec = replace(head.spec, rules=rules)
     return other

@@ -114,7 +114,8 @@ def end_of(folder: Path, target: Target | None) -> str:
 def counting_target(folder: Path, change: str) -> Path:
     """A MiMo target that follows each token by the next number, and a layer that drafts just that; then one change."""
     V, H = 384, 400
-    save_mtp_target(folder, "mimo", vocab_size=V, hidden_size=H, num_hidden_layers=2, intermediate_size=16)
+    count = 2 if change == "of two" else 1
+    save_mtp_target(folder, "mimo", **{COUNT: count}, vocab_size=V, hidden_size=H, num_hidden_layers=2, intermediate_size=16)
     tensors = load_file(folder / "model.safetensors")
     generator, at = torch.Generator().manual_seed(5), "model.mtp_layers.0"
     table = torch.linalg.qr(torch.randn(H, H, generator=generator)).Q[:V]
@@ -139,7 +140,8 @@ def counting_target(folder: Path, change: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [("", None), ("halves", "the join read the other way round"), ("norms", "hidden state exchanged")]
+    ("change", "said"),
+    [("", None), ("of two", None), ("halves", "the join read the other way round"), ("norms", "hidden state exchanged")],
 )
 def test_the_look_tells_what_shapes_can_t(tmp_path: Path, change: str, said: str | None) -> None:
     folder = counting_target(tmp_path / "target", change)
