@@ -46,7 +46,8 @@ def find_drafter(draft: str | Path | None, options: EngineOptions, target_folder
     if draft is None:
         return None
     if draft == MTP:
-        return lambda target, *where: load_mtp(target_folder, target, *where)
+        own = options.backend
+        return lambda target, most, device, dtype: load_mtp(target_folder, target, most, device, dtype, own)
     if is_name(draft):
         make = WITHOUT_CHECKPOINT[str(draft)]
         return lambda target, max_positions, device, dtype: make(target)

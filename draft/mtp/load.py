@@ -25,6 +25,7 @@ from specdec.models.deepseek.loader import fill_experts, fill_latent_layer
 from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, SelfAttention
+from specdec.models.registry import choose_target
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 from specdec.ops.rope import by_halves
@@ -45,9 +46,15 @@ def open_mtp(folder: Path, target: ModelConfig) -> OpenMtp:
     return OpenMtp(checkpoint, spec)
 
 
-def load_mtp(folder: Path, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> MtpHead:
-    """The MTP layers of the target in the folder, with their weights.  max_positions: length of the rotary table."""
-    checkpoint, spec = open_mtp(folder, target.config)
+def load_mtp(
+    folder: Path, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype, backend: str = "auto"
+) -> MtpHead:
+    """The MTP layers of the target in the folder, with their weights, or with this rank's share of them.
+
+    max_positions: length of the rotary table.  backend: as whose the target's config is read.
+    """
+    whole = target.config if target.config.shard.size == 1 else choose_target(folder, backend).config
+    checkpoint, spec = open_mtp(folder, whole)
     own = replace(spec, model=share_of(spec.model, target.config.shard))
     if isinstance(own.model, DeepseekConfig):
         own = replace(own, experts=own.model.experts)
