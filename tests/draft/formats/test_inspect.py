@@ -53,5 +53,5 @@ def test_other_kinds_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_doctor_names_every_layout_and_kind() -> None:
-    assert [name for name, _ in drafter_rows()] == [*WRITERS, "ngram"]
+    assert [name for name, _ in drafter_rows()] == [*WRITERS, "ngram", "mtp"]
     assert "EAGLE-3.1" in dict(drafter_rows())["specforge"]

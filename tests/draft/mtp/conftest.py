@@ -1,7 +1,7 @@
 """The targets with MTP layers, saved once for all tests here."""
 
 import pytest
-from toolkit.mtp import MtpZoo
+from toolkit.mtp_layers.targets import MtpZoo
 
 
 @pytest.fixture(scope="session")

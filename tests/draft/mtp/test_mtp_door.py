@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit.families import save_family
 from toolkit.models import Zoo
-from toolkit.mtp import COUNT, MtpZoo
+from toolkit.mtp_layers.targets import COUNT, MtpZoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.mtp import TARGETS, MtpZoo
-from toolkit.oracles.mtp import DenseMtp
+from toolkit.mtp_layers.targets import TARGETS, MtpZoo
+from toolkit.mtp_layers.oracle import DenseMtp
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.models import TOKENIZERS
-from toolkit.mtp import COUNT, save_mtp_target
+from toolkit.mtp_layers.targets import COUNT, save_mtp_target
 from torch import Tensor
 
 from specdec import SpecConfig, SpecDecoder

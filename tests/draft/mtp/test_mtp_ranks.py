@@ -6,7 +6,7 @@ import pytest
 import torch
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
-from toolkit.mtp import MtpZoo
+from toolkit.mtp_layers.targets import MtpZoo
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
