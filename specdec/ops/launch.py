@@ -28,7 +28,7 @@ Rules for every chained kernel C.  Breaking one is a data race, which tests may 
 - B never triggers, or is no chained kernel (cuBLAS, torch): C starts when B is complete, and may read everything.
 
 Which kernel triggers when, and which reads before a wait depend on it:
-- Late: matrix products (halfway through their loop or after it), the paged and latent attention kernels, those of leaves, the
+- Late: matrix products (halfway through their loop or after it), the paged and latent attention kernels, those that read leaves, the
   stores of latents and of an indexer's keys, the conversion of 8-bit latents, the merge of latents' states, the scores and the
   selection of sparse attention, the scan and merge of top-k, the least kept logits, and last positions.  Because products
   trigger late, the norm in front of the qkv projection is complete when the store after the projection starts.  So the store

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts
+from toolkit.mtp_layers.oracle import DenseMtp, MtpPaths
 from toolkit.mtp_layers.targets import MtpZoo
 from toolkit.oracles.drawn import draw, row_errors, running_decoder
-from toolkit.mtp_layers.oracle import DenseMtp, MtpPaths
 
 from specdec import SamplingParams, SpecConfig
 from specdec.config import GraphMode

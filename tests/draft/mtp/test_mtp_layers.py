@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.mtp_layers.targets import TARGETS, MtpZoo
 from toolkit.mtp_layers.oracle import DenseMtp
+from toolkit.mtp_layers.targets import TARGETS, MtpZoo
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from toolkit.driver import Driver, Request
 from toolkit.models import ragged_prompts
+from toolkit.mtp_layers.oracle import DenseMtp, MtpPaths
 from toolkit.mtp_layers.targets import MtpZoo
 from toolkit.oracles.drawn import TOLERANCE, draw, row_errors, running_decoder
-from toolkit.mtp_layers.oracle import DenseMtp, MtpPaths
 
 from specdec import SamplingParams, SpecConfig
 
