@@ -91,7 +91,7 @@ class MtpHead(StepHead):
         self.spec, model = spec, spec.model
         assert spec.rules.recycles_normed or model.num_layers == 1, "logits of several layers need their own norms"
         self.feature_size = model.hidden_size
-        self.hidden_size = max(1, model.num_layers - 1) * model.hidden_size
+        self.hidden_size = spec.state_size
         self.layers = nn.ModuleList(MtpLayer(spec, index) for index in range(model.num_layers))
         self.vocabulary = Vocabulary.of(model.vocab_size, ALONE)
         self.d2t_V = None
@@ -102,12 +102,11 @@ class MtpHead(StepHead):
 
     @property
     def needs(self) -> DraftNeeds:
-        has_ends = self.spec.model.num_layers > 1
         state_bytes = self.hidden_size * self.embed_tokens.weight.element_size()
-        return DraftNeeds((), (self.spec.model,), page_bytes=state_bytes if has_ends else 0)
+        return DraftNeeds((), (self.spec.model,), page_bytes=state_bytes if self.spec.keeps_states else 0)
 
     def worker(self, place: Place) -> DraftWorker:
-        if self.spec.model.num_layers == 1:
+        if not self.spec.keeps_states:
             return DraftWorker(self, place)
         from specdec.draft.mtp.worker import MtpWorker  # which knows heads, too
 

@@ -55,6 +55,16 @@ class MtpSpec:
     rules: MtpRules
 
     @property
+    def state_size(self) -> int:
+        """The width of what the pass of the next token needs of a token (see MtpHead)."""
+        return max(1, self.model.num_layers - 1) * self.model.hidden_size
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the state of each page's last token is kept, too."""
+        return self.model.num_layers > 1
+
+    @property
     def description(self) -> str:
         """One line for whoever loads the layers."""
         count = self.model.num_layers

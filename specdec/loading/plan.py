@@ -35,12 +35,14 @@ MOST_BATCH = 4096  # the most that max_batch_size takes
 class Models(NamedTuple):
     """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
 
-    features: how many numbers of each token the drafter reads of the target.
+    features: how many numbers of each token the drafter reads of the target.  page_bytes: what it keeps of each page besides
+        keys and values.
     """
 
     configs: tuple[ModelConfig, ...]
     weights: tuple[int, ...]
     features: int = 0
+    page_bytes: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -114,6 +116,7 @@ def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:
     groups = layer_groups(models.configs, settings)
     pages = [options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
     kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
+    kv += models.page_bytes * pages[0]
     target, spec = models.configs[0], settings.spec
     queries = options.max_batch_size * (spec.num_draft_tokens if spec else 1)
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
@@ -149,7 +152,8 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
     if draft == MTP:
         spec = open_mtp(folder, config).spec
         weights.append(sum(map(math.prod, wanted_tensors(spec).values())) * settings.dtype.itemsize)
-        return Models((config, spec.model), tuple(weights), spec.model.hidden_size)
+        kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
+        return Models((config, spec.model), tuple(weights), spec.model.hidden_size, kept)
     if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights
         return Models((config,), tuple(weights))
     files, _, reading = open_head(resolve_folder(draft, "draft"), config)
