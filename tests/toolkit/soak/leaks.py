@@ -81,10 +81,7 @@ def grown_containers(before: Held, after: Held, most: int) -> list[str]:
     return [
         f"{type(thing).__name__} from {before.sizes[id(thing)]} to {len(thing)}: {summary(thing)}"
         for thing in gc.get_objects()
-        if id(thing) in longer
-        and type(thing) in CONTAINERS
-        and thing is not before.sizes
-        and thing is not after.sizes
+        if id(thing) in longer and type(thing) in CONTAINERS and thing is not before.sizes and thing is not after.sizes
     ]
 
 
