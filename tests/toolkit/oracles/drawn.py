@@ -47,6 +47,7 @@ def running_decoder(
     if is_known:
         decoder.generate([request.prompt_ids for request in requests], SamplingParams(max_tokens=3))
     driver = Driver(decoder)
+    driver.set_depth(0)  # on a GPU the requests' texts would be a round older than the batch
     for request in requests:
         driver.add(request)
     for _ in range(steps):
