@@ -31,9 +31,9 @@ from specdec.bench.profile import Work, full_rounds, rounds_in
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle.head import DraftHead, Eagle3Head
-from specdec.draft.eagle.spec import HeadSpec
-from specdec.draft.step_head import StepHead
+from specdec.draft.drafter import DraftModel
+from specdec.draft.eagle.head import Eagle3Head, EagleHead
+from specdec.draft.formats.spec import HeadSpec
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
@@ -111,7 +111,7 @@ def random_pair(
     target: ModelConfig = TARGET,
     aux_layers: tuple[int, int, int] = (1, 15, 28),
     group: Group = ALONE,
-) -> tuple[CausalLM, DraftHead]:
+) -> tuple[CausalLM, EagleHead]:
     """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
 
     group: the ranks of which each makes a share of both.
@@ -138,7 +138,7 @@ def spec_of(text: str) -> SpecConfig | None:
 
 def make_decoder(
     model: CausalLM,
-    head: StepHead,
+    head: DraftModel,
     spec: SpecConfig | None,
     batch: int,
     context: int,
@@ -162,7 +162,7 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
 
 def measure(
     model: CausalLM,
-    head: StepHead,
+    head: DraftModel,
     case: Case,
     rounds: int,
     graphs: GraphMode,
@@ -202,7 +202,7 @@ def measure(
 
 def prefill_ms(
     model: CausalLM,
-    head: StepHead,
+    head: DraftModel,
     batch: int,
     tokens: int,
     repeats: int = 8,

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from specdec.draft.drafter import DraftModel
-from specdec.draft.eagle.load import HowToRead, load_head, open_head
+from specdec.draft.formats.open import HowToRead, open_head
+from specdec.draft.load import load_head
 from specdec.draft.mtp.layouts import FAMILIES
 from specdec.draft.mtp.load import load_mtp, open_mtp
 from specdec.draft.ngram.drafter import NgramModel

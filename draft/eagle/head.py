@@ -13,57 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.draft.drafter import DraftNeeds, Place
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.drafter import Place
 from specdec.draft.eagle.worker import DraftWorker
-from specdec.draft.look import complaint
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.head import DraftHead
 from specdec.draft.step_head import StepHead
 from specdec.models.causal_lm import DecoderLayer
-from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
-from specdec.parallel.group import ALONE
-from specdec.parallel.vocabulary import Vocabulary
 
 
-class DraftHead(StepHead):
-    """An EAGLE head.  Its embedding and its language-model head may be the target's own modules."""
+class EagleHead(StepHead, DraftHead):
+    """An EAGLE head."""
 
     def __init__(self, config: HeadSpec, max_positions: int) -> None:
-        super().__init__()
-        self.config = config
-        model = config.model
-        self.hidden_size, self.feature_size = model.hidden_size, config.feature_size
-        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
-        self.lm_head = Linear.vocabulary(model.hidden_size, config.draft_vocab_size, model.shard)
-        self.vocabulary = Vocabulary.of(config.draft_vocab_size, ALONE)
-        self.register_buffer("d2t_V", None)
-        self.rotary = Rotary(model.rope, model.head_dim, max_positions)
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds(self.config.aux_layers, (self.config.model,))
+        super().__init__(config, max_positions)
+        self.hidden_size, self.feature_size = config.model.hidden_size, config.feature_size
 
     def worker(self, place: Place) -> DraftWorker:
         return DraftWorker(self, place)
 
-    @property
-    def description(self) -> str:
-        return self.config.description
-
-    @property
-    def trained_length(self) -> int:
-        return self.config.trained_length
-
     def smoke(self, target: Target, ids_T: Tensor) -> str:
-        from specdec.draft.eagle.smoke import misreadings  # which knows heads, too
+        from specdec.draft.eagle.smoke import EagleLook  # which knows heads, too
 
-        return complaint(self, target, ids_T, misreadings(self, target))
+        return EagleLook().complaint(self, target, ids_T)
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(EagleHead):
     """A decoder layer over [normed embedding, normed feature], and perhaps ordinary layers after it.
 
     `fc` fuses the features of several target layers into one; norms may stand before it.
@@ -119,7 +98,7 @@ class Eagle3Head(DraftHead):
         return self.lm_head(hidden if reads_hidden else self.norm(hidden))
 
 
-class Eagle1Head(DraftHead):
+class Eagle1Head(EagleHead):
     """EAGLE-1/2: `fc` over [embedding, feature], then decoder layers, of which the first has no input norm.
 
     Its language-model head is the target's.
@@ -150,6 +129,3 @@ class Eagle1Head(DraftHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
-
-
-HEADS: dict[str, type[DraftHead]] = {"eagle3": Eagle3Head, "eagle1": Eagle1Head}

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from specdec.attention.inputs import AttentionFn
 from specdec.draft.drafter import DraftNeeds, Place
 from specdec.draft.eagle.worker import DraftWorker
-from specdec.draft.look import complaint
 from specdec.draft.mtp.spec import MtpSpec
 from specdec.draft.step_head import StepHead
 from specdec.models.causal_lm import PreNormLayer
@@ -117,10 +116,9 @@ class MtpHead(StepHead):
         return self.spec.description
 
     def smoke(self, target: Target, ids_T: Tensor) -> str:
-        from specdec.draft.mtp.smoke import first_layer, misreadings  # which knows heads, too
+        from specdec.draft.mtp.smoke import MtpLook, first_layer  # which knows heads, too
 
-        first = first_layer(self)
-        return complaint(first, target, ids_T, misreadings(first, target))
+        return MtpLook().complaint(first_layer(self), target, ids_T)
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return features_TF

@@ -1,4 +1,4 @@
-"""What a target's MTP layers are mistaken for elsewhere, for the look at them when they are loaded (draft/look.py)."""
+"""What a target's MTP layers are mistaken for elsewhere, for the look at them when they are loaded (draft/smoke.py)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from specdec.draft.look import Misreading
+from specdec.draft.eagle.smoke import StepLook
 from specdec.draft.mtp.head import MtpHead
 from specdec.draft.mtp.spec import MtpRules
+from specdec.draft.smoke import Misreading
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 
@@ -22,22 +23,24 @@ def first_layer(head: MtpHead) -> MtpHead:
     return first
 
 
-def misreadings(head: MtpHead, target: Target) -> Iterator[Misreading]:
-    """Of a head of one layer."""
-    rules, layer = head.spec.rules, head.layer(0)
-    H, first = head.spec.model.hidden_size, "hidden state" if rules.hidden_first else "embedding"
-    halves = nn.Parameter(layer.join.by_head(1)[0].roll(H, dims=1), requires_grad=False)
-    yield f"the join read the other way round (it was read {first} first)", variant(head, rules, join=Linear.of(halves)), ()
-    exchanged = variant(head, rules, embed_norm=layer.hidden_norm, hidden_norm=layer.embed_norm)
-    yield "the norms of embedding and hidden state exchanged", exchanged, ()
-    other = replace(rules, recycles_normed=not rules.recycles_normed)
-    yield (
-        f"the output recycled {'before' if rules.recycles_normed else 'after'} the layer's final norm",
-        variant(head, other),
-        (),
-    )
-    if not target.config.features_refusal:
-        yield "the feature taken before the target's final norm", head, (target.config.num_layers - 1,)
+class MtpLook(StepLook):
+    """Of a head of one layer, which is run along a text as an EAGLE head is."""
+
+    def misreadings(self, head: MtpHead, target: Target) -> Iterator[Misreading]:
+        rules, layer = head.spec.rules, head.layer(0)
+        H, first = head.spec.model.hidden_size, "hidden state" if rules.hidden_first else "embedding"
+        halves = nn.Parameter(layer.join.by_head(1)[0].roll(H, dims=1), requires_grad=False)
+        yield f"the join read the other way round (it was read {first} first)", variant(head, rules, join=Linear.of(halves)), ()
+        exchanged = variant(head, rules, embed_norm=layer.hidden_norm, hidden_norm=layer.embed_norm)
+        yield "the norms of embedding and hidden state exchanged", exchanged, ()
+        other = replace(rules, recycles_normed=not rules.recycles_normed)
+        yield (
+            f"the output recycled {'before' if rules.recycles_normed else 'after'} the layer's final norm",
+            variant(head, other),
+            (),
+        )
+        if not target.config.features_refusal:
+            yield "the feature taken before the target's final norm", head, (target.config.num_layers - 1,)
 
 
 def variant(head: MtpHead, rules: MtpRules, **parts: nn.Module) -> MtpHead:

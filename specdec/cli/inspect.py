@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
-    from specdec.draft.eagle.load import HowToRead
+    from specdec.draft.formats.open import HowToRead
     from specdec.draft.kinds import MTP, refuse_idle
     from specdec.loading.inspect_head import head_facts, mtp_facts, print_facts
 

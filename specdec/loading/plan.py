@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle.load import open_head
+from specdec.draft.formats.open import open_head
+from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.kinds import MTP, is_name
 from specdec.draft.mtp.load import open_mtp
 from specdec.draft.mtp.tensors import wanted_tensors
@@ -35,13 +36,14 @@ MOST_BATCH = 4096  # the most that max_batch_size takes
 class Models(NamedTuple):
     """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
 
-    features: how many numbers of each token the drafter reads of the target.  page_bytes: what it keeps of each page besides
-        keys and values.
+    features: how many numbers of each token the drafter reads of the target.  block: of a head of one pass.
+    page_bytes: what the drafter keeps of each page besides keys and values.
     """
 
     configs: tuple[ModelConfig, ...]
     weights: tuple[int, ...]
     features: int = 0
+    block: BlockSpec | None = None
     page_bytes: int = 0
 
 
@@ -82,6 +84,8 @@ def plan_memory(
     options = replace(options, device="cpu", dtype=dtype, attention="auto", prefix_caching=False)
     settings = resolve_settings(options, spec, chosen.config, chosen.backend, chosen.reason)
     models = _models(resolve_folder(target, "target"), chosen.config, draft, settings)
+    if models.block is not None and settings.spec is not None:
+        settings = replace(settings, draft_slots=models.block.slots(settings.spec))
 
     def at(context: int, batch: int) -> dict[str, int]:
         return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))
@@ -153,7 +157,7 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
         spec = open_mtp(folder, config).spec
         weights.append(sum(map(math.prod, wanted_tensors(spec).values())) * settings.dtype.itemsize)
         kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
-        return Models((config, spec.model), tuple(weights), spec.model.hidden_size, kept)
+        return Models((config, spec.model), tuple(weights), spec.model.hidden_size, page_bytes=kept)
     if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights
         return Models((config,), tuple(weights))
     files, _, reading = open_head(resolve_folder(draft, "draft"), config)
@@ -161,7 +165,7 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
     without |= set() if head.own_embeddings else {"embed_tokens.weight"}
     without |= set() if head.own_lm_head else {"lm_head.weight"}
     weights.append(tensor_bytes(files.checkpoint, settings.dtype, without))
-    return Models((config, head.model), tuple(weights), head.feature_size)
+    return Models((config, head.model), tuple(weights), head.feature_size, head.block)
 
 
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:

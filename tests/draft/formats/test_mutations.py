@@ -20,9 +20,10 @@ from toolkit.heads.parts import Parts, Tensors, shipped_parts
 from toolkit.heads.writers import WRITERS, Files, save
 
 from specdec import shipped
-from specdec.draft.eagle.formats.reading import Reading
-from specdec.draft.eagle.load import build_head, open_head
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.open import open_head
+from specdec.draft.formats.reading import Reading
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.load import build_head
 from specdec.loading.drafters import TEXT
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.models.target import Target
