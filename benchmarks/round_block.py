@@ -213,14 +213,18 @@ def main() -> None:
                 print(f"             {spent:7.3f} ms {launches:6.1f} x {kernel}", flush=True)
         del head
         torch.cuda.empty_cache()
+        if args.out:  # after each head, so that what was measured stays
+            write(args.out, rows, args.accept)
+
+
+def write(out: Path, rows: list[dict[str, Any]], accept: float) -> None:
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
-        "context": CONTEXT, "accept": args.accept, "rows": rows,
+        "context": CONTEXT, "accept": accept, "rows": rows,
     }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -70,12 +70,29 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
         fill_linear(head.lm_head, checkpoint, "lm_head")
     else:
         head.lm_head = target.lm_head
+    if reading.copies:
+        _share_copies(head, target, files.folder)
     head.d2t_V = _offsets(spec.draft_ids, target.embed_tokens.weight.device)
     for name in ("rotary_emb.inv_freq", *reading.beside):
         checkpoint.ignore(name)
     checkpoint.finish()
     join(head, target.group)
     return head
+
+
+def _share_copies(head: DraftHead, target: Target, folder: Path) -> None:
+    """Gives the memory of copies back.  ValueError if they differ from what the target has."""
+    embeddings, lm_heads = (head.embed_tokens, target.embed_tokens), (head.lm_head, target.lm_head)
+    weights = {
+        "embed_tokens.weight": [part.weight for part in embeddings],
+        "lm_head.weight": [part.tensors()["weight"].tensor for part in lm_heads],
+    }
+    for name, (own, its) in weights.items():
+        if not torch.equal(own, its):
+            raise ValueError(
+                f"{folder}: {name} must be a copy of the target's in this layout, but differs: is the head for this target?"
+            )
+    head.embed_tokens, head.lm_head = target.embed_tokens, target.lm_head
 
 
 def _offsets(draft_ids: tuple[int, ...] | None, device: torch.device) -> Tensor | None:

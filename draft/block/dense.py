@@ -49,7 +49,7 @@ class BlockRows(NamedTuple):
 
 
 class MaskedAttention:
-    """Implements the models' AttentionFn.  masks: for each layer, [R, R] bool: which rows each row reads."""
+    """Implements the models' AttentionFn.  masks: for each layer, [N, R] bool: which rows each query reads."""
 
     def __init__(self, masks: Sequence[Tensor]) -> None:
         self.masks = masks
@@ -57,8 +57,7 @@ class MaskedAttention:
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         assert scoring is PLAIN, "heads of blocks have plain scores"
         mask_NR, (q, k, v) = self.masks[layer], inputs.dense()
-        if rows_R is not None:
-            mask_NR, q = mask_NR.index_select(0, rows_R), q.index_select(0, rows_R)
+        assert rows_R is None and len(mask_NR) == len(q), "a mask has a row for each query"
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, mask_NR, enable_gqa=True)
         return out[0].transpose(0, 1)

@@ -10,13 +10,15 @@ target's features of one token, W draft vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.attention.inputs import AttentionFn
+from specdec.attention.caches.planes import HeadsView
+from specdec.attention.inputs import AttentionFn, DenseHeads, HeadInputs, LayerCall
 from specdec.config import SpecConfig
 from specdec.draft.block.dense import BlockRows, MaskedAttention
 from specdec.draft.block.markov import Markov
@@ -25,10 +27,10 @@ from specdec.draft.formats.spec import BlockSpec, HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
-from specdec.models.layers import RMSNorm
+from specdec.models.layers import RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
-from specdec.ops.index import arange
+from specdec.ops.rope import HeadPrep, Rotation
 
 
 class DFlashHead(DraftHead):
@@ -43,6 +45,8 @@ class DFlashHead(DraftHead):
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.register_buffer("unknown_1D", torch.full((1, block.size - 1), block.mask_id), persistent=False)
+        self.unknown_1D: Tensor
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features_TF))
@@ -54,11 +58,11 @@ class DFlashHead(DraftHead):
         positions: [R + C] int64, of the blocks' rows, and then of the context.
         """
         R, rotation = len(ids_R), self.rotary.at(positions)
-        rows_R, layers = arange(R, ids_R.device), [cast(DecoderLayer, layer) for layer in self.layers]
+        layers = [cast(DecoderLayer, layer) for layer in self.layers]
         x = F.embedding(ids_R, self.embed_tokens.weight)
         normed = layers[0].input_layernorm(x)
         for index, layer in enumerate(layers):
-            attended = layer.self_attn(torch.cat((normed, context_CH)), rotation, attn, index, rows_R)
+            attended = _attended(layer.self_attn, torch.cat((normed, context_CH)), rotation, attn, index, R)
             x, normed = layer.post_attention_layernorm.add(x, attended)
             next_norm = layers[index + 1].input_layernorm if index + 1 < len(layers) else self.norm
             x, normed = next_norm.add(x, layer.mlp(normed))
@@ -69,9 +73,7 @@ class DFlashHead(DraftHead):
 
     def block_ids(self, anchors_A: Tensor) -> Tensor:
         """[A, B] int64: the last known token, then mask tokens."""
-        ids_AB = anchors_A.new_full((len(anchors_A), self.block.size), self.block.mask_id)
-        ids_AB[:, 0] = anchors_A
-        return ids_AB
+        return torch.cat((anchors_A[:, None], self.unknown_1D.expand(len(anchors_A), -1)), dim=1)
 
     def drafts(self, features_TF: Tensor, ids_T: Tensor, anchors_A: Tensor, steps: int) -> Tensor:
         """[A, S, H]: what `logits` reads, for the S tokens after each anchor, from a whole text at once, without a cache.
@@ -119,9 +121,32 @@ class DFlashHead(DraftHead):
         return 1
 
     def worker(self, place: Place) -> Drafter:
-        from specdec.draft.block.worker import BlockWorker  # which knows heads, too
+        from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
 
         return BlockWorker(self, place)
+
+
+def _attended(layer: SelfAttention, x_TH: Tensor, rotation: Rotation, attn: AttentionFn, index: int, rows: int) -> Tensor:
+    """[R, H]: the attention of the first `rows` of T rows, of all of which keys and values are kept."""
+    norm = layer.qk_norm
+    prep = HeadPrep(rotation, layer.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
+    inputs = FirstRows(layer.qkv_proj(x_TH).unflatten(-1, (-1, layer.head_dim)), prep, rows)
+    return layer.o_proj(attn(index, inputs).flatten(1))
+
+
+@dataclass
+class FirstRows(HeadInputs):
+    """Ordinary heads, of which the first `rows` rows alone attend."""
+
+    rows: int
+
+    def paged(self, call: LayerCall) -> Tensor:
+        assert isinstance(call.view, HeadsView), f"heads of one width need a cache of such heads, got {call.view}"
+        return call.attend(call.backend.store(call.view, self.qkv_TXD, call.slots_T, self.prep)[: self.rows])
+
+    def dense(self) -> DenseHeads:
+        heads = super().dense()
+        return heads._replace(q_TQD=heads.q_TQD[: self.rows])
 
 
 class DSparkHead(DFlashHead):

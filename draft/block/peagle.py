@@ -34,6 +34,10 @@ class PEagleHead(Eagle3Head):
         self.block: BlockSpec = block
         self.mask_hidden_F = nn.Parameter(torch.empty(config.feature_size))
 
+    @property
+    def returns_normed(self) -> bool:
+        return True  # logits alone read the output
+
     def mask_feature(self) -> Tensor:
         """[1, H]: the fused feature of a pair that is not known."""
         return self.fuse(self.mask_hidden_F[None])
@@ -71,12 +75,12 @@ class PEagleHead(Eagle3Head):
             warnings.warn(
                 f"num_steps={spec.num_steps} asks for more tokens of a pass than the {self.block.size} that this P-EAGLE head "
                 f"was trained to draft; those after them are hardly ever right; nearest setting that does not: "
-                f"num_steps={self.block.size}",
+                f"{f'num_draft_tokens={self.block.size + 1}' if spec.is_auto else f'num_steps={self.block.size}'}",
                 stacklevel=2,
             )
 
     def worker(self, place: Place) -> Drafter:  # type: ignore[override]
-        from specdec.draft.block.worker import BlockWorker  # which knows heads, too
+        from specdec.draft.block.rounds.worker import BlockWorker  # which knows heads, too
 
         return BlockWorker(self, place)
 

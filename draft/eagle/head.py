@@ -64,6 +64,11 @@ class Eagle3Head(EagleHead):
         self.norm = RMSNorm(H, eps)
 
     @property
+    def returns_normed(self) -> bool:
+        """Whether `forward` returns the output after the final norm."""
+        return self.config.recycles_normed
+
+    @property
     def once_bytes(self) -> int:
         return self.fc.num_bytes  # features are fused in the extend only
 
@@ -89,12 +94,12 @@ class Eagle3Head(EagleHead):
         for index, layer in enumerate(layers, 1):
             residual, normed = layer.input_layernorm.add(residual, delta)
             residual, delta = layer(residual, normed, rotation, attn, index, rows_R if index == len(layers) else None)
-        if self.config.recycles_normed:
+        if self.returns_normed:
             return self.norm.add(residual, delta)[1]
         return self.group.add(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        reads_hidden = self.config.recycles_normed or not self.config.norms_logits
+        reads_hidden = self.returns_normed or not self.config.norms_logits
         return self.lm_head(hidden if reads_hidden else self.norm(hidden))
 
 

@@ -50,12 +50,14 @@ class Reading:
 
     beside: tensors that are no weights of the head, each with what is made of it.
     meanings: what each key of the config that runtimes read differently, or that is absent, was taken to mean.
+    copies: whether embeddings and language-model head of the files are copies of the target's, and must equal them.
     """
 
     spec: HeadSpec
     names: Names
     beside: Mapping[str, str]
     meanings: Mapping[str, str]
+    copies: bool = False
 
 
 class Format(NamedTuple):

@@ -6,6 +6,8 @@ Markov head.  Copies of the target's embeddings and language-model head are part
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specdec.draft.block.formats.common import (
     MARKOV_KEYS,
     block_model,
@@ -44,7 +46,8 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
     )
     features = features_of(raw, "target_layer_ids", target, model.num_layers, where)
     meanings = {"target_layer_ids": f"{raw.get('target_layer_ids')}: 0-based outputs of layers"}
-    return block_reading(files, model, block, features, target, NAME, meanings, own_embeddings=True, own_lm_head=True)
+    reading = block_reading(files, model, block, features, target, NAME, meanings, own_embeddings=True, own_lm_head=True)
+    return replace(reading, copies=True)
 
 
 FORMAT = Format(NAME, "DeepSpec (DeepSeek), NeMo", "DSpark, DFlash", read)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from toolkit.heads.block_parts import BlockOptions, random_block_parts
+from toolkit.heads.block_parts import BlockOptions, random_block_parts, with_copies
 from toolkit.heads.block_writers import BLOCK_WRITERS
 from toolkit.heads.writers import Files
 from toolkit.models import Zoo
@@ -34,12 +34,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("speculators", dict(PRUNED, kind="p-eagle", skips=False, own_embeddings=True, qk_norm=False)),
     ("specforge", dict(PRUNED, kind="p-eagle", skips=False, own_embeddings=True, qk_norm=False)),
     ("z-lab", dict(windows=(6, None), more={"is_causal": False})),
-    ("modelopt", dict(causal=(True, True), windows=(5, 5))),
     ("speculators", dict(PRUNED, windows=(5, None), rule="anchor", causal=(True, False))),
     ("deepspec", dict(DSPARK, own_embeddings=True, own_lm_head=True)),
     ("specforge", dict(DSPARK, markov="rnn")),
-    ("modelopt", dict(DSPARK)),
-    ("speculators", {**DSPARK, **PRUNED}),
+    ("modelopt", dict(DSPARK, causal=(True, True), windows=(5, 5))),
 ]
 # What a sound head's files could say as well.
 SOUND = {
@@ -102,12 +100,13 @@ def inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("layout", "options"), CASES, ids=lambda v: str(v)[:60])
 def test_no_broken_head_loads_quietly(
     zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = BLOCK_WRITERS[layout](random_block_parts(BlockOptions(**options), seed=3))
-    where = zoo.target("llama")
+    parts, where = random_block_parts(BlockOptions(**options), seed=3), zoo.target("llama")
+    files = BLOCK_WRITERS[layout](with_copies(parts, where) if layout == "deepspec" else parts)
     target = load_target(where, read_target_config(where), 64, CPU, torch.float32)
     right, count = drawn(tmp_path, files, target), Counter[str]()
     assert right is not None
@@ -159,6 +158,16 @@ def write(folder: Path, files: Files) -> None:
 
 
 _written: dict[Path, dict[str, Tensor]] = {}
+
+
+def test_copies_that_differ_are_refused(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a head for another target of the same sizes."""
+    where = zoo.target("llama")
+    target = load_target(where, read_target_config(where), 64, CPU, torch.float32)
+    options = BlockOptions(**DSPARK, own_embeddings=True, own_lm_head=True)
+    write(tmp_path, BLOCK_WRITERS["deepspec"](random_block_parts(options)))
+    with pytest.raises(ValueError, match=r"embed_tokens.weight must be a copy of the target's .* is the head for this target"):
+        build_head(open_head(tmp_path, target.config), target, 64, CPU, torch.float32)
 
 
 def test_what_says_too_little_is_refused_by_name(zoo: Zoo, tmp_path: Path) -> None:

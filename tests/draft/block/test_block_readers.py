@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.heads.block_parts import BlockOptions, random_block_parts
+from toolkit.heads.block_parts import BlockOptions, random_block_parts, with_copies
 from toolkit.heads.block_writers import BLOCK_WRITERS
 from toolkit.heads.writers import save
 from toolkit.models import Zoo
@@ -52,8 +52,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("layout", "options"), CASES, ids=lambda v: str(v)[:70])
 def test_reading_back(zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, Any]) -> None:
     parts = random_block_parts(BlockOptions(**options), seed=3)
-    o, folder = parts.options, save(tmp_path, BLOCK_WRITERS[layout](parts))
     where = zoo.target("llama")
+    parts = with_copies(parts, where) if layout == "deepspec" else parts
+    o, folder = parts.options, save(tmp_path, BLOCK_WRITERS[layout](parts))
     target = load_target(where, read_target_config(where), 64, CPU, F64)
     is_open = layout == "specforge" and o.kind == "dflash"  # such a folder has no mark of its own
     opened = open_head(folder, target.config, HowToRead(layout if is_open else "auto"))

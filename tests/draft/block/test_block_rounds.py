@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from toolkit.driver import Driver, new_request
-from toolkit.heads.block_zoo import HEADS, AlonePath, block_decoder, block_head
+from toolkit.heads.block_zoo import HEADS, AlonePath
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
@@ -32,7 +32,7 @@ TEXTS = [  # target, head, shape, settings
 @pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(("target", "head", "shape", "settings"), TEXTS, ids=str)
 def test_text_is_the_target_s(zoo: Zoo, target: str, head: str, shape: Any, settings: dict[str, Any]) -> None:
-    decoder = block_decoder(zoo, target, head, SpecConfig(*shape), max_batch_size=3, **settings)
+    decoder = zoo.decoder(target, head, SpecConfig(*shape), max_batch_size=3, **settings)
     driver = Driver(decoder)
     if shape[0] == "auto":
         driver.script_levels(2, 0, 0, 3, 0, 1)
@@ -66,7 +66,7 @@ def test_trees_are_those_of_the_head_alone(
 ) -> None:
     """After some rounds, so that prompts, accepted tokens and earlier blocks all have left something in the cache."""
     spec = SpecConfig(*shape)
-    decoder = block_decoder(zoo, target, head, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
+    decoder = zoo.decoder(target, head, spec, page_size=page_size, max_batch_size=batch, dtype="float64")
     driver = Driver(decoder)
     requests = [new_request(p, SamplingParams(max_tokens=60, seed=0)) for p in ragged_prompts(40, batch + 2, seed=3)[2:]]
     for request in requests:
@@ -118,17 +118,17 @@ def test_ranks_share_a_head(zoo: Zoo, head: str) -> None:
         return [(out.token_ids, out.stats.accepted_per_round) for out in outputs]
 
     settings: dict[str, Any] = {"page_size": 4, "max_batch_size": 2, "dtype": "float32"}
-    shared = with_ranks(zoo.target("llama"), block_head(zoo, "llama", head), spec, 2, use, **settings)
-    assert shared == use(block_decoder(zoo, "llama", head, spec, **settings))
+    shared = with_ranks(zoo.target("llama"), zoo.head("llama", head), spec, 2, use, **settings)
+    assert shared == use(zoo.decoder("llama", head, spec, **settings))
     assert [ids for ids, _ in shared] == [zoo.greedy("llama", prompt, 12) for prompt in prompts]
 
 
 def test_the_plan_of_memory(zoo: Zoo) -> None:
     """Keeps out: a block's slots that the plan forgets, and weights that it counts twice."""
-    target, head, spec = zoo.target("llama"), block_head(zoo, "llama", "p-eagle"), SpecConfig(4, 2, 6)
+    target, head, spec = zoo.target("llama"), zoo.head("llama", "p-eagle"), SpecConfig(4, 2, 6)
     settings: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 100, "dtype": "float32", "page_size": 1}
     plan = plan_memory(target, head, spec, EngineOptions(prefix_caching=False, **settings), 10**9)
-    with block_decoder(zoo, "llama", "p-eagle", spec, prefix_caching=False, **settings) as decoder:
+    with zoo.decoder("llama", "p-eagle", spec, prefix_caching=False, **settings) as decoder:
         pool = plan_pool(decoder.model, decoder.head, decoder.settings)
         assert decoder.head is not None and plan.parts["keys and values"] == pool.bytes
         own = set(decoder.head.parameters()) - set(decoder.model.parameters())
@@ -137,11 +137,11 @@ def test_the_plan_of_memory(zoo: Zoo) -> None:
 
 def test_more_steps_than_rows_are_refused(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match=r"num_steps must be at most 5, .* got 6; nearest .* num_steps=5"):
-        block_decoder(zoo, "llama", "dflash", SpecConfig(6, 1, 7))
+        zoo.decoder("llama", "dflash", SpecConfig(6, 1, 7))
     with pytest.raises(ValueError, match=r"got auto; nearest .* num_draft_tokens=6"):
-        block_decoder(zoo, "llama", "dflash", SpecConfig("auto", 1, 8))
+        zoo.decoder("llama", "dflash", SpecConfig("auto", 1, 8))
     with pytest.warns(UserWarning, match="more tokens of a pass than the 5"):
-        block_decoder(zoo, "llama", "p-eagle", SpecConfig(6, 1, 7))
+        zoo.decoder("llama", "p-eagle", SpecConfig(6, 1, 7))
 
 
 @pytest.mark.gpu
@@ -150,8 +150,8 @@ def test_more_steps_than_rows_are_refused(zoo: Zoo) -> None:
 def test_captured_rounds(zoo: Zoo, head: str, shape: tuple[int, int, int], graphs: Any) -> None:
     """Keeps out: a block that a replay puts where its capture stood."""
     settings: dict[str, Any] = {"device": "cuda", "cuda_graphs": graphs, "prefix_caching": True, "max_batch_size": 3}
-    on_gpu = block_decoder(zoo, "llama", head, SpecConfig(*shape), **settings)
-    on_cpu = block_decoder(zoo, "llama", head, SpecConfig(*shape), prefix_caching=True, max_batch_size=3)
+    on_gpu = zoo.decoder("llama", head, SpecConfig(*shape), **settings)
+    on_cpu = zoo.decoder("llama", head, SpecConfig(*shape), prefix_caching=True, max_batch_size=3)
     prompts = ragged_prompts(40, 6)
     for _ in range(2):
         outputs = on_gpu.generate(prompts, SamplingParams(max_tokens=24))
@@ -168,7 +168,7 @@ def test_captured_rounds(zoo: Zoo, head: str, shape: tuple[int, int, int], graph
 def test_trees_in_bf16(zoo: Zoo, head: str) -> None:
     """Keeps out: what runs in bfloat16 alone: kernels that a float32 head never takes."""
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_batch_size": 2}
-    decoder = block_decoder(zoo, "llama", head, SpecConfig(4, 3, 14), **settings)
+    decoder = zoo.decoder("llama", head, SpecConfig(4, 3, 14), **settings)
     outputs = decoder.generate(ragged_prompts(40, 4)[2:], SamplingParams(max_tokens=60))
     assert all(len(out.token_ids) == 60 for out in outputs)
     assert torch.isfinite(Driver(decoder).drafter.rows.hidden_BSH.float()).all()

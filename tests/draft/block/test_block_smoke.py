@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
 import torch
 from toolkit.heads.block_parts import BlockOptions, BlockParts
 from toolkit.heads.block_writers import speculators
-from toolkit.heads.block_zoo import block_head
 from toolkit.heads.parts import shipped_parts
 from toolkit.heads.writers import save
 from toolkit.models import Zoo
@@ -52,7 +52,7 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     """The target is taken to choose what the head drafts when it is read right; so each misreading must be seen as one."""
     folder = zoo.target("llama")
     target = load_target(folder, read_target_config(folder), 256, CPU, torch.float32)
-    head: Any = load_head(block_head(zoo, "llama", name), target, 256, CPU, torch.float32)
+    head: Any = load_head(zoo.head("llama", name), target, 256, CPU, torch.float32)
     assert isinstance(head, DFlashHead)
     ids_T = torch.randint(40, (120,), generator=torch.Generator().manual_seed(1))
     seen = Seen(head, target, ids_T)

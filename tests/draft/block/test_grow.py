@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.draft.block.grow import best_paths
+from specdec.draft.block.rounds.grow import best_paths
 
 SHAPES = [(1, 3, 3), (2, 2, 5), (3, 3, 30), (4, 2, 20), (3, 5, 31), (2, 1, 3), (5, 1, 6)]  # levels, tokens of each, nodes
 
@@ -66,7 +66,7 @@ def test_the_kernel_finds_the_same(S: int, K: int, N: int, kind: str) -> None:
 
 
 def check_kernel(logp_BSK: Tensor, tokens_BSK: Tensor, N: int) -> None:
-    from specdec.draft.block.grow_triton import launch_best_paths
+    from specdec.draft.block.rounds.grow_triton import launch_best_paths
 
     root_B = torch.arange(len(logp_BSK))
     want = best_paths(logp_BSK, tokens_BSK, root_B, N)

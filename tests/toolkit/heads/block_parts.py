@@ -7,10 +7,12 @@ Shapes: T tokens of a text, B rows of a block, H hidden, F features side by side
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from toolkit.models import kept_ids
@@ -176,6 +178,14 @@ def random_block_parts(options: BlockOptions, seed: int = 0) -> BlockParts:
     tensors = {name: _scaled(name, torch.randn(shape, generator=made, dtype=torch.float64)) for name, shape in _shapes(options)}
     pruned = options.draft_vocab != options.vocab
     return BlockParts(options, tensors, kept_ids(options.vocab, options.draft_vocab) if pruned else None)
+
+
+def with_copies(parts: BlockParts, target: Path) -> BlockParts:
+    """The head with its target's embeddings and language-model head as its own, where it has its own."""
+    held = load_file(target / "model.safetensors")
+    named = {"embed_tokens.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
+    copies = {name: held[its].double() for name, its in named.items() if name in parts.tensors}
+    return replace(parts, tensors={**parts.tensors, **copies})
 
 
 def _shapes(o: BlockOptions) -> list[tuple[str, tuple[int, ...]]]:

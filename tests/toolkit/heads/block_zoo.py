@@ -1,4 +1,5 @@
-"""Random heads of one pass for the zoo's targets, by name; and what such a head drafts along a path, by its definition.
+"""Random heads of one pass, which the zoo has by name once this file is imported; and what such a head drafts along a path, by
+its definition.
 
 Shapes: T tokens, H hidden, F features side by side.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec import SpecConfig, SpecDecoder
-from toolkit.heads.block_parts import BlockOptions, BlockParts, random_block_parts
+from toolkit import models
+from toolkit.heads.block_parts import BlockOptions, BlockParts, random_block_parts, with_copies
 from toolkit.heads.block_writers import BLOCK_WRITERS
 from toolkit.heads.writers import save
 from toolkit.models import Zoo
@@ -44,29 +46,27 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (layout, options)
 }  # fmt: skip
 
 
-def parts_of(zoo: Zoo, target: str, name: str) -> BlockParts:
-    """The head of that name for a target."""
-    raw = json.loads((zoo.target(target) / "config.json").read_text())
+def parts_of(target: Path, name: str) -> BlockParts:
+    """The head of that name for a target in a folder."""
+    raw = json.loads((target / "config.json").read_text())
     sizes = {"vocab": raw["vocab_size"], "target_hidden": raw["hidden_size"], "hidden": raw["hidden_size"]}
-    return random_block_parts(BlockOptions(**{**HEADS[name][1], **sizes, "aux": (0, 1, 2), "max_position": 256}), seed=3)
+    options = BlockOptions(**{**HEADS[name][1], **sizes, "aux": (0, 1, 2), "max_position": 256})
+    parts = random_block_parts(options, seed=3)
+    return with_copies(parts, target) if HEADS[name][0] == "deepspec" else parts
 
 
-def block_head(zoo: Zoo, target: str, name: str) -> Path:
-    folder = zoo.root / f"{target}--{name}"
-    return folder if folder.is_dir() else save(folder, BLOCK_WRITERS[HEADS[name][0]](parts_of(zoo, target, name)))
+def save_block_head(folder: Path, target: Path, name: str) -> Path:
+    return save(folder, BLOCK_WRITERS[HEADS[name][0]](parts_of(target, name)))
 
 
-def block_decoder(zoo: Zoo, target: str, name: str, spec: SpecConfig, **settings: Any) -> SpecDecoder:
-    """A decoder on the CPU, in float32 if nothing else is said."""
-    settings = {"device": "cpu", "dtype": "float32", "max_seq_len": 128, "smoke": False, **settings}
-    return SpecDecoder.from_pretrained(zoo.target(target), block_head(zoo, target, name), spec, **settings)
+models.HEADS |= {name: partial(save_block_head, name=name) for name in HEADS}
 
 
 class AlonePath:
     """A head after a text, whose last token has no features yet: log-probabilities of the next token along any path."""
 
     def __init__(self, zoo: Zoo, target: str, name: str, text: list[int], steps: int) -> None:
-        self.parts, hf = parts_of(zoo, target, name), copy.deepcopy(zoo.hf(target)).double()
+        self.parts, hf = parts_of(zoo.target(target), name), copy.deepcopy(zoo.hf(target)).double()
         embed, self.lm_head = (part.weight.detach() for part in (hf.get_input_embeddings(), hf.get_output_embeddings()))
         features = features_of(hf, text[:-1], self.parts.options.aux)
         anchor = len(text) - 1

@@ -30,7 +30,7 @@ def best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: 
     """
     max_depth = min(logp_BSK.shape[1], num_nodes - 1)
     if num_nodes <= MAX_KERNEL_NODES and use_kernels(logp_BSK):
-        from specdec.draft.block.grow_triton import launch_best_paths
+        from specdec.draft.block.rounds.grow_triton import launch_best_paths
 
         return DraftTree.from_parents(*launch_best_paths(logp_BSK, tokens_BSK, root_B, num_nodes), max_depth)
     (B, S, K), M = logp_BSK.shape, num_nodes - 1

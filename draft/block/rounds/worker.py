@@ -23,10 +23,10 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.grow import best_paths
-from specdec.draft.block.passes import BlockPass, ContextPass, Emitted, Pages, PairPass
 from specdec.draft.block.peagle import PEagleHead
-from specdec.draft.block.rows import BlockRows
+from specdec.draft.block.rounds.grow import best_paths
+from specdec.draft.block.rounds.passes import BlockPass, ContextPass, Emitted, Pages, PairPass
+from specdec.draft.block.rounds.rows import BlockRows
 from specdec.draft.drafter import Drafter, Place
 from specdec.draft.shared_noise import noise_of, noise_of_levels
 from specdec.draft.tree.build_tree import best_nodes
@@ -81,7 +81,7 @@ class BlockWorker(Drafter):
     ) -> None:
         assert features_BEF is not None
         emitted = Emitted(base_lens_B, state.lens_B, tokens_BE, last_B, features_BEF)
-        self._rows(state).hidden_BSH.copy_(self.run.after(emitted, Pages.of_rows(state, self.groups)))
+        self.run.after(emitted, Pages.of_rows(state, self.groups), self._rows(state).hidden_BSH)
 
     def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         self.rows.hidden_BSH.index_copy_(0, prompts.rows_B, self.run.prefill(state, prompts, first_B, features_TF))

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
@@ -32,6 +31,7 @@ from specdec.batch.packed import PackedPrompts
 from specdec.batch.state import BatchState
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.block.rounds.pairs import fill_pairs
 from specdec.limits import DUMMY_PAGE
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
@@ -78,8 +78,8 @@ class BlockPass(ABC):
         self.backend, self.cache, self.steps = backend, cache, steps
 
     @abstractmethod
-    def after(self, emitted: Emitted, pages: Pages) -> Tensor:
-        """[B, S, H]: the pass over a batch of rows."""
+    def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
+        """[B, S, H]: the pass over a batch of rows.  out: memory for the result, contiguous."""
 
     @abstractmethod
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
@@ -94,13 +94,11 @@ class PairPass(BlockPass):
         self.head = head
         self.mask_1H = head.mask_feature().detach()
 
-    def after(self, emitted: Emitted, pages: Pages) -> Tensor:
+    def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
         (B, E), S, device = emitted.tokens_BE.shape, self.steps, emitted.tokens_BE.device
         W = E + S - 1
-        is_true_BW = arange(W, device) <= emitted.last_B[:, None]
-        ids_BW = torch.where(is_true_BW, F.pad(emitted.tokens_BE, (0, S - 1)), self.head.block.mask_id)
-        fused_BWH = F.pad(self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1), (0, 0, 0, S - 1))
-        fused_BWH = torch.where(is_true_BW[..., None], fused_BWH, self.mask_1H)
+        fused_BEH = self.head.fuse(emitted.features_BEF.flatten(0, 1)).view(B, E, -1)
+        ids_BW, fused_BWH = fill_pairs(emitted.tokens_BE, emitted.last_B, fused_BEH, self.head.block.mask_id, self.mask_1H, W)
         tables, positions_T = [], None
         for table, shared in zip(pages.tables, pages.shared, strict=True):
             rows = table.next_tokens(emitted.base_lens_B, W)
@@ -110,7 +108,7 @@ class PairPass(BlockPass):
         assert positions_T is not None
         attn = PagedAttention(self.backend, self.cache, *tables)
         hidden_TH = self.head(ids_BW.flatten(), fused_BWH.flatten(0, 1), positions_T, attn)
-        return take_rows(hidden_TH.view(B, W, -1), emitted.last_B[:, None] + arange(S, device))
+        return take_rows(hidden_TH.view(B, W, -1), emitted.last_B[:, None] + arange(S, device), out)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         """Two passes: over the prompts' pairs, and over the last of each with unknown ones after it."""
@@ -133,7 +131,7 @@ class ContextPass(BlockPass):
         self.head = head
         self.ways = [Way.of(head, index) for index in range(head.config.model.num_layers)]
 
-    def after(self, emitted: Emitted, pages: Pages) -> Tensor:
+    def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
         E, device = emitted.tokens_BE.shape[1], emitted.tokens_BE.device
         is_true_BE = arange(E, device) <= emitted.last_B[:, None]
         context = [table.next_tokens(emitted.base_lens_B, E) for table in pages.tables]
@@ -141,7 +139,8 @@ class ContextPass(BlockPass):
         slots = [torch.where(is_true_BE, rows.slots, DUMMY_PAGE).flatten() for rows in context]
         anchors_B = emitted.tokens_BE.gather(1, emitted.last_B[:, None])[:, 0]
         features_CF = emitted.features_BEF.flatten(0, 1)
-        return self._run(anchors_B, emitted.lens_B, features_CF, context[0].positions.flatten(), slots, pages)
+        hidden_BSH = self._run(anchors_B, emitted.lens_B, features_CF, context[0].positions.flatten(), slots, pages)
+        return hidden_BSH if out is None else out.copy_(hidden_BSH)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
         groups = self.cache.group_numbers
@@ -166,7 +165,7 @@ class ContextPass(BlockPass):
             tables = []
             for table, shared, own, stored_T in zip(pages.tables, pages.shared, block, slots_T, strict=True):
                 plan = AttentionPlan(way.segments(table, lens_B, own.ends_PB[-1], N, shared), positions_T)
-                tables.append(PassTables(plan, stored_T, plan))
+                tables.append(PassTables(plan, stored_T))
             attentions[way] = PagedAttention(self.backend, self.cache, *tables)
         attn = ByLayer([attentions[way] for way in self.ways]) if len(attentions) > 1 else attentions[self.ways[0]]
         ids_T = head.block_ids(anchors_B).flatten()
