@@ -80,7 +80,8 @@ def run(
     fast = decoder.generate(prompts, params, progress=True)
     seconds = time.perf_counter() - start
     plain = decoder.generate(prompts, params, speculate=False, progress=True)
-    faults = [found for out, schema in zip(fast, schemas, strict=True) if (found := fault(out, schema))]
+    judged = [fault(out, schema) for out, schema in zip(fast, schemas, strict=True)]
+    faults = [{"number": i, "fault": said, "text": fast[i].text, "schema": schemas[i]} for i, said in enumerate(judged) if said]
     stats = Stats.total([out.stats for out in fast])
     return {
         "texts": len(fast), "tokens": sum(len(out.token_ids) for out in fast), "fit": len(fast) - len(faults), "faults": faults,

@@ -24,17 +24,18 @@ from specdec import __version__, shipped
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
-from specdec.draft.eagle.formats.detect import FORMATS
+from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import WITHOUT_CHECKPOINT
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
+from specdec.ops.products.gpus import match_of
 from specdec.options import EngineOptions, setting_of, usable_cpus
 from specdec.parallel import nccl
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
-    "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash-attn", "flash-attn-3", "flash-attn-4", "llguidance",
 )  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def run_doctor(console: Console) -> None:
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
+        *((f"tiles of GPU {i}", match_of(torch.device("cuda", i)).why) for i in range(len(facts["gpus"]))),
         ("driver", facts["driver"] or "no NVIDIA driver found"),
         ("ranks", _ranks_line(len(facts["gpus"]))),
         *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),

@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 import pytest
+import toolkit.heads.block_zoo  # noqa: F401 (the zoo has its heads by name)
 from toolkit.driver import Driver
 from toolkit.inside.hooks import PHASES
 from toolkit.models import Zoo
@@ -32,6 +33,8 @@ WORLDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "kept window": ("mistral", "eagle1", {"spec": SpecConfig(3, 2, 8), "prefix_caching": True}),
     "mixed": ("qwen2", "eagle1-window", {"spec": SpecConfig(3, 2, 8)}),
     "ring": ("mistral", "eagle3-window", {"spec": SpecConfig(3, 2, 8)}),
+    "one pass": ("llama", "p-eagle", {"spec": SpecConfig("auto", 2, 6), "prefix_caching": True}),
+    "one pass mixed": ("llama", "dflash-mixed", {"spec": SpecConfig(3, 3, 9)}),
     "ring auto": ("mistral", "eagle1-window", {"spec": SpecConfig("auto", 2, 8)}),
 }
 

@@ -12,7 +12,7 @@ CHOSEN: dict[str, list[str]] = {
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
-    "hopper_linear_kernel": ["tests/ops/test_linear.py::test_hopper_equals_the_definition[1-31-72-1000-tiles3-gated-dtype1]"],
+    "hopper_linear_kernel": ["tests/ops/test_linear.py::test_hopper_equals_the_definition[31-72-1000-tiles4-1-True-dtype1]"],
     "wide_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
     "tiled_linear_kernel": [
         "tests/ops/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
