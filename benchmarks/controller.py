@@ -9,8 +9,8 @@ probability at which a chain of 7 levels would emit 3 tokens a round; 1 means th
 of a tree can be accepted, so a tree gains nothing over a chain of its depth, and has to be told from it by its cost.
 
 A fixed shape's milliseconds a round are measured over rounds in which all rows run, in the same decoder.  Its tokens a second
-follow from these and from the accept length, which is known.  "auto" is measured: tokens over seconds, its looks at other shapes included, after some
-rounds at the same acceptance in which it may settle.
+follow from these and from the accept length, which is known.  "auto" is measured: tokens over seconds, its looks at other
+shapes included, after some rounds at the same acceptance in which it may settle.
 """
 
 from __future__ import annotations
