@@ -8,9 +8,9 @@ Each level of a tree is accepted with one probability, given that the level abov
 probability at which a chain of 7 levels would emit 3 tokens a round; 1 means that no draft is ever right.  Only the best path
 of a tree can be accepted, so a tree gains nothing over a chain of its depth, and has to be told from it by its cost.
 
-A fixed shape's milliseconds a round are measured over rounds in which all rows run.  Its tokens a second follow from these and
-from the accept length, which is known.  "auto" is measured: tokens over seconds, its looks at other shapes included, after some
-rounds at the same acceptance in which it may settle.
+A fixed shape's milliseconds a round are measured over rounds in which all rows run, in the same decoder.  Its tokens a second
+follow from these and from the accept length, which is known.  "auto" is measured: tokens over seconds, its looks at other
+shapes included, after some rounds at the same acceptance in which it may settle.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from engine_internals import clear_caches, count_rounds, set_acceptance, time_captures, without_prefill
+from engine_internals import clear_caches, count_rounds, fixed_shape, set_acceptance, time_captures, without_prefill
 from round_8b import make_decoder, random_pair, random_prompts
 
 from specdec.bench.profile import Work
@@ -38,7 +38,7 @@ TAU_LEVELS = 7  # of the chain whose accept length names a line
 AUTO = SpecConfig("auto", 4, 16)
 CONTEXT = 1024
 MAX_TOKENS = 900
-SECONDS, SETTLE_SECONDS, SHAPE_SECONDS = 1.2, 0.5, 0.4  # at least; of "auto" and plain decoding, before these, and of a shape
+SECONDS, SETTLE_SECONDS, SHAPE_SECONDS = 1.2, 0.5, 0.25  # at least; of "auto" and plain decoding, before these, and of a shape
 
 
 class Run(NamedTuple):
@@ -112,15 +112,13 @@ class Bench:
         return Run(rounds, tokens, spent, dict(shapes))
 
 
-def sweep(model: Any, head: Any, batch: int) -> dict[str, float]:
-    """Milliseconds a round of each fixed shape."""
+def sweep(bench: Bench, batch: int) -> dict[str, float]:
+    """Milliseconds a round of each fixed shape, in the decoder of "auto", with everything captured before."""
     found = {}
     for spec in shapes_of(batch):
-        bench = Bench(make_decoder(model, head, spec, batch, CONTEXT, "round"), batch)
-        bench.run(0.05, 0.5, speculate=True)
-        found[spec.label] = bench.run(SHAPE_SECONDS, 0.5, speculate=True).ms
-        print(f"batch {batch}, {spec.label}: {found[spec.label]:.2f} ms a round", flush=True)
-        bench.decoder.close()
+        with fixed_shape(bench.decoder, spec):
+            found[spec.label] = bench.run(SHAPE_SECONDS, 0.5, speculate=True).ms
+    print(f"batch {batch}: ms a round " + ", ".join(f"{label} {ms:.2f}" for label, ms in found.items()), flush=True)
     return found
 
 
@@ -143,17 +141,16 @@ def line(bench: Bench, batch: int, tau: float, fixed: dict[str, float], plain: f
     }  # fmt: skip
 
 
-def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[str, Any]:
-    fixed = sweep(model, head, batch)
+def measure(model: Any, head: Any, batch: int, taus: Sequence[float], save: Callable[[dict[str, Any]], None]) -> None:
+    """One batch size.  save: takes the result so far, after each line."""
     bench, rows = Bench(make_decoder(model, head, AUTO, batch, CONTEXT, "round"), batch), []
     bench.run(0.05, 0.0, speculate=False)
-    plain = bench.run(SECONDS, 0.0, speculate=False)
-    ready = time.perf_counter()
-    bench.run(0.3, 0.5, speculate=True)
-    free, graphs = torch.cuda.mem_get_info()[0], bench.session.num_graphs
+    bench.run(0.1, 0.5, speculate=True)
+    free, graphs, start = torch.cuda.mem_get_info()[0], bench.session.num_graphs, time.perf_counter()
     bench.session.make_ready([batch])
     taken, graphs = (free - torch.cuda.mem_get_info()[0]) / 2**20, bench.session.num_graphs - graphs
-    print(f"  {graphs} graphs captured ahead take {taken:.0f} MiB; ready {time.perf_counter() - ready:.1f} s later", flush=True)
+    print(f"{graphs} graphs captured ahead, in {time.perf_counter() - start:.1f} s, take {taken:.0f} MiB", flush=True)
+    fixed, plain = sweep(bench, batch), bench.run(SECONDS, 0.0, speculate=False)
     for tau in taus:
         rows.append(line(bench, batch, tau, fixed, plain.rate))
         row = rows[-1]
@@ -163,10 +160,8 @@ def measure(model: Any, head: Any, batch: int, taus: Sequence[float]) -> dict[st
             f"{row['of_plain']:.1%} of plain; {row['shapes']}\n    {'; '.join(bench.session.reasons)}",
             flush=True,
         )
-    seconds = [spent for _, spent in bench.captures]
-    print(f"  {len(seconds)} captures, {sum(seconds):.1f} s, longest {max(seconds):.2f}; {time.perf_counter() - ready:.0f} s")
+        save({"batch": batch, "plain_ms": plain.ms, "fixed_ms": fixed, "captures": bench.captures, "rows": rows})
     bench.decoder.close()
-    return {"batch": batch, "plain_ms": plain.ms, "fixed_ms": fixed, "captures": bench.captures, "rows": rows}
 
 
 def main() -> None:
@@ -183,11 +178,15 @@ def main() -> None:
         "auto": AUTO.label, "context": CONTEXT, "batches": [],
     }  # fmt: skip
     for batch in map(int, args.batches.split(",")):
-        result["batches"].append(measure(model, head, batch, [float(tau) for tau in args.taus.split(",")]))
-        torch.cuda.empty_cache()
-        if args.out:  # after each batch size: the last ones take long
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        done = list(result["batches"])
+
+        def save(row: dict[str, Any], done: list[dict[str, Any]] = done) -> None:
+            result["batches"] = [*done, row]
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+        measure(model, head, batch, [float(tau) for tau in args.taus.split(",")], save)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.tree import DraftTree
+from specdec.config import SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
 from specdec.runner.prompts import FirstTokens
@@ -151,6 +154,15 @@ def set_acceptance(decoder: SpecDecoder, probability: float) -> None:
     assert synthetic is not None
     with torch.inference_mode():
         synthetic.probs_S.fill_(probability)
+
+
+@contextmanager
+def fixed_shape(decoder: SpecDecoder, shape: SpecConfig) -> Iterator[None]:
+    """Makes "auto" run rounds of this shape alone inside the block."""
+    controller: Any = decoder.engine.scheduler.speculation.controller
+    choose, controller.choose = controller.choose, lambda *given: shape
+    yield
+    controller.choose = choose
 
 
 def count_rounds(decoder: SpecDecoder) -> Counter[str]:

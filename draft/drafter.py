@@ -8,6 +8,7 @@ Shapes: B rows of a state, R some of the rows, E emitted tokens of a row with pa
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -97,14 +98,20 @@ class DraftModel(nn.Module, ABC):
         """ValueError if it can't grow trees of that shape, which is not "auto"."""
 
     def shapes(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them."""
+        """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
+
+        "auto" also leaves out what `check` warns of.
+        """
         found, problem = list[SpecConfig](), None
         for shape in spec.shapes:
             try:
-                self.check(shape)
+                with warnings.catch_warnings():
+                    if spec.is_auto:
+                        warnings.simplefilter("error", UserWarning)
+                    self.check(shape)
                 found.append(shape)
-            except ValueError as error:
-                problem = error
+            except (ValueError, UserWarning) as error:
+                problem = error if isinstance(error, ValueError) else ValueError(str(error))
         if problem is not None and not found:
             raise problem
         return tuple(found)

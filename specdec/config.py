@@ -16,7 +16,7 @@ from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE,
 
 LARGEST_SEED = 2**63 - 1
 AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
-LEAST_AUTO_TREE = 8  # the fewest nodes of such a tree; the others have twice as many, four times, and so on
+LEAST_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
@@ -79,14 +79,13 @@ class SpecConfig:
         if self.num_steps != "auto":
             return (self,)
         chains = [SpecConfig(levels, 1) for levels in AUTO_CHAINS if levels <= self.max_steps]
-        trees = list[SpecConfig]()
-        nodes = self.num_draft_tokens
-        while self.topk > 1 and nodes >= LEAST_AUTO_TREE:
+        trees, nodes, topk = list[SpecConfig](), self.num_draft_tokens, self.topk
+        while topk > 1 and (nodes == self.num_draft_tokens or nodes >= LEAST_AUTO_TREE):
             for levels in AUTO_TREES:
-                topk = min(self.topk, max(2, nodes // 4))
-                if levels <= self.max_steps and nodes > levels + 1 and nodes <= _candidates(levels, topk) + 1:
+                if levels <= self.max_steps and levels + 1 < nodes <= _candidates(levels, topk) + 1:
                     trees.append(SpecConfig(levels, topk, nodes))
             nodes //= 2
+            topk = min(self.topk, max(2, nodes // 4))
         return (*chains, *trees)
 
     @property
