@@ -139,7 +139,7 @@ def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tup
 
 def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    weights = [tensor_bytes(open_target(folder), settings.dtype, tied)]
+    weights = [tensor_bytes(open_target(folder, config), settings.dtype, tied)]
     if draft is None:
         return Models((config,), tuple(weights))
     if draft in WITHOUT_CHECKPOINT:  # such a drafter keeps a few bytes of each token, and reads no weights
