@@ -37,7 +37,7 @@ def load_pair(
         raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
     STARTUP.lap("imports")
     folder, load_drafter = resolve_folder(target, "target"), find_drafter(draft, options)
-    chosen = choose_target(folder, options.backend)
+    chosen = choose_target(folder, options.backend, options.quantize)
     settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
     device, dtype = settings.device, settings.dtype
     max_positions = settings.max_seq_len + settings.lookahead

@@ -72,7 +72,7 @@ def plan_memory(
     spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
     checkpoint's own.  ValueError as when the pair is loaded.
     """
-    chosen = choose_target(resolve_folder(target, "target"), options.backend)
+    chosen = choose_target(resolve_folder(target, "target"), options.backend, options.quantize)
     dtype = DTYPES.get(chosen.config.dtype or "", torch.bfloat16) if options.dtype == "auto" else options.dtype
     options = replace(options, device="cpu", dtype=dtype, attention="auto", prefix_caching=False)
     settings = resolve_settings(options, spec, chosen.config, chosen.backend, chosen.reason)

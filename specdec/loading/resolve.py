@@ -168,6 +168,8 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
             f"computes Llama-like targets, whose layers are ordinary attention and one MLP, got a {target.family} target, "
             "whose attention or experts run kernels with an order of sums that depends on the batch"
         )
+    if target.quantization is not None:
+        refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}", "deterministic=False")
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":

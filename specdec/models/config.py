@@ -141,6 +141,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_target_json(folder: Path) -> dict[str, Any]:
+    """A target's config.json, with what ModelOpt's older files say of weights beside it, in hf_quant_config.json."""
+    raw, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    if raw.get("quantization_config") is None and beside.is_file():
+        raw["quantization_config"] = {"quant_method": "modelopt", **mapping(read_json(beside), "quantization", str(beside))}
+    return raw
+
+
 _ROPE_KEYS = {  # what each type needs: the config's key, our name
     "default": {},
     "linear": {"factor": "factor"},

@@ -16,7 +16,7 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES, token_ids
 from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.checkpoints.swapped import refuse_head_tensors
-from specdec.models.config import ModelConfig, parse_config, read_json
+from specdec.models.config import ModelConfig, parse_config, read_json, read_target_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
 from specdec.models.schemes.config import describe
@@ -32,8 +32,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 
 def read_target_config(folder: Path) -> ModelConfig:
     """The target's config, by the Llama family's rules."""
-    path = folder / "config.json"
-    return with_generation_eos(parse_config(read_json(path), str(path)), folder)
+    return with_generation_eos(parse_config(read_target_json(folder), str(folder / "config.json")), folder)
 
 
 def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:

@@ -106,7 +106,8 @@ def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:
 
 
 def _refuse_unknown(scheme: dict[str, Any], known: str, where: str) -> None:
-    if unknown := sorted(set(scheme) - set(known.split())):
+    said = {key for key, value in scheme.items() if value not in (None, {})}
+    if unknown := sorted(said - set(known.split())):
         raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; they may change what the weights stand for")
 
 
@@ -266,10 +267,10 @@ def _group_size(scheme: dict[str, Any], where: str) -> int:
 
 
 def _modelopt(scheme: dict[str, Any], where: str) -> Quantization:
-    known = (
-        "quant_method quant_algo kv_cache_quant_algo kv_cache_scheme group_size exclude_modules ignore producer config_groups"
-    )
+    known = "quant_method quant_algo has_zero_point pre_quant_scale kv_cache_quant_algo kv_cache_scheme group_size exclude_modules ignore producer config_groups"
     _refuse_unknown(scheme, known, where)
+    _only(scheme, "pre_quant_scale", where, False, None)
+    _only(scheme, "has_zero_point", where, False, None)
     algorithm = _only(scheme, "quant_algo", where, "FP8", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
     if algorithm == "NVFP4_AWQ":
         raise ValueError(f"{where}: quant_algo must be FP8 or NVFP4, got {algorithm!r}, which scales activations")

@@ -94,7 +94,8 @@ def quantised_linear_kernel(
     if not EVEN_O:
         row_O = tl.where(out_O < O, row_O, 0)  # an out-of-range row reads row 0; its result is not stored
     HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "e2m1" else 1  # codes in a byte
-    BLOCK_J: tl.constexpr = BLOCK_I // HALVES
+    STEP: tl.constexpr = BLOCK_I if GROUP == 0 or BLOCK_I < GROUP else max(GROUP, 32)  # columns that are multiplied at once
+    BLOCK_J: tl.constexpr = STEP // HALVES
     per_split = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
     low = split * per_split
     high = tl.minimum(low + per_split, I)
@@ -123,42 +124,44 @@ def quantised_linear_kernel(
         if PDL:
             if k == halfway:
                 tl.extra.cuda.gdc_launch_dependents()
-        at_J = k // HALVES + j
-        at_I = k + i
-        if EVEN_I:
-            c_OJ = tl.load(codes_O[:, None] + at_J[None, :])
-            x_TJ = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None], other=0.0)
-        else:
-            c_OJ = tl.load(codes_O[:, None] + at_J[None, :], mask=(at_J < J)[None, :], other=0)
-            x_TJ = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None] & (at_I < high)[None, :], other=0.0)
-        if HALVES == 2:
+        for n in tl.static_range(BLOCK_I // STEP):
+            at = k + n * STEP
+            at_J = at // HALVES + j
+            at_I = at + i
             if EVEN_I:
-                next_TJ = tl.load(x_T[:, None] + at_I[None, :] + 16, mask=ok_T[:, None], other=0.0)
+                c_OJ = tl.load(codes_O[:, None] + at_J[None, :])
+                x_TJ = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None], other=0.0)
             else:
-                ok_I = at_I + 16 < high
-                next_TJ = tl.load(x_T[:, None] + at_I[None, :] + 16, mask=ok_T[:, None] & ok_I[None, :], other=0.0)
-            w_OJ, next_OJ = _convert_4(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
-        else:
-            w_OJ = _convert_8(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
-        if GROUP == 0:
-            acc_OT = tl.dot(w_OJ, tl.trans(x_TJ), acc_OT, input_precision="ieee")
+                c_OJ = tl.load(codes_O[:, None] + at_J[None, :], mask=(at_J < J)[None, :], other=0)
+                x_TJ = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None] & (at_I < high)[None, :], other=0.0)
             if HALVES == 2:
-                acc_OT = tl.dot(next_OJ, tl.trans(next_TJ), acc_OT, input_precision="ieee")
-        else:
-            now_O = scale_O.to(tl.float32)
-            ahead_g = tl.minimum(k + BLOCK_I, high - 1) // GROUP
-            scale_O = tl.load(scales_O + ahead_g)
-            part_OT = tl.dot(w_OJ, tl.trans(x_TJ), input_precision="ieee")
-            if GROUP < 32:  # each of the two tiles is a group
+                if EVEN_I:
+                    next_TJ = tl.load(x_T[:, None] + at_I[None, :] + 16, mask=ok_T[:, None], other=0.0)
+                else:
+                    ok_I = at_I + 16 < high
+                    next_TJ = tl.load(x_T[:, None] + at_I[None, :] + 16, mask=ok_T[:, None] & ok_I[None, :], other=0.0)
+                w_OJ, next_OJ = _convert_4(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
+            else:
+                w_OJ = _convert_8(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
+            if GROUP == 0:
+                acc_OT = tl.dot(w_OJ, tl.trans(x_TJ), acc_OT, input_precision="ieee")
+                if HALVES == 2:
+                    acc_OT = tl.dot(next_OJ, tl.trans(next_TJ), acc_OT, input_precision="ieee")
+            else:
+                now_O = scale_O.to(tl.float32)
+                ahead_g = tl.minimum(at + STEP, high - 1) // GROUP
+                scale_O = tl.load(scales_O + ahead_g)
+                part_OT = tl.dot(w_OJ, tl.trans(x_TJ), input_precision="ieee")
+                if GROUP < 32:  # each of the two tiles is a group
+                    acc_OT += part_OT * now_O[:, None]
+                    now_O = other_O.to(tl.float32)
+                    other_O = tl.load(scales_O + tl.minimum(at + STEP + GROUP, high - 1) // GROUP)
+                    part_OT = tl.dot(next_OJ, tl.trans(next_TJ), input_precision="ieee")
+                elif HALVES == 2:
+                    part_OT = tl.dot(next_OJ, tl.trans(next_TJ), part_OT, input_precision="ieee")
                 acc_OT += part_OT * now_O[:, None]
-                now_O = other_O.to(tl.float32)
-                other_O = tl.load(scales_O + tl.minimum(k + BLOCK_I + GROUP, high - 1) // GROUP)
-                part_OT = tl.dot(next_OJ, tl.trans(next_TJ), input_precision="ieee")
-            elif HALVES == 2:
-                part_OT = tl.dot(next_OJ, tl.trans(next_TJ), part_OT, input_precision="ieee")
-            acc_OT += part_OT * now_O[:, None]
-            if HAS_ZEROS:
-                zero_O = tl.load(zeros_O + ahead_g)
+                if HAS_ZEROS:
+                    zero_O = tl.load(zeros_O + ahead_g)
 
     if GROUP == 0:
         acc_OT *= tl.load(scales_O).to(tl.float32)[:, None]

@@ -62,7 +62,7 @@ def fp8(ending: str, per: str) -> Callable[[int, int, torch.Generator], Written]
             factors = scale.expand(O, I)
         else:
             scale = scales(-(-O // 128), -(-I // 128), generator=generator)
-            factors = torch.stack([torch.stack([scale[o // 128, i // 128] for i in range(I)]) for o in range(O)])
+            factors = scale.repeat_interleave(128, 0)[:O].repeat_interleave(128, 1)[:, :I]
         return {"weight": codes, ending: 0.2 * scale}, codes.float() * (0.2 * factors)
 
     return write
