@@ -267,7 +267,8 @@ def _group_size(scheme: dict[str, Any], where: str) -> int:
 
 
 def _modelopt(scheme: dict[str, Any], where: str) -> Quantization:
-    known = "quant_method quant_algo has_zero_point pre_quant_scale kv_cache_quant_algo kv_cache_scheme group_size exclude_modules ignore producer config_groups"
+    known = "quant_method quant_algo has_zero_point pre_quant_scale kv_cache_quant_algo kv_cache_scheme group_size ignore "
+    known += "exclude_modules producer config_groups"
     _refuse_unknown(scheme, known, where)
     _only(scheme, "pre_quant_scale", where, False, None)
     _only(scheme, "has_zero_point", where, False, None)

@@ -6,6 +6,7 @@ Shapes: O rows, I columns, G groups of a row's columns.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,22 +195,26 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def save_quantised(folder: Path, scheme: Scheme, name: str = "llama", seed: int = 0, **changes: Any) -> tuple[Path, Path]:
+def save_quantised(folder: Path, scheme: Scheme, **changes: Any) -> tuple[Path, Path]:
     """A tiny target in that format, and the same target in ordinary numbers."""
-    plain = save_target(folder / "plain", name, **(SIZES | changes))
-    tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(seed)
+    plain = save_target(folder / "plain", "llama", **(SIZES | changes))
+    return as_codes(plain, folder / "quantised", scheme), plain
+
+
+def as_codes(plain: Path, quantised: Path, scheme: Scheme) -> Path:
+    """Draws codes for all projections of a target, and changes its numbers to those that they stand for."""
+    tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
     coded: dict[str, Tensor] = {}
     for key in sorted(tensors):
-        if not key.endswith("_proj.weight"):
+        if re.search(r"_proj(_with_mqa)?\.weight$", key) is None:
             coded[key] = tensors[key]
             continue
         own, numbers = scheme.write(*tensors[key].shape, generator)
         coded |= {f"{key.removesuffix('.weight')}.{ending}": tensor.contiguous() for ending, tensor in own.items()}
         tensors[key] = numbers
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    quantised = folder / "quantised"
     quantised.mkdir()
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": scheme.config}
     (quantised / "config.json").write_text(json.dumps(config))
     save_file(coded, quantised / "model.safetensors", {"format": "pt"})
-    return quantised, plain
+    return quantised
