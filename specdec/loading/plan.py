@@ -7,6 +7,7 @@ Weights, keys and values are counted exactly.  What passes and graphs take besid
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,13 @@ from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
 from specdec.models.checkpoints.loader import DTYPES, open_target
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
+from specdec.models.schemes.size import matrix_bytes
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 4096  # the most that max_batch_size takes
+# Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
+MATRICES = re.compile(r"((?<!kv_b)_proj(_with_mqa)?|\.wq_b|\.wk|lm_head)\.\w+$")
 
 
 class Models(NamedTuple):
@@ -155,4 +159,8 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:
     """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep."""
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    return sum(math.prod(checkpoint.shape(name)) for name in names) * dtype.itemsize
+    matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
+    formats = {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}
+    own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
+    coded = sum(matrix_bytes(format, checkpoint, name) for name, format in formats.items())
+    return coded + sum(math.prod(checkpoint.shape(name)) for name in own) * dtype.itemsize

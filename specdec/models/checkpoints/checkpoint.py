@@ -6,6 +6,7 @@ Knows files and names, not architectures; see `loader.py` for what a target take
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from torch import Tensor
@@ -75,6 +76,11 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """By the file's header: the tensor is not read."""
         return self._find(name).shape()
+
+    def itemsize(self, name: str) -> int:
+        """Bytes of one of the tensor's numbers, by the header."""
+        bits = re.search(r"\d+", self._find(name).dtype())  # F32, F8_E4M3, bfloat16
+        return int(bits[0]) // 8 if bits else 1
 
     def expect(self, name: str, shape: tuple[int, ...], keys: str = "") -> None:
         """ValueError if there is no such tensor, or one of another shape.  Reads headers only: ask before memory is taken.

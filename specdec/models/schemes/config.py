@@ -14,7 +14,13 @@ from typing import Any, Literal
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
 from specdec.models.schemes.formats import Awq, Format, Fp4, Fp8, Gptq, PackedInts, RoundToNearest
 
-METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "modelopt")
+METHODS = {  # by quant_method, and what of it is read
+    "compressed-tensors": "fp8 by tensor, channel or block; int4 and int8 by group or channel, zeros or none; nvfp4, mxfp4",
+    "fp8": "blocks of 128 x 128 as DeepSeek and Qwen have them, or a scale for each matrix",
+    "awq": "int4 with zeros, in the gemm layout",
+    "gptq": "int4 and int8 in order (desc_act false), both layouts",
+    "modelopt": "fp8 and nvfp4, weights alone",
+}
 ROUNDED: dict[str, RoundToNearest] = {"fp8": RoundToNearest("e4m3", 0), "int4": RoundToNearest("int4", 128)}
 HEAD = "lm_head"
 

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit.oracles.quantised import SCHEMES, save_quantised
+from toolkit.models import save_target
+from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 
+from specdec.loading.plan import tensor_bytes
+from specdec.models.checkpoints.loader import open_target
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
 from specdec.models.target import Target
@@ -18,6 +21,26 @@ def load(folder: Path) -> Target:
 
 def numbers(matrix: Linear) -> torch.Tensor:
     return matrix.weight.detach() if matrix.planes is None else dequantise(matrix.planes.weight, torch.float32)
+
+
+def planned(folder: Path, quantize: str = "none") -> tuple[int, int]:
+    """Bytes of a target's weights: as planned from headers, and as they are."""
+    chosen = choose_target(folder, quantize=quantize)
+    model = load_chosen(chosen, folder, 64, torch.device("cpu"), torch.bfloat16, False)
+    return tensor_bytes(open_target(folder, chosen.config), torch.bfloat16, set()), sum(w.nbytes for w in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["deepseek fp8", "w4a16 g32 zeros", "awq", "gptq8 v2", "nvfp4"])
+def test_bytes_are_known_before_weights_are_read(tmp_path: Path, name: str) -> None:
+    """Keeps out: a plan that counts words of codes as 16-bit numbers."""
+    foreseen, taken = planned(save_quantised(tmp_path, SCHEMES[name])[0])
+    assert foreseen == taken
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_bytes_of_rounded_weights_are_known(tmp_path: Path, quantize: str) -> None:
+    foreseen, taken = planned(save_target(tmp_path, "llama", **SIZES), quantize)
+    assert foreseen == taken
 
 
 @pytest.mark.parametrize("name", SCHEMES)

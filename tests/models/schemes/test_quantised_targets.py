@@ -11,6 +11,8 @@ from toolkit.models import save_eagle3, save_target
 from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.cli.entry import main
+from specdec.loading.doctor import scheme_rows
 from specdec.models.linear import Linear
 from specdec.models.registry import choose_target
 from specdec.models.sharding import share_of
@@ -73,6 +75,17 @@ def test_what_can_not_be_rounded_is_refused(tmp_path: Path) -> None:
         choose_target(plain, "transformers", "fp8")
     with pytest.raises(ValueError, match="quantize must be one of none, fp8, int4, got 'int8'|quantize must be"):
         outputs(plain, quantize="int8")
+
+
+def test_users_are_told_how_weights_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a scheme that is read and that nobody can look up."""
+    quantised, plain = save_quantised(tmp_path, SCHEMES["awq"], num_hidden_layers=3)
+    head = save_eagle3(tmp_path / "head", plain)
+    assert main(["inspect", str(head), "--target", str(quantised), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["target_weights"]
+    assert said == "int4, a scale and a zero for each 32 columns (awq)"
+    named = dict(scheme_rows())
+    assert {scheme.config["quant_method"] for scheme in SCHEMES.values()} == named.keys() - {"quantize"}
 
 
 def test_modelopts_older_file_is_read(tmp_path: Path) -> None:
