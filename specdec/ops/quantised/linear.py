@@ -24,14 +24,23 @@ def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) 
     """x W^T + bias: [T, O]."""
     if tiles := _tiles(x_TI, weight, False):
         return _launch(x_TI, weight, bias_O, False, tiles)
-    return F.linear(x_TI, dequantise(weight, x_TI.dtype), bias_O)
+    return F.linear(x_TI, _numbers(x_TI, weight), bias_O)
 
 
 def quantised_gated_linear(x_TI: Tensor, weight: Codes, bias_2F: Tensor | None = None) -> Tensor:
     """silu(gate) * up: [T, F].  The first F rows of W are the gate's, the other F are up's."""
     if tiles := _tiles(x_TI, weight, True):
         return _launch(x_TI, weight, bias_2F, True, tiles)
-    return silu_mul(F.linear(x_TI, dequantise(weight, x_TI.dtype), bias_2F))
+    return silu_mul(F.linear(x_TI, _numbers(x_TI, weight), bias_2F))
+
+
+def _numbers(x: Tensor, weight: Codes) -> Tensor:
+    """The weight [O, I] in x's dtype."""
+    if not use_kernels(x) or weight.scales_OG.dtype == torch.float64:  # scales have 64 bits while a text is proven
+        return dequantise(weight, x.dtype)
+    from specdec.ops.quantised.dequantise_triton import launch_dequantise
+
+    return launch_dequantise(weight, x.dtype)
 
 
 def _launch(x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:

@@ -105,6 +105,10 @@ def quantised_linear_kernel(
         _prefetch(codes_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < tl.cdiv(high, HALVES))[None, :])
         tl.extra.cuda.gdc_wait()
 
+    first_t = tl.program_id(2) * BLOCK_T
+    x += first_t.to(tl.int64) * stride_x
+    y += first_t.to(tl.int64) * O
+    T -= first_t
     t = tl.arange(0, BLOCK_T)
     j = tl.arange(0, BLOCK_J)
     i = j if HALVES == 1 else j // 16 * 32 + j % 16
@@ -235,13 +239,13 @@ def _nibbles(code_OJ, zero_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE
 
 
 def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
-    """[T, O], or [T, F] if gated.  The rows of x may be strided; there are at most tiles.block_t of them.
+    """[T, O], or [T, F] if gated.  The rows of x may be strided; a split product has at most tiles.block_t of them.
 
     What launch_linear says of split products holds here too.
     """
     (T, I), rows = x_TI.shape, weight.codes_OJ.shape[0]
     O = rows // 2 if gated else rows
-    assert 0 < T <= tiles.block_t and weight.columns == I and x_TI.stride(1) == 1
+    assert 0 < T and (T <= tiles.block_t or tiles.splits == 1) and weight.columns == I and x_TI.stride(1) == 1
     assert bias_O is None or bias_O.shape == (rows,)
     outs = tiles.block_o // 2 if gated else tiles.block_o
     num_tiles = triton.cdiv(O, outs)
@@ -251,7 +255,7 @@ def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
         assert num_tiles <= ARRIVALS
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
         arrivals = _arrivals(x_TI.device)
-    quantised_linear_kernel[(num_tiles, tiles.splits)](
+    quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(T, tiles.block_t))](
         x_TI, weight.codes_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG,
         weight.scales_OG if bias_O is None else bias_O, y_TO, partials, arrivals,
         T, O, I, weight.codes_OJ.shape[1], weight.scales_OG.shape[1], x_TI.stride(0),

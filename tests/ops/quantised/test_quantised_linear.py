@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, Kind, dequantise, is_packed, pack, quantise, row_bytes, unpack, values
+from specdec.ops.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear
 from specdec.ops.quantised.linear_triton import launch_quantised_linear
 from specdec.ops.quantised.tiles import quantised_tiles
@@ -101,6 +102,22 @@ def test_the_kernel_computes_the_product(kind: Kind, group: int, zeros: bool) ->
         bias = torch.randn(20, generator=torch.Generator().manual_seed(3)) if gated else None
         y = launch_quantised_linear(x, weight, bias, gated, ProductTiles(8, 16, 128, splits, 4, 2))
         assert error(y, exact(x, weight, gated, bias)) < 1e-6, (gated, I)
+
+
+def test_the_kernel_takes_more_rows_than_a_tile() -> None:
+    """Keeps out: rows of the second tile read or stored as the first one's."""
+    weight, x = random_weight("int4", 32, False, 20, 64), torch.randn(11, 64, generator=torch.Generator().manual_seed(5))
+    for gated in (False, True):
+        y = launch_quantised_linear(x, weight, None, gated, ProductTiles(8, 16, 64, 1, 4, 2))
+        assert error(y, exact(x, weight, gated)) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
+def test_the_kernel_computes_the_numbers(kind: Kind, group: int, zeros: bool) -> None:
+    """Of rows and columns that fill no block.  Keeps out: columns of a byte swapped, and a number that is rounded twice."""
+    weight = random_weight(kind, group, zeros, 5, 96 if group < 128 else 256)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(launch_dequantise(weight, dtype), dequantise(weight, dtype))
 
 
 def test_the_kernel_takes_half_precision() -> None:

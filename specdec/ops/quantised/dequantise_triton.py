@@ -1,0 +1,70 @@
+"""The kernel that computes a weight's numbers from its codes, for products of many rows, which a library multiplies.
+
+Shapes: O rows, I columns, J bytes of a row's codes, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.quantised.linear_triton import _convert_4, _convert_8
+
+if TYPE_CHECKING:
+    from specdec.ops.quantised.codes import Codes
+
+BLOCK_O, BLOCK_J = 16, 256
+
+
+@triton.jit
+def dequantise_kernel(
+    codes,  # [O, J]
+    scales,  # [O, G]
+    zeros,  # as scales
+    out,  # [O, I]
+    O, I, J, G,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    row_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
+    ok_O = row_O < O
+    row_O = row_O.to(tl.int64)
+    c_OJ = tl.load(codes + row_O[:, None] * J + j[None, :], mask=ok_O[:, None] & (j < J)[None, :], other=0)
+    none_O = tl.zeros([BLOCK_O], tl.float32)
+    scales_O, zeros_O, out_O = scales + row_O * G, zeros + row_O * G, out + row_O * I
+    if KIND == "int4" or KIND == "e2m1":
+        low_OJ, high_OJ = _convert_4(c_OJ, none_O, KIND, False, False, tl.float32)
+        low = j // 16 * 32 + j % 16
+        _store(low_OJ, low, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+        _store(high_OJ, low + 16, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+    else:
+        w_OJ = _convert_8(c_OJ, none_O, KIND, False, False, tl.float32)
+        _store(w_OJ, j, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+
+
+@triton.jit
+def _store(w_OJ, i, scales_O, zeros_O, out_O, ok_O, I, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """The numbers of these columns, rounded once."""
+    ok_OJ = ok_O[:, None] & (i < I)[None, :]
+    g = i // GROUP if GROUP > 0 else i * 0
+    if HAS_ZEROS:
+        w_OJ -= tl.load(zeros_O[:, None] + g[None, :], mask=ok_OJ, other=0).to(tl.float32)
+    w_OJ *= tl.load(scales_O[:, None] + g[None, :], mask=ok_OJ, other=0.0).to(tl.float32)
+    tl.store(out_O[:, None] + i[None, :], w_OJ.to(out_O.dtype.element_ty), mask=ok_OJ)
+
+
+def launch_dequantise(weight: Codes, dtype: torch.dtype) -> Tensor:
+    """[O, I], contiguous."""
+    O, J = weight.codes_OJ.shape
+    out_OI = torch.empty(O, weight.columns, dtype=dtype, device=weight.codes_OJ.device)
+    assert weight.scales_OG.dtype != torch.float64
+    dequantise_kernel[(triton.cdiv(O, BLOCK_O), triton.cdiv(J, BLOCK_J))](
+        weight.codes_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG, out_OI,
+        O, weight.columns, J, weight.scales_OG.shape[1], KIND=weight.kind, GROUP=weight.group,
+        HAS_ZEROS=weight.zeros_OG is not None, BLOCK_O=BLOCK_O, BLOCK_J=BLOCK_J,
+    )  # fmt: skip
+    return out_OI
