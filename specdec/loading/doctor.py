@@ -108,7 +108,7 @@ def drafter_rows() -> list[tuple[str, str]]:
 def scheme_rows() -> list[tuple[str, str]]:
     """The quantised checkpoints that are read, by their quant_method, and what ordinary weights can be rounded to."""
     rounded = ", ".join(f"{name} ({describe(form)})" for name, form in ROUNDED.items())
-    return [*METHODS.items(), ("quantize", f"ordinary weights are rounded at load: {rounded}")]
+    return [*METHODS.items(), ("rounded at load", f"quantize: ordinary weights are rounded at load: {rounded}")]
 
 
 def _settings_table() -> Table:

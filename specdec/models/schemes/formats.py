@@ -236,8 +236,7 @@ def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:
     """The matrix rounded to nearest.  Where its columns are no whole groups, each row has one scale."""
     group = group if group and weight_OI.shape[1] % group == 0 else 0
     found = quantise(weight_OI, kind, group)
-    codes_OI = unpack(found.codes_OJ, found.columns) if kind == "int4" else found.codes_OJ
-    return CodedRows(kind, codes_OI, found.scales_OG, None, group)
+    return CodedRows(kind, unpack(kind, found.codes_OJ, found.columns), found.scales_OG, None, group)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:

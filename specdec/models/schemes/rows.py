@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.ops.quantised.codes import Codes, Kind, dequantise, is_packed, pack
+from specdec.ops.quantised.codes import Codes, Kind, dequantise, pack
 
 
 class CodedRows(NamedTuple):
-    """See Codes, but that codes of 4 bits are not packed: codes_PI is uint8 [P, I] in every kind."""
+    """See Codes, but that codes are in order, one a byte: codes_PI is uint8 [P, I]."""
 
     kind: Kind
     codes_PI: Tensor
@@ -48,8 +48,9 @@ class CodedRows(NamedTuple):
         return own._replace(scales_PG=self.scales_PG.narrow(1, first, groups), zeros_PG=zeros)
 
     def packed(self) -> Codes:
-        codes = pack(self.codes_PI) if is_packed(self.kind) else self.codes_PI
-        return Codes(self.kind, codes, self.scales_PG, self.zeros_PG, self.codes_PI.shape[1], self.group)
+        return Codes(
+            self.kind, pack(self.kind, self.codes_PI), self.scales_PG, self.zeros_PG, self.codes_PI.shape[1], self.group
+        )
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """[P, I]: what the codes stand for, rounded once."""

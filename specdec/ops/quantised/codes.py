@@ -17,14 +17,14 @@ from torch import Tensor
 Kind = Literal["e4m3", "int8", "int4", "e2m1"]
 OFFSETS = {"int8": 128, "int4": 8}  # a code of the value 0
 E4M3_MAX = 448.0
-PAIR = 32  # columns that lie in one run of 16 bytes, where codes have 4 bits
+TILE = 16  # columns that lie apart from each other's neighbours: see `pack`
 
 
 class Codes(NamedTuple):
     """A weight [O, I].
 
     kind: what a code's bits mean.  e4m3: a float of 8 bits.  e2m1: one of 4 bits.  int8, int4: value + 128, value + 8.
-    codes_OJ: uint8; of 4 bits packed as `pack` does it.
+    codes_OJ: uint8, as `pack` orders them.
     scales_OG: floats, [O, 1] for whole rows.
     zeros_OG: int8, of integers alone, relative to the code of 0.
     columns: I.
@@ -39,32 +39,37 @@ class Codes(NamedTuple):
     group: int
 
 
-def is_packed(kind: Kind) -> bool:
-    """Whether two codes lie in a byte."""
-    return kind in ("int4", "e2m1")
+def codes_a_word(kind: Kind) -> int:
+    """How many codes lie in a word of 16 bits."""
+    return 4 if kind in ("int4", "e2m1") else 2
 
 
 def row_bytes(kind: Kind, columns: int) -> int:
-    """J: the bytes of a row's codes."""
-    return -(-columns // PAIR) * (PAIR // 2) if is_packed(kind) else columns
+    """J: the bytes of a row's codes, padding included."""
+    return -(-columns // (TILE * codes_a_word(kind))) * 2 * TILE
 
 
-def pack(codes_OI: Tensor) -> Tensor:
-    """[O, J]: codes of 4 bits, given one a byte, two a byte.
+def pack(kind: Kind, codes_OI: Tensor) -> Tensor:
+    """[O, J]: codes, given one a byte, as the kernels read them: in words of 16 bits, 16 words of a row after each other.
 
-    A run of 32 columns becomes 16 bytes: the first 16 columns are the low nibbles, the others the high ones.  So the two
-    numbers of a byte belong to two tiles of a product, and a tile's neighbouring numbers come from neighbouring bytes.
+    A run of 32 columns (64 of 4 bits) becomes 16 words.  The first 16 columns are the lowest bits of these words, the next 16
+    the bits above them, and so on.  So the numbers of a word belong to two tiles of a product (or four), a tile's neighbouring
+    numbers come from neighbouring words, and two words in a register become pairs of numbers without moving one past another.
     """
-    if pad := -codes_OI.shape[1] % PAIR:
+    a_word, O = codes_a_word(kind), codes_OI.shape[0]
+    if pad := -codes_OI.shape[1] % (TILE * a_word):
         codes_OI = torch.nn.functional.pad(codes_OI, (0, pad))
-    low, high = codes_OI.unflatten(1, (-1, 2, PAIR // 2)).unbind(dim=2)
-    return (low | high << 4).flatten(1)
+    runs = codes_OI.view(O, -1, a_word, TILE).transpose(2, 3)  # [O, run, word, code of the word]
+    return (runs if a_word == 2 else runs[..., ::2] | runs[..., 1::2] << 4).reshape(O, -1)
 
 
-def unpack(codes_OJ: Tensor, columns: int) -> Tensor:
+def unpack(kind: Kind, codes_OJ: Tensor, columns: int) -> Tensor:
     """[O, I]: codes one a byte, from `pack`'s."""
-    runs = codes_OJ.unflatten(1, (-1, PAIR // 2))
-    return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1)[:, :columns]
+    a_word, O = codes_a_word(kind), codes_OJ.shape[0]
+    runs = codes_OJ.view(O, -1, TILE, 2)
+    if a_word == 4:
+        runs = torch.stack((runs & 15, runs >> 4), dim=-1).flatten(3)
+    return runs.transpose(2, 3).reshape(O, -1)[:, :columns]
 
 
 def values(kind: Kind, codes: Tensor) -> Tensor:
@@ -79,7 +84,7 @@ def values(kind: Kind, codes: Tensor) -> Tensor:
 
 def dequantise(weight: Codes, dtype: torch.dtype) -> Tensor:
     """The weight [O, I], computed in float32 (or wider) and rounded once."""
-    codes_OI = unpack(weight.codes_OJ, weight.columns) if is_packed(weight.kind) else weight.codes_OJ
+    codes_OI = unpack(weight.kind, weight.codes_OJ, weight.columns)
     wide = torch.promote_types(torch.promote_types(dtype, torch.float32), weight.scales_OG.dtype)
     group = weight.group or weight.columns
 
@@ -109,4 +114,4 @@ def quantise(weight_OI: Tensor, kind: Kind, group: int) -> Codes:
     else:
         offset = OFFSETS[kind]
         codes_OI = (scaled_OI.round().clamp(-offset, offset - 1) + offset).to(torch.uint8)
-    return Codes(kind, pack(codes_OI) if is_packed(kind) else codes_OI, scales_OG, None, I, group)
+    return Codes(kind, pack(kind, codes_OI), scales_OG, None, I, group)

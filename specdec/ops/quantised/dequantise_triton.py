@@ -1,6 +1,6 @@
 """The kernel that computes a weight's numbers from its codes, for products of many rows, which a library multiplies.
 
-Shapes: O rows, I columns, J bytes of a row's codes, G groups of a row.
+Shapes: O rows, I columns, J words of a row's codes, G groups of a row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK_O, BLOCK_J = 16, 256
 
 @triton.jit
 def dequantise_kernel(
-    codes,  # [O, J]
+    codes,  # words [O, J]
     scales,  # [O, G]
     zeros,  # as scales
     out,  # [O, I]
@@ -37,13 +37,15 @@ def dequantise_kernel(
     none_O = tl.zeros([BLOCK_O], tl.float32)
     scales_O, zeros_O, out_O = scales + row_O * G, zeros + row_O * G, out + row_O * I
     if KIND == "int4" or KIND == "e2m1":
-        low_OJ, high_OJ = _convert_4(c_OJ, none_O, KIND, False, False, tl.float32)
-        low = j // 16 * 32 + j % 16
-        _store(low_OJ, low, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
-        _store(high_OJ, low + 16, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+        a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, none_O, none_O, KIND, False, False, tl.float32)
+        i = j // 16 * 64 + j % 16
+        _store(c_OJ, i + 32, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+        _store(d_OJ, i + 48, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
     else:
-        w_OJ = _convert_8(c_OJ, none_O, KIND, False, False, tl.float32)
-        _store(w_OJ, j, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+        a_OJ, b_OJ = _convert_8(c_OJ, none_O, KIND, False, False, tl.float32)
+        i = j // 16 * 32 + j % 16
+    _store(a_OJ, i, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+    _store(b_OJ, i + 16, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
 
 
 @triton.jit
@@ -59,11 +61,12 @@ def _store(w_OJ, i, scales_O, zeros_O, out_O, ok_O, I, GROUP: tl.constexpr, HAS_
 
 def launch_dequantise(weight: Codes, dtype: torch.dtype) -> Tensor:
     """[O, I], contiguous."""
-    O, J = weight.codes_OJ.shape
+    words_OJ = weight.codes_OJ.view(torch.int16)
+    O, J = words_OJ.shape
     out_OI = torch.empty(O, weight.columns, dtype=dtype, device=weight.codes_OJ.device)
     assert weight.scales_OG.dtype != torch.float64
     dequantise_kernel[(triton.cdiv(O, BLOCK_O), triton.cdiv(J, BLOCK_J))](
-        weight.codes_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG, out_OI,
+        words_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG, out_OI,
         O, weight.columns, J, weight.scales_OG.shape[1], KIND=weight.kind, GROUP=weight.group,
         HAS_ZEROS=weight.zeros_OG is not None, BLOCK_O=BLOCK_O, BLOCK_J=BLOCK_J,
     )  # fmt: skip

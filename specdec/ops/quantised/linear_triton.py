@@ -8,9 +8,10 @@ float32 sums.  So nothing is rounded before the end.
 - A scale for each group of columns is applied to the sum over that group: a step is one group, or a part of one.  It is read a
   step ahead, because the loop's pipeline holds only what is multiplied.
 
-Two codes of 4 bits lie in a byte (see codes.py): a tile of bytes becomes two tiles of numbers, for two tiles of x.
+Two codes of 8 bits or four of 4 bits lie in a word (see codes.py): a tile of words becomes two or four tiles of numbers, which
+are multiplied with as many tiles of x.
 
-Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.  J bytes of a
+Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.  J words of a
 row of codes, G groups of a row.
 """
 
@@ -33,43 +34,35 @@ if TYPE_CHECKING:
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
 
-# Programs of the GPU for four bytes in a register: their codes become pairs of bfloat16.  A byte's place does not matter.
+# Programs of the GPU for two words of codes in a register: each code's place in its word gives a pair of bfloat16.
 # e4m3: a code's sign, and its other bits 4 places lower, are the number * 2^-120 in bfloat16.
 E4M3_ASM = tl.constexpr("""{ .reg .b32 t, u, s, k; mov.b32 k, 0x7b807b80;
-prmt.b32 t, $2, 0, 0x1404; shr.b32 u, t, 4; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x07f007f0, s, 0xea; mul.bf16x2 $0, u, k;
-prmt.b32 t, $2, 0, 0x3424; shr.b32 u, t, 4; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x07f007f0, s, 0xea; mul.bf16x2 $1, u, k;
-}""")
+shl.b32 u, $2, 4; shl.b32 t, $2, 8; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x07f007f0, s, 0xea; mul.bf16x2 $0, u, k;
+shr.b32 u, $2, 4; and.b32 s, $2, 0x80008000; lop3.b32 u, u, 0x07f007f0, s, 0xea; mul.bf16x2 $1, u, k; }""")
 # int8: the low 7 bits under the exponent of 128, minus 128 where the code is 128 or more, else minus 256.
-INT8_ASM = tl.constexpr("""{ .reg .b32 t, u, v;
-prmt.b32 t, $2, 0, 0x4140; and.b32 u, t, 0x007f007f; or.b32 u, u, 0x43004300;
-and.b32 v, t, 0x00800080; xor.b32 v, v, 0x43804380; sub.bf16x2 $0, u, v;
-prmt.b32 t, $2, 0, 0x4342; and.b32 u, t, 0x007f007f; or.b32 u, u, 0x43004300;
-and.b32 v, t, 0x00800080; xor.b32 v, v, 0x43804380; sub.bf16x2 $1, u, v; }""")
-# int4: a nibble under the exponent of 128 is 128 + code; the number is code - 8.
-INT4_ASM = tl.constexpr("""{ .reg .b32 t, u, k, m; mov.b32 k, 0x43084308; mov.b32 m, 0x43004300;
-prmt.b32 t, $4, 0, 0x4140; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $0, u, k;
-shr.b32 t, t, 4; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $2, u, k;
-prmt.b32 t, $4, 0, 0x4342; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $1, u, k;
-shr.b32 t, t, 4; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $3, u, k; }""")
-INT4_ZEROS_ASM = tl.constexpr("""{ .reg .b32 t, u, m; mov.b32 m, 0x43004300;
-prmt.b32 t, $4, 0, 0x4140; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $0, u, $5;
-shr.b32 t, t, 4; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $2, u, $5;
-prmt.b32 t, $4, 0, 0x4342; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $1, u, $6;
-shr.b32 t, t, 4; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $3, u, $6; }""")
-# e2m1: a nibble's sign, and its other bits 6 places lower, are the number * 2^-126 in bfloat16.
+INT8_ASM = tl.constexpr("""{ .reg .b32 t, u, v, m, n; mov.b32 m, 0x43004300; mov.b32 n, 0x43804380;
+lop3.b32 u, $2, 0x007f007f, m, 0xea; lop3.b32 v, $2, 0x00800080, n, 0x6a; sub.bf16x2 $0, u, v;
+shr.b32 t, $2, 8;
+lop3.b32 u, t, 0x007f007f, m, 0xea; lop3.b32 v, t, 0x00800080, n, 0x6a; sub.bf16x2 $1, u, v; }""")
+# int4: a code under the exponent of 128 is 128 + code; the number is code - 8 - zero.  $5, $6: 136 + zero of the first two
+# codes of a word and of the last two.
+INT4_ASM = tl.constexpr("""{ .reg .b32 t, u, m; mov.b32 m, 0x43004300;
+lop3.b32 u, $4, 0x000f000f, m, 0xea; sub.bf16x2 $0, u, $5;
+shr.b32 t, $4, 4; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $1, u, $5;
+shr.b32 t, $4, 8; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $2, u, $6;
+shr.b32 t, $4, 12; lop3.b32 u, t, 0x000f000f, m, 0xea; sub.bf16x2 $3, u, $6; }""")
+# e2m1: a code's sign, and its other bits 6 places lower, are the number * 2^-126 in bfloat16.
 E2M1_ASM = tl.constexpr("""{ .reg .b32 t, u, s, k; mov.b32 k, 0x7e807e80;
-prmt.b32 t, $4, 0, 0x1404;
-shr.b32 u, t, 6; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $2, u, k;
-shl.b32 t, t, 4; shr.b32 u, t, 6; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $0, u, k;
-prmt.b32 t, $4, 0, 0x3424;
-shr.b32 u, t, 6; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $3, u, k;
-shl.b32 t, t, 4; shr.b32 u, t, 6; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $1, u, k; }""")
+shl.b32 u, $4, 6; shl.b32 t, $4, 12; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $0, u, k;
+shl.b32 u, $4, 2; shl.b32 t, $4, 8; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $1, u, k;
+shr.b32 u, $4, 2; shl.b32 t, $4, 4; and.b32 s, t, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $2, u, k;
+shr.b32 u, $4, 6; and.b32 s, $4, 0x80008000; lop3.b32 u, u, 0x01c001c0, s, 0xea; mul.bf16x2 $3, u, k; }""")
 
 
 @triton.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
 def quantised_linear_kernel(
     x,  # [T, I]
-    codes,  # [O, J], or [2 * O, J] if GATED
+    codes,  # words [O, J], or [2 * O, J] if GATED
     scales,  # [O, G] or [2 * O, G]
     zeros,  # as scales
     bias,  # [O] or [2 * O]
@@ -93,16 +86,17 @@ def quantised_linear_kernel(
         row_O = out_O.to(tl.int64)
     if not EVEN_O:
         row_O = tl.where(out_O < O, row_O, 0)  # an out-of-range row reads row 0; its result is not stored
-    HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "e2m1" else 1  # codes in a byte
-    STEP: tl.constexpr = BLOCK_I if GROUP == 0 or BLOCK_I < GROUP else max(GROUP, 32)  # columns that are multiplied at once
-    BLOCK_J: tl.constexpr = STEP // HALVES
+    TILES: tl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2  # codes of a word, which belong to as many tiles
+    RUN: tl.constexpr = TILES * 16
+    STEP: tl.constexpr = BLOCK_I if GROUP == 0 or BLOCK_I < GROUP else max(GROUP, RUN)  # columns that are multiplied at once
+    BLOCK_J: tl.constexpr = STEP // TILES
     per_split = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
     low = split * per_split
     high = tl.minimum(low + per_split, I)
     codes_O = codes + row_O * J
     if PDL:
-        ahead = low // HALVES + tl.arange(0, AHEAD // 128) * 128
-        _prefetch(codes_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < tl.cdiv(high, HALVES))[None, :])
+        ahead = low // TILES + tl.arange(0, AHEAD // 128) * 64
+        _prefetch(codes_O[:, None] + ahead[None, :], (r >= 0)[:, None] & (ahead < tl.cdiv(high, TILES))[None, :])
         tl.extra.cuda.gdc_wait()
 
     first_t = tl.program_id(2) * BLOCK_T
@@ -111,18 +105,16 @@ def quantised_linear_kernel(
     T -= first_t
     t = tl.arange(0, BLOCK_T)
     j = tl.arange(0, BLOCK_J)
-    i = j if HALVES == 1 else j // 16 * 32 + j % 16
+    i = j // 16 * RUN + j % 16
     ok_T = t < T
     x_T = x + t * stride_x
     scales_O, zeros_O = scales + row_O * G, zeros + row_O * G
     acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-    if GROUP > 0:
-        scale_O = tl.load(scales_O + low // GROUP)
-        if GROUP < 32:
-            other_O = tl.load(scales_O + low // GROUP + 1)
-    zero_O = scale_O if GROUP > 0 else tl.zeros([BLOCK_O], tl.float32)
+    zero_O = tl.zeros([BLOCK_O], tl.float32)
+    scale_O = tl.load(scales_O + (low // GROUP if GROUP > 0 else 0))
     if HAS_ZEROS:
-        zero_O = tl.load(zeros_O + (low // GROUP if GROUP > 0 else 0))
+        zero_O = tl.load(zeros_O + (low // GROUP if GROUP > 0 else 0)).to(tl.float32)
+    other_O = zero_O
     halfway = low + (high - low) // BLOCK_I // 2 * BLOCK_I
     for k in tl.range(low, high, BLOCK_I, num_stages=STAGES):
         if PDL:
@@ -130,42 +122,57 @@ def quantised_linear_kernel(
                 tl.extra.cuda.gdc_launch_dependents()
         for n in tl.static_range(BLOCK_I // STEP):
             at = k + n * STEP
-            at_J = at // HALVES + j
+            at_J = at // TILES + j
             at_I = at + i
             if EVEN_I:
                 c_OJ = tl.load(codes_O[:, None] + at_J[None, :])
-                x_TJ = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None], other=0.0)
             else:
                 c_OJ = tl.load(codes_O[:, None] + at_J[None, :], mask=(at_J < J)[None, :], other=0)
-                x_TJ = tl.load(x_T[:, None] + at_I[None, :], mask=ok_T[:, None] & (at_I < high)[None, :], other=0.0)
-            if HALVES == 2:
-                if EVEN_I:
-                    next_TJ = tl.load(x_T[:, None] + at_I[None, :] + 16, mask=ok_T[:, None], other=0.0)
+            a_TJ = _columns(x_T, at_I, ok_T, high, EVEN_I)
+            b_TJ = _columns(x_T, at_I + 16, ok_T, high, EVEN_I)
+            if TILES == 4:
+                c_TJ = _columns(x_T, at_I + 32, ok_T, high, EVEN_I)
+                d_TJ = _columns(x_T, at_I + 48, ok_T, high, EVEN_I)
+                if HAS_ZEROS and GROUP > 0 and GROUP < RUN:
+                    other_O = tl.load(zeros_O + tl.minimum(at + GROUP, high - 1) // GROUP).to(tl.float32)
+                    a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, zero_O, other_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
                 else:
-                    ok_I = at_I + 16 < high
-                    next_TJ = tl.load(x_T[:, None] + at_I[None, :] + 16, mask=ok_T[:, None] & ok_I[None, :], other=0.0)
-                w_OJ, next_OJ = _convert_4(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
+                    a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, zero_O, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
             else:
-                w_OJ = _convert_8(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
+                a_OJ, b_OJ = _convert_8(c_OJ, zero_O, KIND, HAS_ZEROS, ASM, x.dtype.element_ty)
             if GROUP == 0:
-                acc_OT = tl.dot(w_OJ, tl.trans(x_TJ), acc_OT, input_precision="ieee")
-                if HALVES == 2:
-                    acc_OT = tl.dot(next_OJ, tl.trans(next_TJ), acc_OT, input_precision="ieee")
+                acc_OT = tl.dot(a_OJ, tl.trans(a_TJ), acc_OT, input_precision="ieee")
+                acc_OT = tl.dot(b_OJ, tl.trans(b_TJ), acc_OT, input_precision="ieee")
+                if TILES == 4:
+                    acc_OT = tl.dot(c_OJ, tl.trans(c_TJ), acc_OT, input_precision="ieee")
+                    acc_OT = tl.dot(d_OJ, tl.trans(d_TJ), acc_OT, input_precision="ieee")
             else:
                 now_O = scale_O.to(tl.float32)
                 ahead_g = tl.minimum(at + STEP, high - 1) // GROUP
                 scale_O = tl.load(scales_O + ahead_g)
-                part_OT = tl.dot(w_OJ, tl.trans(x_TJ), input_precision="ieee")
-                if GROUP < 32:  # each of the two tiles is a group
+                part_OT = tl.dot(a_OJ, tl.trans(a_TJ), input_precision="ieee")
+                if GROUP < 32:
                     acc_OT += part_OT * now_O[:, None]
-                    now_O = other_O.to(tl.float32)
-                    other_O = tl.load(scales_O + tl.minimum(at + STEP + GROUP, high - 1) // GROUP)
-                    part_OT = tl.dot(next_OJ, tl.trans(next_TJ), input_precision="ieee")
-                elif HALVES == 2:
-                    part_OT = tl.dot(next_OJ, tl.trans(next_TJ), part_OT, input_precision="ieee")
+                    now_O = _scale(scales_O, at + 16, high, GROUP)
+                    part_OT = tl.dot(b_OJ, tl.trans(b_TJ), input_precision="ieee")
+                else:
+                    part_OT = tl.dot(b_OJ, tl.trans(b_TJ), part_OT, input_precision="ieee")
+                if TILES == 4:
+                    if GROUP < RUN:
+                        acc_OT += part_OT * now_O[:, None]
+                        now_O = _scale(scales_O, at + 32, high, GROUP)
+                        part_OT = tl.dot(c_OJ, tl.trans(c_TJ), input_precision="ieee")
+                    else:
+                        part_OT = tl.dot(c_OJ, tl.trans(c_TJ), part_OT, input_precision="ieee")
+                    if GROUP < 32:
+                        acc_OT += part_OT * now_O[:, None]
+                        now_O = _scale(scales_O, at + 48, high, GROUP)
+                        part_OT = tl.dot(d_OJ, tl.trans(d_TJ), input_precision="ieee")
+                    else:
+                        part_OT = tl.dot(d_OJ, tl.trans(d_TJ), part_OT, input_precision="ieee")
                 acc_OT += part_OT * now_O[:, None]
                 if HAS_ZEROS:
-                    zero_O = tl.load(zeros_O + ahead_g)
+                    zero_O = tl.load(zeros_O + ahead_g).to(tl.float32)
 
     if GROUP == 0:
         acc_OT *= tl.load(scales_O).to(tl.float32)[:, None]
@@ -186,56 +193,76 @@ def quantised_linear_kernel(
 
 
 @triton.jit
+def _columns(x_T, at_I, ok_T, high, EVEN_I: tl.constexpr):
+    """These columns of x, [T, J]."""
+    ok_TJ = ok_T[:, None] if EVEN_I else ok_T[:, None] & (at_I < high)[None, :]
+    return tl.load(x_T[:, None] + at_I[None, :], mask=ok_TJ, other=0.0)
+
+
+@triton.jit
+def _scale(scales_O, column, high, GROUP: tl.constexpr):
+    """The scales of a column's group; of a column that is not there, any."""
+    return tl.load(scales_O + tl.minimum(column, high - 1) // GROUP).to(tl.float32)
+
+
+@triton.jit
 def _convert_8(c_OJ, zero_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes of 8 bits as numbers.  ASM: to bfloat16, four at a time."""
+    """Words of two codes of 8 bits as two tiles of numbers.  ASM: to bfloat16, two words at a time."""
     if ASM:
         PROGRAM: tl.constexpr = E4M3_ASM if KIND == "e4m3" else INT8_ASM
-        w_OJ = tl.inline_asm_elementwise(PROGRAM, "=r,=r,r", [c_OJ], dtype=tl.bfloat16, is_pure=True, pack=4)
-    elif KIND == "e4m3":
-        bits_OJ = c_OJ.to(tl.int32)
-        bits_OJ = ((bits_OJ & 0x80) << 24) | ((bits_OJ & 0x7F) << 20)
-        w_OJ = (bits_OJ.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
+        a_OJ, b_OJ = tl.inline_asm_elementwise(
+            PROGRAM, "=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
     else:
-        w_OJ = (c_OJ.to(tl.float32) - 128).to(DTYPE)
+        a_OJ, b_OJ = _number_8(c_OJ, KIND, DTYPE), _number_8(c_OJ >> 8, KIND, DTYPE)
     if HAS_ZEROS:
-        w_OJ = w_OJ - zero_O.to(DTYPE)[:, None]
-    return w_OJ
+        a_OJ, b_OJ = a_OJ - zero_O.to(DTYPE)[:, None], b_OJ - zero_O.to(DTYPE)[:, None]
+    return a_OJ, b_OJ
 
 
 @triton.jit
-def _convert_4(c_OJ, zero_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """Bytes of two codes as two tiles of numbers.  ASM: to bfloat16, four bytes at a time."""
+def _number_8(word_OJ, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The number of the code in the lowest 8 bits."""
+    code_OJ = word_OJ.to(tl.int32)
+    if KIND == "e4m3":
+        bits_OJ = ((code_OJ & 0x80) << 24) | ((code_OJ & 0x7F) << 20)
+        return (bits_OJ.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
+    return ((code_OJ & 0xFF) - 128).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _convert_4(c_OJ, zero_O, other_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    """Words of four codes of 4 bits as four tiles of numbers.  ASM: to bfloat16, two words at a time.
+
+    zero_O, other_O: the zeros of the first two tiles and of the last two.
+    """
     if ASM:
         if KIND == "e2m1":
-            first_OJ, second_OJ = tl.inline_asm_elementwise(
-                E2M1_ASM, "=r,=r,=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-        elif HAS_ZEROS:  # numbers beyond 8 bits would be rounded; 136 + zero is at most 144
-            zero_OJ = tl.broadcast_to((zero_O.to(tl.float32) + 136).to(tl.bfloat16)[:, None], c_OJ.shape)
-            first_OJ, second_OJ = tl.inline_asm_elementwise(
-                INT4_ZEROS_ASM, "=r,=r,=r,=r,r,r,r", [c_OJ, zero_OJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-        else:
-            first_OJ, second_OJ = tl.inline_asm_elementwise(
-                INT4_ASM, "=r,=r,=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
+            a_OJ, b_OJ, c_OJ, d_OJ = tl.inline_asm_elementwise(
+                E2M1_ASM, "=r,=r,=r,=r,r", [c_OJ], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+                pack=2,
+            )  # fmt: skip
+        else:  # 136 + zero is from 128 to 143, which bfloat16 holds
+            zero_OJ = tl.broadcast_to((zero_O + 136).to(tl.bfloat16)[:, None], c_OJ.shape)
+            other_OJ = tl.broadcast_to((other_O + 136).to(tl.bfloat16)[:, None], c_OJ.shape)
+            a_OJ, b_OJ, c_OJ, d_OJ = tl.inline_asm_elementwise(
+                INT4_ASM, "=r,=r,=r,=r,r,r,r", [c_OJ, zero_OJ, other_OJ],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
     else:
-        first_OJ = _nibbles(c_OJ & 15, zero_O, KIND, HAS_ZEROS, DTYPE)
-        second_OJ = _nibbles(c_OJ >> 4, zero_O, KIND, HAS_ZEROS, DTYPE)
-    return first_OJ, second_OJ
+        a_OJ, b_OJ = _number_4(c_OJ, zero_O, KIND, DTYPE), _number_4(c_OJ >> 4, zero_O, KIND, DTYPE)
+        c_OJ, d_OJ = _number_4(c_OJ >> 8, other_O, KIND, DTYPE), _number_4(c_OJ >> 12, other_O, KIND, DTYPE)
+    return a_OJ, b_OJ, c_OJ, d_OJ
 
 
 @triton.jit
-def _nibbles(code_OJ, zero_O, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes of 4 bits as numbers."""
-    code_OJ = code_OJ.to(tl.int32)
+def _number_4(word_OJ, zero_O, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The number of the code in the lowest 4 bits."""
+    code_OJ = word_OJ.to(tl.int32)
     if KIND == "e2m1":
         bits_OJ = ((code_OJ & 8) << 28) | ((code_OJ & 7) << 22)
         return (bits_OJ.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
-    w_OJ = (code_OJ - 8).to(tl.float32)
-    if HAS_ZEROS:
-        w_OJ -= zero_O.to(tl.float32)[:, None]
-    return w_OJ.to(DTYPE)
+    return (((code_OJ & 15) - 8).to(tl.float32) - zero_O[:, None]).to(DTYPE)
 
 
 def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
@@ -251,14 +278,14 @@ def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     num_tiles = triton.cdiv(O, outs)
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
+    scales_OG, zeros_OG = weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG
     if tiles.splits > 1:
         assert num_tiles <= ARRIVALS
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
         arrivals = _arrivals(x_TI.device)
     quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(T, tiles.block_t))](
-        x_TI, weight.codes_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG,
-        weight.scales_OG if bias_O is None else bias_O, y_TO, partials, arrivals,
-        T, O, I, weight.codes_OJ.shape[1], weight.scales_OG.shape[1], x_TI.stride(0),
+        x_TI, weight.codes_OJ.view(torch.int16), scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO,
+        partials, arrivals, T, O, I, weight.codes_OJ.shape[1] // 2, scales_OG.shape[1], x_TI.stride(0),
         KIND=weight.kind, GROUP=weight.group, HAS_ZEROS=weight.zeros_OG is not None,
         ASM=x_TI.dtype == torch.bfloat16 and x_TI.is_cuda,
         BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
