@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.ops.quantised.codes import TILE, codes_a_word
 from specdec.ops.quantised.linear_triton import _convert_4, _convert_8
 
 if TYPE_CHECKING:
     from specdec.ops.quantised.codes import Codes
 
-BLOCK_O, BLOCK_J = 16, 256
+WORDS = 4096  # of a program
 
 
 @triton.jit
@@ -27,7 +28,8 @@ def dequantise_kernel(
     zeros,  # as scales
     out,  # [O, I]
     O, I, J, G,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, ONE: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     row_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -39,23 +41,29 @@ def dequantise_kernel(
     if KIND == "int4" or KIND == "e2m1":
         a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, none_O, none_O, KIND, False, False, tl.float32)
         i = j // 16 * 64 + j % 16
-        _store(c_OJ, i + 32, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
-        _store(d_OJ, i + 48, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+        _store(c_OJ, i + 32, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS, ONE)
+        _store(d_OJ, i + 48, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS, ONE)
     else:
         a_OJ, b_OJ = _convert_8(c_OJ, none_O, KIND, False, False, tl.float32)
         i = j // 16 * 32 + j % 16
-    _store(a_OJ, i, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
-    _store(b_OJ, i + 16, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS)
+    _store(a_OJ, i, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS, ONE)
+    _store(b_OJ, i + 16, scales_O, zeros_O, out_O, ok_O, I, GROUP, HAS_ZEROS, ONE)
 
 
 @triton.jit
-def _store(w_OJ, i, scales_O, zeros_O, out_O, ok_O, I, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
+def _store(w_OJ, i, scales_O, zeros_O, out_O, ok_O, I, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, ONE: tl.constexpr):
     """The numbers of these columns, rounded once."""
     ok_OJ = ok_O[:, None] & (i < I)[None, :]
-    g = i // GROUP if GROUP > 0 else i * 0
-    if HAS_ZEROS:
-        w_OJ -= tl.load(zeros_O[:, None] + g[None, :], mask=ok_OJ, other=0).to(tl.float32)
-    w_OJ *= tl.load(scales_O[:, None] + g[None, :], mask=ok_OJ, other=0.0).to(tl.float32)
+    if ONE:  # all columns of the block have one scale a row
+        g = tl.min(i, 0) // GROUP if GROUP > 0 else 0
+        if HAS_ZEROS:
+            w_OJ -= tl.load(zeros_O + g, mask=ok_O, other=0).to(tl.float32)[:, None]
+        w_OJ *= tl.load(scales_O + g, mask=ok_O, other=0.0).to(tl.float32)[:, None]
+    else:
+        g_J = i // GROUP
+        if HAS_ZEROS:
+            w_OJ -= tl.load(zeros_O[:, None] + g_J[None, :], mask=ok_OJ, other=0).to(tl.float32)
+        w_OJ *= tl.load(scales_O[:, None] + g_J[None, :], mask=ok_OJ, other=0.0).to(tl.float32)
     tl.store(out_O[:, None] + i[None, :], w_OJ.to(out_O.dtype.element_ty), mask=ok_OJ)
 
 
@@ -65,9 +73,13 @@ def launch_dequantise(weight: Codes, dtype: torch.dtype) -> Tensor:
     O, J = words_OJ.shape
     out_OI = torch.empty(O, weight.columns, dtype=dtype, device=weight.codes_OJ.device)
     assert weight.scales_OG.dtype != torch.float64
-    dequantise_kernel[(triton.cdiv(O, BLOCK_O), triton.cdiv(J, BLOCK_J))](
+    of_group = weight.group // codes_a_word(weight.kind) if weight.group else 256
+    one = of_group >= TILE  # else several groups' columns lie in the same words
+    block_j = min(256, of_group) if one else 256
+    block_o = WORDS // block_j
+    dequantise_kernel[(triton.cdiv(O, block_o), triton.cdiv(J, block_j))](
         words_OJ, weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG, out_OI,
         O, weight.columns, J, weight.scales_OG.shape[1], KIND=weight.kind, GROUP=weight.group,
-        HAS_ZEROS=weight.zeros_OG is not None, BLOCK_O=BLOCK_O, BLOCK_J=BLOCK_J,
+        HAS_ZEROS=weight.zeros_OG is not None, ONE=one, BLOCK_O=block_o, BLOCK_J=block_j,
     )  # fmt: skip
     return out_OI

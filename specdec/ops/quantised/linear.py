@@ -22,14 +22,14 @@ from specdec.ops.quantised.tiles import quantised_tiles
 
 def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + bias: [T, O]."""
-    if tiles := _tiles(x_TI, weight, False):
+    if tiles := _tiles(x_TI, weight):
         return _launch(x_TI, weight, bias_O, False, tiles)
     return F.linear(x_TI, _numbers(x_TI, weight), bias_O)
 
 
 def quantised_gated_linear(x_TI: Tensor, weight: Codes, bias_2F: Tensor | None = None) -> Tensor:
     """silu(gate) * up: [T, F].  The first F rows of W are the gate's, the other F are up's."""
-    if tiles := _tiles(x_TI, weight, True):
+    if tiles := _tiles(x_TI, weight):
         return _launch(x_TI, weight, bias_2F, True, tiles)
     return silu_mul(F.linear(x_TI, _numbers(x_TI, weight), bias_2F))
 
@@ -49,8 +49,8 @@ def _launch(x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: P
     return launch_quantised_linear(x, weight, bias, gated, tiles)
 
 
-def _tiles(x: Tensor, weight: Codes, gated: bool) -> ProductTiles | None:
+def _tiles(x: Tensor, weight: Codes) -> ProductTiles | None:
     """The kernel's tiles; None where the kernel does not run."""
     if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
         return None
-    return quantised_tiles(x.shape[0], weight.codes_OJ.shape[0], weight.columns, weight.kind, weight.group, gated)
+    return quantised_tiles(x.shape[0], weight.codes_OJ.shape[0], weight.columns, weight.kind)

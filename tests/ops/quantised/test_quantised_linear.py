@@ -10,6 +10,7 @@ import torch
 from toolkit.kernels import DEVICE
 from torch import Tensor
 
+from specdec.ops.products.linear_triton import ARRIVALS
 from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, pack, quantise, row_bytes, unpack, values
 from specdec.ops.quantised.dequantise_triton import launch_dequantise
@@ -154,12 +155,12 @@ def test_products_on_a_gpu(kind: Kind, group: int, zeros: bool, dtype: torch.dty
 
 def test_tiles_fit_the_kernel() -> None:
     """Keeps out: a step that is no part of a group or no whole groups, and tiles that shared memory can't hold."""
-    for (kind, group, _), T, (O, I), gated in product(
-        FORMATS, (1, 8, 9, 32, 64), ((6144, 4096), (28672, 4096), (4096, 14336), (64, 96)), (False, True)
-    ):
-        tiles = quantised_tiles(T, O, I, kind, group, gated)
-        assert tiles is not None and tiles.block_t >= T
+    shapes = (6144, 4096), (28672, 4096), (4096, 14336), (64, 96), (128256, 16384)
+    for (kind, group, _), T, (O, I) in product(FORMATS, (1, 8, 9, 32, 33, 64), shapes):
+        tiles = quantised_tiles(T, O, I, kind)
+        assert tiles is not None and tiles.block_t >= T and tiles.splits <= -(-I // tiles.block_i)
         assert not group or tiles.block_i % group == 0 or group % tiles.block_i == 0
+        assert tiles.splits == 1 or -(-O // (tiles.block_o // 2)) <= ARRIVALS
         shared = tiles.stages * (tiles.block_o * row_bytes(kind, tiles.block_i) + 2 * tiles.block_t * tiles.block_i)
         assert shared <= 220_000
-    assert quantised_tiles(65, 6144, 4096, "e4m3", 0, False) is None
+    assert quantised_tiles(65, 6144, 4096, "e4m3") is None
