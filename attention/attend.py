@@ -78,7 +78,7 @@ def make_backend(choice: BackendChoice | str, numerics: Numerics = FAST) -> Back
     name, by_rule = (choice, False) if isinstance(choice, str) else (choice.name, choice.by_rule)
     if numerics.is_invariant:
         assert name == "triton", name
-        from specdec.attention.kernels.invariant_backend import InvariantBackend
+        from specdec.attention.invariant.backend import InvariantBackend
 
         return InvariantBackend()
     if name == "torch":

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec.attention.backend import Backend
 from specdec.attention.caches.planes import HeadsView, KVView
 from specdec.attention.caches.split_cache import SplitView
-from specdec.attention.context.exchange import heads_of_all, swap_states
+from specdec.attention.context.exchange import swap_states
 from specdec.attention.kinds import PLAIN, LayerKind, Scoring
 from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, with_sinks
@@ -94,7 +94,7 @@ class LayerCall(NamedTuple):
             return self.finish(backend.attend(q_THD, view, prepared, self.scoring)).out_THD
         own, group = self.plan.divided
         of_all = self.prepared.of_divided(own, backend)
-        prefix = swap_states(backend.attend(heads_of_all(q_THD, group), view, of_all, self.scoring), group)
+        prefix = swap_states(backend.attend(group.gather_heads(q_THD), view, of_all, self.scoring), group)
         return self.finish(backend.attend_after(prefix, q_THD, view, prepared, self.scoring)).out_THD
 
     def finish(self, state: AttentionState) -> AttentionState:
@@ -159,8 +159,9 @@ class HeadInputs(LayerInputs):
     prep: HeadPrep
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, HeadsView), f"heads of one width need a cache of such heads, got {call.view}"
-        return call.attend(call.asked(call.backend.store(call.view, self.qkv_TXD, call.slots_T, self.prep)))
+        view = cast(HeadsView, call.view)
+        assert hasattr(view, "write"), f"heads of one width need a cache of such heads, got {view}"
+        return call.attend(call.asked(call.backend.store(view, self.qkv_TXD, call.slots_T, self.prep)))
 
     def dense(self) -> DenseHeads:
         q_TQD, kv_T2KD = self.prep.apply_(self.qkv_TXD)

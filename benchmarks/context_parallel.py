@@ -32,7 +32,7 @@ from specdec.attention.caches.heads_cache import HeadsLayout
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.attention.caches.mla_cache import LatentLayout
 from specdec.attention.context.divided import DividedContext
-from specdec.attention.context.exchange import heads_of_all, swap_states
+from specdec.attention.context.exchange import swap_states
 from specdec.attention.context.ownership import Ownership
 from specdec.attention.inputs import LayerCall, PreparedPlan
 from specdec.attention.kernels.triton_backend import TritonBackend
@@ -126,7 +126,7 @@ def ways(group: Group, case: Case, backend: Backend, device: torch.device, dtype
         (whole, count * whole_page), (divided, count * PAGE),
     ))  # fmt: skip
     both = of(whole, of_whole), of(divided, of_divided)
-    return Ways(*both, lambda: heads_of_all(q_THL, group), lambda: swap_states(state_of_all, group), (sizes[0], sizes[1]))
+    return Ways(*both, lambda: group.gather_heads(q_THL), lambda: swap_states(state_of_all, group), (sizes[0], sizes[1]))
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -174,10 +174,12 @@ def break_even(rows: list[dict[str, Any]]) -> float | None:
 
 
 def table(
-    group: Group, device: torch.device, contexts: tuple[int, ...], nodes: tuple[int, ...], out: Path | None = None
+    group: Group, device: torch.device, contexts: tuple[int, ...], nodes: tuple[int, ...], shapes: str, out: Path | None = None
 ) -> list[dict[str, Any]]:
     """Every case.  The same on all ranks, but for the times.  out: a file that is written anew after each case."""
-    cases = [Case(shape, 8, context, count) for shape in SHAPES for count in nodes for context in contexts]
+    cases = [
+        Case(shape, 8, context, count) for shape in SHAPES if shapes in shape.name for count in nodes for context in contexts
+    ]
     rows = []
     with torch.inference_mode():
         for case in cases:
@@ -208,9 +210,9 @@ def write(out: Path | None, rows: list[dict[str, Any]], break_even: list[dict[st
 
 def follow(seat: Seat, line: Line) -> None:
     """What the process of another rank does."""
-    (contexts, nodes), device = next(iter(line.messages())), torch.device("cuda", seat.rank)
+    asked, device = next(iter(line.messages())), torch.device("cuda", seat.rank)
     torch.cuda.set_device(device)
-    table(seat.join(device), device, contexts, nodes)
+    table(seat.join(device), device, *asked)
     line.tell("measured")
 
 
@@ -219,19 +221,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--contexts", default="8192,32768,131072")
     parser.add_argument("--nodes", default="1,6")
+    parser.add_argument("--shapes", default="", help="shapes whose name holds this")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     contexts, nodes = (tuple(map(int, text.split(","))) for text in (args.contexts, args.nodes))
     followers, device = start(args.ranks, follow), torch.device("cuda", 0)
     try:
-        followers.send((contexts, nodes))
-        rows = table(followers.seat.join(device), device, contexts, nodes, args.out)
+        followers.send((contexts, nodes, args.shapes))
+        rows = table(followers.seat.join(device), device, contexts, nodes, args.shapes, args.out)
         followers.wait("measured")
     finally:
         followers.close()
     evens = []
     for shape in SHAPES:
-        for count in nodes:
+        for count in nodes if args.shapes in shape.name else ():
             even = break_even([row for row in rows if (row["shape"], row["nodes"]) == (shape.name, count)])
             evens.append({"shape": shape.name, "nodes": count, "tokens": even})
             print(f"{shape.name}, {count} nodes: faster from {'no context' if even is None else f'{even:,.0f} tokens'} on")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from engine_internals import replace_drafter
-from round_8b import TARGET, Case, measure, random_pair
+from round_8b import TARGET, Case, measure, prefill_ms, random_pair
 from torch import Tensor
 
 from specdec.attention.kinds import FULL, LayerKind
@@ -38,7 +38,13 @@ from specdec.draft.drafter import Drafter
 from specdec.draft.eagle.head import DraftHead
 from specdec.loading import memory
 from specdec.loading.resolve import choose_attention, resolve_settings
-from specdec.models.config import ModelConfig
+from specdec.models.checkpoints.loader import build
+from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.modules import DeepseekLM
+from specdec.models.diffllama.config import DiffLlamaConfig
+from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
+from specdec.models.experts import ExpertsConfig, Router
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 from specdec.prompts import Tokenizer
@@ -47,6 +53,9 @@ from specdec.steps import Needs
 
 FEW = replace(TARGET, num_layers=4)
 WINDOWS = (LayerKind(window=300), FULL, LayerKind(window=64), LayerKind(chunk=128))
+COMMON: dict[str, Any] = {
+    "num_layers": 4, "vocab_size": 102400, "rms_norm_eps": 1e-6, "rope": RopeConfig(1e4), "max_position": 16384,
+}  # fmt: skip
 MODELS: dict[str, ModelConfig | None] = {
     "pair": None,
     "dense": FEW,
@@ -54,12 +63,24 @@ MODELS: dict[str, ModelConfig | None] = {
     "normed": replace(
         FEW, family="qwen3", qk_norm=True, num_heads=16, num_kv_heads=4, intermediate_size=9216, tie_embeddings=True,
     ),
+    "experts": DeepseekConfig(  # the layers of DeepSeek-V2-Lite
+        family="deepseek_v2", hidden_size=2048, intermediate_size=10944, num_heads=16, num_kv_heads=16, head_dim=64, rank=512,
+        nope_dim=128, value_dim=128, first_dense=1, has_experts=True, **COMMON,
+        experts=ExpertsConfig(64, 6, 1408, 2, "softmax", None, None, False, 1.0),
+    ),
+    "latent": DeepseekConfig(  # the layers of DeepSeek-V3, with a quarter of the experts
+        family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64, rank=512,
+        q_rank=1536, nope_dim=128, value_dim=128, first_dense=3, has_experts=True, **COMMON,
+        experts=ExpertsConfig(64, 8, 2048, 1, "sigmoid", 8, 4, True, 2.5),
+    ),
+    "differential": DiffLlamaConfig(**{**vars(FEW), "family": "diffllama"}),
 }  # fmt: skip
 AUX_LAYERS = (0, 1, 2)
 COSTS = (
     Case("plain", 1, 1024), Case("5,1,6", 1, 1024), Case("5,8,32", 1, 1024), Case("7,10,60", 1, 1024), Case("plain", 8, 1024),
-    Case("5,1,6", 8, 1024), Case("5,1,6", 32, 1024),
+    Case("5,1,6", 8, 1024), Case("5,8,32", 8, 1024),
 )  # fmt: skip
+COST_PREFILLS = ((1, 1024), (8, 1024))
 
 
 class Way(NamedTuple):
@@ -149,7 +170,22 @@ def models_of(name: str, max_positions: int) -> tuple[Target, DraftHead, Tokeniz
         decoder = SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cuda", dtype="bfloat16")
         assert isinstance(decoder.head, DraftHead)
         return decoder.model, decoder.head, decoder.tokenizer
-    model, head = random_pair(max_positions, torch.device("cuda", 0), config, AUX_LAYERS)
+    device = torch.device("cuda", 0)
+    like_target = config if type(config) is ModelConfig else replace(FEW, hidden_size=config.hidden_size, vocab_size=102400)
+    model: Target
+    if config is like_target:
+        model, head = random_pair(max_positions, device, config, AUX_LAYERS)
+    else:
+        made = DeepseekLM if isinstance(config, DeepseekConfig) else DiffLlamaLM
+        model = build(lambda: made(config, max_positions), device, torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+        for module in model.modules():
+            if isinstance(module, Router) and module.config.gate == "sigmoid":
+                module.correction_E = torch.nn.Buffer(0.02 * torch.randn(module.config.count, device=device))
+            elif isinstance(module, DifferentialAttention):
+                module.factor = torch.nn.Buffer(torch.tensor(0.3, device=device))
+        head = random_pair(max_positions, device, replace(like_target, num_layers=3), AUX_LAYERS)[1]
     return model, head, Tokenizer(Path("/nonexistent"))
 
 
@@ -232,6 +268,15 @@ def cost(rounds: int) -> Iterator[dict[str, Any]]:
         more = ms[True] / ms[False] - 1
         print(f"{case.name:<16} fast {ms[False]:6.3f} ms, deterministic {ms[True]:6.3f} ms, {more:+.1%}", flush=True)
         yield {**case._asdict(), "fast_ms": ms[False], "deterministic_ms": ms[True], "cost": more}
+    for batch, tokens in COST_PREFILLS:
+        fast, slow = (prefill_ms(model, head, batch, tokens, deterministic=each) for each in (False, True))
+        print(
+            f"prompts {batch} x {tokens}: fast {fast:6.2f} ms, deterministic {slow:6.2f} ms, {slow / fast - 1:+.1%}", flush=True
+        )
+        yield {
+            "spec": "prompts", "batch": batch, "context": tokens, "fast_ms": fast, "deterministic_ms": slow,
+            "cost": slow / fast - 1,
+        }  # fmt: skip
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs specdec there, editable, with the versions of constraints.txt.  It ends at once if nothing changed.
 #
-#   scripts/setup.sh [extras]      extras of pyproject.toml, comma-separated: test, dev, plots, serve, ray
+#   scripts/setup.sh [extras]      extras of pyproject.toml, comma-separated: test, dev, plots, serve, grammar, ray
 #   PYTHON=/path/to/python         the interpreter to use; otherwise the first suitable one on the PATH
 #
 # This script never forces a CPU-only torch.  On PyPI the pinned torch is the CUDA build for Linux x86-64; a machine gets a

@@ -5,6 +5,7 @@ Knows no model, so limits that depend on one (vocabulary, context) are checked a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -15,6 +16,7 @@ from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE,
 
 LARGEST_SEED = 2**63 - 1
 LogprobsMode = Literal["raw", "processed"]
+GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
 
 
@@ -111,6 +113,11 @@ class SamplingParams:
     top_k: the so many best tokens; 0 keeps all.  top_p: the smallest set that reaches this probability.
     min_p: tokens at least this many times as likely as the best one.
 
+    These say what the text must be; one of them at most.  Tokens that do not go on towards such a text are banned, the model's
+    own EOS too until the text is complete.  A text that max_tokens ends before that is not complete.
+    json_schema: a JSON schema, as a dict or as JSON.  regex: a regular expression of the whole text.
+    grammar: a context-free grammar in Lark's notation, or in GBNF.
+
     logprobs: give each token's log-probability, and those of so many likeliest tokens; None gives none.
     logprobs_mode: "raw" for the probabilities before all options, "processed" for those after them: of the distribution that
     was sampled from, or, in greedy decoding, of the changed logits.
@@ -133,6 +140,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     bad_words: Sequence[str] | Sequence[Sequence[int]] | None = None
     min_tokens: int = 0
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
     n: int = 1
@@ -177,6 +187,34 @@ class SamplingParams:
             store(self, logit_bias=_logit_bias(self.logit_bias))
         if self.bad_words is not None:
             store(self, bad_words=_bad_words(self.bad_words))
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        given = [name for name in get_args(GrammarKind) if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"{given[0]} and {given[1]} both say what the text must be; nearest setting that works: one of them"
+            )
+        for name in given:
+            value = getattr(self, name)
+            if name == "json_schema":
+                store(self, json_schema=_json_schema(value))
+            elif not isinstance(value, str):
+                raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}"[:400])
+            elif not value:
+                raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
+            else:
+                _check_whole(name, value)
+            if self.ignore_eos:
+                raise ValueError(f"ignore_eos would go on after the end that {name} asks for; nearest: ignore_eos=False")
+
+    @property
+    def grammar_rule(self) -> tuple[GrammarKind, str] | None:
+        """What the text must be, as the field that says it and its value; None: anything."""
+        for name in get_args(GrammarKind):
+            if (text := getattr(self, name)) is not None:
+                return name, text
+        return None
 
     def of_choice(self, number: int) -> SamplingParams:
         """The options of one of the n generations, from 0 on."""
@@ -187,6 +225,28 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _json_schema(value: Any) -> str:
+    """The schema as JSON.  What the schema may hold is for the library to say."""
+    if isinstance(value, str):
+        try:
+            schema = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"json_schema is not JSON: {error}; expected a schema such as {_EXAMPLE}") from None
+    else:
+        schema = value
+    if not isinstance(schema, Mapping):
+        got = f"{value!r} of type {type(value).__name__}"[:300]
+        hint = ", for a class of pydantic its model_json_schema()" if hasattr(value, "model_json_schema") else ""
+        raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {_EXAMPLE}{hint}; got {got}")
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
+
+
+_EXAMPLE = '{"type": "object"}'
 
 
 def _check_stop(stop: Any) -> None:

@@ -20,7 +20,7 @@ from specdec.engine.loop import Engine
 from specdec.engine.owner import EngineOwner
 from specdec.engine.request import Request
 from specdec.generation import Chunk, Generation
-from specdec.loading.build import build_engine, free_memory
+from specdec.loading.build import build_engine, free_memory, grammars_of
 from specdec.loading.drafters import smoke_check
 from specdec.loading.pair import WantedPair
 from specdec.loading.ranks import Ranks, start_ranks
@@ -50,7 +50,7 @@ class SpecDecoder:
     """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
-    ranks: those that hold the models, if there are several.
+    ranks: those that hold the models, if there are several.  grammars: compiles what texts must be.
 
     Any number of threads may call one decoder, and their requests share the batch.  `with SpecDecoder.from_pretrained(...) as
     decoder:` closes it at the end of the block.
@@ -72,6 +72,8 @@ class SpecDecoder:
         # Whoever closes the decoder second waits until it is closed, unless it is a signal handler within the first call.
         self._closing = threading.RLock()
         self._eos_ids = frozenset(model.config.eos_ids)
+        self.grammars = grammars_of(tokenizer, model.config)
+        self._parts.engine.runner.grammars.grammars = self.grammars
         self._finalizer = weakref.finalize(self, self.owner.begin_to_close)  # ends the thread when the decoder is forgotten
 
     @classmethod
@@ -148,9 +150,11 @@ class SpecDecoder:
                 self._finalizer.detach()
                 self._parts = None
                 self.owner.release()
-                free_memory(self.settings.device)
-                if self._ranks is not None and self._owns_ranks:
-                    self._ranks.close()
+                try:
+                    free_memory(self.settings.device)  # an error if the device has failed
+                finally:
+                    if self._ranks is not None and self._owns_ranks:
+                        self._ranks.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a decoder can't be copied or pickled; nearest thing that works: any number of threads may share one")
@@ -279,6 +283,8 @@ class SpecDecoder:
             ids, source_ids = list(encoder.start_ids), ids
         check_length(ids, sampling, name, self.settings.max_seq_len)
         bad_words = check_tokens(sampling, self.tokenizer, vocab_size)
+        if (rule := sampling.grammar_rule) is not None:
+            self.grammars.check(*rule)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         speculates = speculate and self.head is not None
         request = Request.new(

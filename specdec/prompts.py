@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Tokenizer:
             from transformers import AutoTokenizer
 
             try:
-                self._inner = AutoTokenizer.from_pretrained(folder)
+                self._inner = AutoTokenizer.from_pretrained(folder, config=_short_config(folder))
             except Exception as error:  # of any kind: transformers checks little of what the files hold
                 raise ValueError(_broken_file(folder, error)) from error
 
@@ -43,7 +44,9 @@ class Tokenizer:
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word within a text: at its beginning, and after a space.  ValueError without a tokenizer."""
         inner = self._need("bad_words as texts")
-        variants = [list(inner.encode(text, add_special_tokens=False)) for text in (word.lstrip(" "), " " + word.lstrip(" "))]
+        begin = word.lstrip(" ")
+        texts = [begin, " " + begin] if begin else [word]  # a word of spaces is meant as it stands
+        variants = [list(inner.encode(text, add_special_tokens=False)) for text in texts]
         if not variants[0]:
             raise ValueError(f"bad_words holds {word!r}, of which the tokenizer makes no token; leave it out")
         return variants
@@ -81,6 +84,19 @@ class Tokenizer:
             self._pieces[token_id] = both[len(alone) :] if both.startswith(alone) else self._inner.decode([token_id])
         return self._pieces[token_id]
 
+    def as_json(self) -> str:
+        """The tokenizer as a tokenizer.json has it.  ValueError without one."""
+        inner = self._need("a grammar")
+        if not getattr(inner, "is_fast", False):
+            raise ValueError(
+                f"a grammar needs a tokenizer that can be written as a tokenizer.json, got {type(inner).__name__} in "
+                f"{self._folder}; nearest thing that works: a folder with a tokenizer.json"
+            )
+        backend = copy(inner.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()
+
     @property
     def is_present(self) -> bool:
         """Whether the target's folder holds a tokenizer."""
@@ -106,6 +122,27 @@ class Tokenizer:
         if type(error) is TemplateError:  # what `raise_exception` in a template raises
             return f"{template} refuses {name}: {error}"
         return f"{template} fails on {name}: {type(error).__name__}: {error}"
+
+
+def _short_config(folder: Path) -> Any:
+    """What AutoTokenizer asks of a target's config to choose a class: the model type.  None where it may ask for more.
+
+    From the folder alone it would make the family's own config class, whose module imports transformers' modelling code: two
+    seconds of a program's start.  A tokenizer that names its class and brings no code of its own does without it.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        names = {name: json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json")}
+        model, tokenizer = names["config.json"], names["tokenizer_config.json"]
+        if "auto_map" in tokenizer or "auto_map" in model or not isinstance(tokenizer["tokenizer_class"], str):
+            return None
+        kind = model["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # AutoTokenizer reads the folder itself, and says what is wrong with it
+    config = PreTrainedConfig()
+    config.model_type = kind
+    return config
 
 
 def _broken_file(folder: Path, error: Exception) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from specdec.config import SpecConfig
+from specdec.config import GrammarKind, SpecConfig
 
 RoundKind = Literal["plain", "paused", "speculative"]
 
@@ -23,6 +23,7 @@ class Needs(NamedTuple):
 
     sampled: noise; without it all rows are greedy.  filtered: top-k or top-p, which sort the logits.  min_p: min-p.
     bias: TokenRules.bias.  penalties: what a row's text holds.  bad_words, ends: TokenRules of these names.
+    grammar: Entry.grammar.  The host makes masks while the target reads the tree, so such a round runs phase by phase.
     logprobs: 1 + the number of likeliest tokens whose log-probabilities are computed beside the chosen one's; 0: none are.
     processed: log-probabilities after the options.
     """
@@ -34,6 +35,7 @@ class Needs(NamedTuple):
     penalties: bool = False
     bad_words: bool = False
     ends: bool = False
+    grammar: bool = False
     logprobs: int = 0
     processed: bool = False
 
@@ -44,7 +46,7 @@ class Needs(NamedTuple):
 
     @property
     def rules(self) -> bool:
-        """Whether some row has rules for single tokens."""
+        """Whether some row has rules for single tokens, which are kept in tables."""
         return self.bias or self.penalties or self.bad_words or self.ends
 
     @property
@@ -88,6 +90,18 @@ class TokenRules:
     ends: Sequence[int] = ()
 
 
+class Grammar(NamedTuple):
+    """What a row's output must be.
+
+    kind: how `text` says it: as a JSON schema, as a regular expression, or as a context-free grammar.
+    ends: ids that end the text, and may stand where it is complete.
+    """
+
+    kind: GrammarKind
+    text: str
+    ends: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class Source:
     """A text that the target's encoder reads.  page: where the encoder's cache keeps it."""
@@ -101,8 +115,8 @@ class Entry:
     """A request that takes a row of the batch.
 
     pages: for each group of layers, numbers of pages in the KV pool, by position; equally many for each group.
-    speculates: whether draft tokens may be accepted in the row.  rules: None where the row has none.  source: None for a
-    target without an encoder.
+    speculates: whether draft tokens may be accepted in the row.  rules, grammar: None where the row has none.  source: None
+    for a target without an encoder.
     """
 
     row: int
@@ -111,6 +125,7 @@ class Entry:
     speculates: bool
     rules: TokenRules | None = None
     source: Source | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from toolkit.paths import ROOT
 
 ROOMS = ("attention", "draft", "verify")
-LEAVES = {"checks", "config", "generation", "limits", "ops", "options", "parallel", "shipped", "startup", "steps"}
+LEAVES = {"checks", "config", "generation", "grammar", "limits", "ops", "options", "parallel", "shipped", "startup", "steps"}
 LAYERS = ("attention", "batch", "draft", "engine", "models", "runner", "verify")
 MAY_IMPORT = {
     "leaf": {"leaf"},
@@ -31,6 +31,7 @@ OPTIONAL = (
     "flash_attn",
     "flash_attn_interface",
     "flash_mla",
+    "llguidance",
     "matplotlib",
     "scipy",
     "fastapi",

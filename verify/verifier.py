@@ -7,7 +7,7 @@ Shapes: B sequences, N nodes, E = max_depth + 1 places on a path, R rows of logi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from specdec.attention.caches.planes import HeadsView
 from specdec.attention.context.divided import DividedContext
 from specdec.batch.choose import choose_tokens
 from specdec.batch.logprobs import token_logprobs
+from specdec.batch.masks import BitMasks
 from specdec.batch.packed import PackedPrompts
 from specdec.batch.sampling import RowSampling
 from specdec.batch.state import BatchState
@@ -47,6 +48,19 @@ class VerifyResult(NamedTuple):
     emitted_BX: Tensor
     features_BEF: Tensor | None
     logprobs_BEX: Tensor | None = None
+
+
+class TreePass(NamedTuple):
+    """One pass of the target over trees, before any token is chosen.
+
+    logits_TV: of all nodes.  out: what the target handed out.  positions_T: of the nodes.
+    tables: where each group of layers stored the nodes.
+    """
+
+    logits_TV: Tensor
+    out: TargetOutput
+    positions_T: Tensor
+    tables: dict[int, TreeTables]
 
 
 class PrefillResult(NamedTuple):
@@ -91,14 +105,14 @@ class TargetVerifier:
         """
         assert isinstance(self.model, EncoderDecoder) and self.sources is not None
         for layer, kv_S2KD in enumerate(self.model.read_text(ids_S, self.backend)):
-            view = self.sources.view(layer)
-            assert isinstance(view, HeadsView), f"an encoder's texts need a cache of ordinary heads, got {view}"
+            view = cast(HeadsView, self.sources.view(layer))
+            assert hasattr(view, "write"), f"an encoder's texts need a cache of ordinary heads, got {view}"
             view.write(slots_S, kv_S2KD)
 
     def prefill(self, prompts: PackedPrompts, sampling: RowSampling, needs: Needs, with_features: bool = True) -> PrefillResult:
         """Runs the target over parts of prompts.
 
-        sampling: the options of each prompt, and tables that hold it where `needs` asks for them.
+        sampling: the options of each prompt, with tables that hold it and masks where `needs` asks for them.
         with_features: if False, the features are not meant for a drafter.
         """
         tables, divided = prompts.tables_of(self.cache.group_numbers), []
@@ -125,14 +139,33 @@ class TargetVerifier:
 
         A tree that is only a root is plain decoding, which needs no features.
         """
+        return self.choose(state, tree, needs, self.read_tree(state, tree, with_features), with_features)
+
+    def read_tree(self, state: BatchState, tree: DraftTree, with_features: bool = True) -> TreePass:
+        """The target's pass over every tree.  It changes nothing but the slots after each row's length."""
         tables = {group: self._tables(state.of_group(group), tree) for group in self.cache.group_numbers}
         positions_T = tables[self.cache.group_numbers[0]].positions_T
         passes = [PassTables(each.plan, each.slots_BN.flatten()) for each in tables.values()]
         attn = PagedAttention(self.backend, self.cache, *passes, sources=self.sources)
         aux_layers = self.aux_layers if with_features else None
         out = self.model(tree.tokens_BN.flatten(), positions_T, attn, aux_layers or ())
-        logits_TV = self.model.logits(out.hidden_TH)
-        chosen = choose_tokens(logits_TV, state.sampling, positions_T, needs, self.model.vocabulary, tree)
+        return TreePass(self.model.logits(out.hidden_TH), out, positions_T, tables)
+
+    def choose(
+        self,
+        state: BatchState,
+        tree: DraftTree,
+        needs: Needs,
+        done: TreePass,
+        with_features: bool = True,
+        masks: BitMasks | None = None,
+    ) -> VerifyResult:
+        """What follows from the pass: the target's tokens, the accepted path, its KV, and the rows' new state.
+
+        masks: of the nodes, where some row has a grammar.
+        """
+        out, positions_T, tables, sampling = done.out, done.positions_T, done.tables, state.sampling._replace(masks=masks)
+        chosen = choose_tokens(done.logits_TV, sampling, positions_T, needs, self.model.vocabulary, tree)
         tokens_BN = chosen.tokens_R.view(tree.tokens_BN.shape)
         if self.synthetic is not None:
             tokens_BN = self.synthetic.force(tree, tokens_BN, state.sampling.seed_R, state.lens_B, state.speculates_B)
@@ -145,7 +178,9 @@ class TargetVerifier:
                 self.cache.move(each.slots_BN, accepted.path_BE, group, each.targets_BN[:, : accepted.path_BE.shape[1]])
             elif not tree.is_chain:  # the accepted path of a chain already lies in the right slots
                 self.cache.move(each.slots_BN, accepted.path_BE, group)
-        features_BEF = None if aux_layers is None else self._on_path(self._features(out), tree, accepted.path_BE)
+        features_BEF = None
+        if with_features and self.aux_layers is not None:
+            features_BEF = self._on_path(self._features(out), tree, accepted.path_BE)
         weighed = None if chosen.weighed_RW is None else self._on_path(chosen.weighed_RW, tree, accepted.path_BE).flatten(0, 1)
         logprobs = self._logprobs(weighed, accepted.tokens_BE.flatten(), needs)
         return VerifyResult(

@@ -48,7 +48,6 @@ class KVView(Protocol):
         """Keys [N, K, D] and values [N, K, E] of the slots (int64 [N]), converted to that dtype."""
 
 
-@runtime_checkable
 class HeadsView(KVView, Protocol):
     """A view of ordinary heads, whose keys and values have one width."""
 

@@ -18,16 +18,17 @@ from specdec.parallel.group import Group
 LSE_BYTES = 16  # that an lse takes beside its output, so that every row is aligned
 
 
-def heads_of_all(q_THL: Tensor, group: Group) -> Tensor:
-    """[T, D * H, L]: the queries of all ranks' heads, in the order of ranks."""
-    return group.gather(q_THL.transpose(0, 1)).flatten(0, 1).transpose(0, 1)  # head by head, so that nothing is copied twice
-
-
 def swap_states(partial: AttentionState, group: Group) -> AttentionState:
     """The state [T, H, E] of this rank's heads over the tokens of all ranks.
 
     partial: the state [T, D * H, E] of all ranks' heads over the tokens that this rank keeps.
     """
+    if use_kernels(partial.out_THD):
+        from specdec.attention.context.swap_triton import launch_swap_states, takes_states
+        from specdec.parallel.symmetric.group import SymmetricGroup
+
+        if isinstance(group, SymmetricGroup) and takes_states(group.inbox, partial):
+            return launch_swap_states(group.inbox, group.rank, group.nanoseconds, partial)
     return merged(group.swap(packed(partial, group.size)), partial.out_THD.shape[2])
 
 

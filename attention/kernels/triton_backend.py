@@ -41,7 +41,7 @@ class TritonBackend(Backend):
     """Split-KV paged attention, and a kernel that fuses suffix and merge.
 
     programs: how many programs the GPU is taken to run at once; None: one for each SM.
-    numerics: the policy that is asked about the store.  How keys are read belongs to the backend: invariant_backend.py has the
+    numerics: the policy that is asked about the store.  How keys are read belongs to the backend: attention/invariant/ has the
         other way.
 
     A backend that reads paged segments by a kernel of its own overrides `partial_splits` and `paged_partial`, and calls

@@ -5,7 +5,7 @@ There are two ways to compute the same numbers.
   applied to the queries, which can then be multiplied with latents as they lie in the cache; the projection from latents to
   values is applied to attention's output.
 - Expanded, for long prompts: every head gets keys and values of its own.  This takes less arithmetic for each pair of query and
-  key, and a fixed amount of work for each key.
+  key, and a fixed amount of work for each key.  Both forms round differently, so an invariant policy never takes it.
 
 A pass is expanded if some row has more than EXPAND_ABOVE queries.  Layers do not choose; the plan decides.  The tokens of a
 long prompt that were cached before (by an earlier chunk, or as a cached prefix) are expanded EXPANDED_TOKENS at a time, and the
@@ -38,6 +38,8 @@ from specdec.attention.segment import AttentionPlan, Segment
 from specdec.attention.state import AttentionState, merge_states
 from specdec.ops.launch import use_kernels
 from specdec.ops.operator import is_traced, use_operator
+from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.products.stacked import each_linear_into
 from specdec.parallel.group import ALONE, Group
 
 # Threshold in queries a row, measured: benchmarks/README.md, "Why the tiles and rules are what they are".  Prompts in captured
@@ -54,12 +56,14 @@ class LatentInputs(LayerInputs):
     q_THQ: queries, whose last R numbers are to be rotated and are not rotated yet.
     latent_TL: latents, neither normed nor rotated.
     up_HXC: each head's projection from latents to keys (first N rows) and values (last V rows).
+    numerics: the policy that chooses the form, and the products with up_HXC.
     """
 
     q_THQ: Tensor
     latent_TL: Tensor
     up_HXC: Tensor
     prep: LatentPrep
+    numerics: Numerics = FAST
 
     @property
     def nope_dim(self) -> int:
@@ -69,7 +73,8 @@ class LatentInputs(LayerInputs):
     def paged(self, call: LayerCall) -> Tensor:
         view, q_THQ, up_HXC, N = call.view, self.q_THQ, self.up_HXC, self.nope_dim
         assert isinstance(view, LatentView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
-        prompt = call.once("expanded prompt", ExpandedPrompt.of) if call.rows_R is None else None
+        may_expand = call.rows_R is None and not self.numerics.is_invariant
+        prompt = call.once("expanded prompt", ExpandedPrompt.of) if may_expand else None
         if prompt is not None:
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
             assert call.kind.span is None
@@ -78,21 +83,21 @@ class LatentInputs(LayerInputs):
         if call.rows_R is None and call.kind.span is None and call.plan.divided is None:
             workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype))
         if workspace is None:
-            return absorbed_values(call.attend(q_RHL), up_HXC[:, N:])
+            return absorbed_values(call.attend(q_RHL), up_HXC[:, N:], self.numerics)
         state = call.finish(workspace.state(call.backend, q_RHL, view, call.scoring))
-        return absorbed_values(state.out_THD, up_HXC[:, N:])
+        return absorbed_values(state.out_THD, up_HXC[:, N:], self.numerics)
 
     def absorbed(self, call: LayerCall, view: LatentView) -> Tensor:
         """Stores the latents, and returns the asked-for queries [R, H, L], which can be multiplied with latents."""
         q_THQ, up_HXC, N, L = self.q_THQ, self.up_HXC, self.nope_dim, self.latent_TL.shape[1]
         by_head = call.plan.divided is not None  # as they travel between ranks
         if call.rows_R is None:
-            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L, by_head)
+            q_THL = absorbed_queries(q_THQ[..., :N], up_HXC, L, by_head, self.numerics)
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep, out_THR=q_THL[..., view.rank :])
             return q_THL
         store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
         q_RHQ = call.asked(q_THQ)
-        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L, by_head)
+        q_RHL = absorbed_queries(q_RHQ[..., :N], up_HXC, L, by_head, self.numerics)
         q_RHL[..., view.rank :] = q_RHQ[..., N:]
         return q_RHL
 
@@ -134,7 +139,7 @@ def store_latent(
         out_THR.copy_(q_THR)
 
 
-def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = False) -> Tensor:
+def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = False, numerics: Numerics = FAST) -> Tensor:
     """[T, H, width]: queries that can be multiplied with latents.  Only their first C numbers are set; the caller sets the
     rest.
 
@@ -142,24 +147,28 @@ def absorbed_queries(q_THN: Tensor, up_HXC: Tensor, width: int, by_head: bool = 
     """
     T, H, N = q_THN.shape
     q_THL = q_THN.new_empty(H, T, width).transpose(0, 1) if by_head else q_THN.new_empty(T, H, width)
-    _multiply(q_THN.transpose(0, 1), up_HXC[:, :N], q_THL[..., : up_HXC.shape[2]].transpose(0, 1))
+    _multiply(q_THN, up_HXC[:, :N].transpose(1, 2), q_THL[..., : up_HXC.shape[2]], numerics)
     return q_THL
 
 
-def absorbed_values(out_THC: Tensor, up_HVC: Tensor) -> Tensor:
+def absorbed_values(out_THC: Tensor, up_HVC: Tensor, numerics: Numerics = FAST) -> Tensor:
     """[T, H, V]: each head's values, projected from the average of latents that the head attended to."""
     T, H, _ = out_THC.shape
     out_THV = out_THC.new_empty(T, H, up_HVC.shape[1])
-    _multiply(out_THC.transpose(0, 1), up_HVC.transpose(1, 2), out_THV.transpose(0, 1))
+    _multiply(out_THC, up_HVC, out_THV, numerics)
     return out_THV
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """The batched product, written to `out`, which need not be contiguous: torch.compile can't trace that as bmm's `out`."""
+def _multiply(x_THI: Tensor, weight_HOI: Tensor, out_THO: Tensor, numerics: Numerics) -> None:
+    """Each head's product, written to `out`, which need not be contiguous: torch.compile can't trace that as bmm's `out`."""
+    if numerics.is_invariant:
+        each_linear_into(x_THI, weight_HOI, out_THO)
+        return
+    a, b = x_THI.transpose(0, 1), weight_HOI.transpose(1, 2)
     if is_traced(a):
-        out.copy_(torch.bmm(a, b))
+        out_THO.copy_(torch.bmm(a, b).transpose(0, 1))
     else:
-        torch.bmm(a, b, out=out)
+        torch.bmm(a, b, out=out_THO.transpose(0, 1))
 
 
 def expand(latent_EL: Tensor, up_HXC: Tensor, N: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 For each row of logits the token chosen is the argmax of a score: of the logits themselves where the row is greedy, else of the
 filtered log-probabilities plus noise (Gumbel-max, see ops/noise/gumbel.py).  Before that, the logits are changed by what the
-row's options say of single tokens (rules.py).  This module knows no model.
+row's options say of single tokens (rules.py), and tokens that its grammar does not allow are banned.  This module knows no
+model.
 
 Shapes: R rows of logits, W a rank's run of the vocabulary, V the vocabulary.
 """
@@ -15,13 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.batch.masks import BitMasks, masked_logits
 from specdec.batch.rules import TokenTables, edited_logits
 from specdec.batch.sampling import RowSampling, filter_logits
 from specdec.batch.tree import DraftTree
 from specdec.ops.noise.gumbel import gumbel_noise
+from specdec.ops.noise.sample import sampled_tokens
 from specdec.parallel.group import ALONE
 from specdec.parallel.vocabulary import Vocabulary
-from specdec.steps import Needs, RowOptions, TokenRules
+from specdec.steps import Grammar, Needs, RowOptions, TokenRules
 
 
 class Chosen(NamedTuple):
@@ -53,7 +56,12 @@ def choose_tokens(
     raw_RW = logits_RW
     if needs.rules:
         logits_RW = edited_logits(logits_RW, sampling, positions_R, needs, vocabulary, tree)
-    if needs.sampled:
+    if needs.grammar:
+        assert sampling.masks is not None, "a pass over rows with a grammar has masks"
+        logits_RW = masked_logits(logits_RW, sampling.masks, vocabulary.first)
+    if needs.sampled and not (needs.filtered or needs.min_p) and vocabulary.group.size == 1:
+        tokens_R = sampled_tokens(logits_RW, sampling.temperature_R, sampling.seed_R, positions_R + 1)
+    elif needs.sampled:
         tokens_R = vocabulary.greedy(token_scores(logits_RW, sampling, positions_R, needs, vocabulary))
         tokens_R = tokens_R.where(vocabulary.largest(logits_RW).isfinite(), -1)
     else:
@@ -86,16 +94,18 @@ def token_scores(logits_RW: Tensor, sampling: RowSampling, positions_R: Tensor, 
 
 def scores_at(
     logits_RV: Tensor,
-    choice: tuple[RowOptions, TokenRules | None, Needs],
+    choice: tuple[RowOptions, TokenRules | None, Needs, Grammar | None],
     prompt_tokens: int,
     output_ids: Sequence[int],
     places: Sequence[int],
+    masks_RX: Tensor | None = None,
 ) -> Tensor:
     """[R, V] float32: the scores of one row's tokens at these places of its output, as rounds compute them.
 
     logits_RV: the target's, after the text before each place.  prompt_tokens: how many tokens the prompt has.
+    masks_RX: int32, what the row's grammar allows at these places; None: the row has none.
     """
-    (options, rules, needs), device = choice, logits_RV.device
+    (options, rules, needs, _), device = choice, logits_RV.device
     sampling, vocabulary = RowSampling.of([options], device), Vocabulary.of(logits_RV.shape[1], ALONE)
     before_R = torch.tensor(places, device=device) + prompt_tokens - 1
     if rules is not None:
@@ -108,6 +118,10 @@ def scores_at(
                 tables.record(output_1E, torch.tensor([place], device=device), 0)
             edited.append(edited_logits(logits_1V, sampling._replace(tables=tables), before_1, needs, vocabulary, None))
         logits_RV = torch.cat(edited)
+    if needs.grammar:
+        assert masks_RX is not None, "a row with a grammar has masks"
+        place_1 = torch.zeros(1, dtype=torch.int32, device=device)
+        logits_RV = masked_logits(logits_RV, BitMasks(masks_RX[None].to(device), place_1))
     return token_scores(logits_RV, sampling, before_R, needs, vocabulary)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.batch.masks import BitMasks
 from specdec.steps import RowOptions
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ class RowSampling(NamedTuple):
 
     floats_RF: float32.  ints_RI: int64.
     tables: the rows' rules for single tokens; None as long as no row has had any.
+    masks: of one pass, for rows that have a grammar; None where no row has.
     """
 
     floats_RF: Tensor
     ints_RI: Tensor
     tables: TokenTables | None = None
+    masks: BitMasks | None = None
 
     @classmethod
     def of(cls, rows: Sequence[RowOptions], device: torch.device | str) -> RowSampling:

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
 from specdec.attention.caches.quant_cache import as_stored
 from specdec.attention.eager.dense import StoreFn
 from specdec.config import SamplingParams
@@ -130,6 +133,17 @@ class Session:
     def choice(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> RowChoice:
         """How a row with this prompt chooses its tokens."""
         return self.decoder.new_request(list(prompt_ids), sampling).choice
+
+    def masks(self, choice: RowChoice, token_ids: Sequence[int]) -> Tensor | None:
+        """int32 [places of the output, words of a mask]: what the row's grammar allows; None: the row has none."""
+        if choice.grammar is None:
+            return None
+        matcher = self.decoder.grammars.matcher(choice.grammar)
+        masks_IX = torch.empty(len(token_ids), -(-self.decoder.model.config.vocab_size // 32), dtype=torch.int32)
+        for place, token in enumerate(token_ids):
+            matcher.fill(masks_IX[place : place + 1].numpy())
+            matcher.take([token])
+        return masks_IX
 
     # ---- forced acceptance ----
 

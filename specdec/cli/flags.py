@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from specdec.checks import nearest_name
 from specdec.cli.output import complain
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import GrammarKind, SamplingParams, SpecConfig
 from specdec.options import EngineOptions, setting_of
 
 SPEC_HELP = "shape of the draft tree: levels, branches, nodes; nd may be left out, S may be auto"
@@ -81,6 +81,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--min-tokens", type=int, metavar="N", help="nothing ends the text before N tokens")
 
 
+def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
+    """What the text must be; one of them at most."""
+    add = parser.add_argument_group("structured output").add_argument
+    add("--json-schema", type=_schema, metavar="FILE_OR_JSON", help="the text is JSON that this schema allows")
+    add("--regex", type=not_empty, metavar="REGEX", help="the whole text matches this regular expression")
+    add("--grammar", type=_grammar, metavar="FILE_OR_TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
+
+
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """Flags that greedy decoding would not look at are errors: nothing is ignored."""
     given = {name: getattr(args, name) for name in NOT_GREEDY if getattr(args, name) is not None}
@@ -93,6 +101,7 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     if bias is not None and len(bias) < len(args.logit_bias):
         raise ValueError("--logit-bias names a token twice; give each token once")
     always = dict(max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=args.ignore_eos)
+    given |= {name: getattr(args, name, None) for name in get_args(GrammarKind)}
     return SamplingParams(**always, logit_bias=bias, bad_words=args.bad_word, **given)
 
 
@@ -209,6 +218,24 @@ def tree_shape(text: str) -> SpecConfig:
         return SpecConfig(**given)  # type: ignore[arg-type]  # "auto" is the first alone
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _schema(text: str) -> str:
+    """JSON as it stands, or what a file holds."""
+    return text if text.lstrip().startswith("{") else _read(text, "JSON of an object, or a file")
+
+
+def _grammar(text: str) -> str:
+    """What a file holds, if there is one of that name; else the text."""
+    is_name = len(text) < 256 and "\n" not in text
+    return _read(text, "a grammar, or a file") if is_name and Path(text).is_file() else not_empty(text)
+
+
+def _read(name: str, expected: str) -> str:
+    try:
+        return Path(not_empty(name)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected {expected} that can be read, got {name[:200]!r}: {error}") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

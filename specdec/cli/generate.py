@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.cli.flags import (
     SPEC_HELP,
     add_engine_flags,
+    add_grammar_flags,
     add_sampling_flags,
     engine_of,
     not_empty,
@@ -44,6 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--logprobs-mode", choices=("raw", "processed"), help=mode)
     add("--stats", action="store_true", help="print accept length, tok/s and the seconds of the start to stderr")
     add_sampling_flags(parser)
+    add_grammar_flags(parser)
     add_engine_flags(parser, "generate")
 
 
@@ -51,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     sampling = replace(sampling_of(args), stop=args.stop, stop_token_ids=args.stop_token_id, n=args.n)
     mode = {"logprobs_mode": args.logprobs_mode} if args.logprobs_mode else {}
     sampling = replace(sampling, logprobs=args.logprobs, **mode)
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise ValueError(
+            f"--n {sampling.n} would print one text {sampling.n} times at --temperature 0 (greedy); give a temperature"
+        )
     target, draft = _pair(args)
     options, prompt = engine_of(args, max_batch_size=min(sampling.n, MOST_ROWS)), _read_prompt(args.prompt)
     from specdec.decoder import SpecDecoder

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.flags import (
     SPEC_HELP,
     add_engine_flags,
+    add_grammar_flags,
     add_prompt_flags,
     add_sampling_flags,
     engine_of,
@@ -35,6 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: 5,4,16")
     add("--json", type=not_empty, metavar="FILE", help="write every finding, the settings and definitions")
     add_sampling_flags(parser)
+    add_grammar_flags(parser)
     add_engine_flags(parser, "verify")
 
 

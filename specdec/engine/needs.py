@@ -7,18 +7,19 @@ from typing import NamedTuple
 
 from specdec.config import SamplingParams
 from specdec.limits import MAX_BAD_WORD_TOKENS, MAX_LOGPROBS
-from specdec.steps import Needs, RowOptions, TokenRules
+from specdec.steps import Grammar, Needs, RowOptions, TokenRules
 
 TOPS = (0, 5, MAX_LOGPROBS)  # numbers of likeliest tokens for which graphs are captured
 MOST_NEEDS = 16  # combinations for which graphs are captured; a batch with any further one runs every step that ever occurred
 
 
 class RowChoice(NamedTuple):
-    """How a row chooses its tokens.  rules: None where there are none.  needs: what that takes of a pass."""
+    """How a row chooses its tokens.  rules, grammar: None where there are none.  needs: what that takes of a pass."""
 
     options: RowOptions
     rules: TokenRules | None
     needs: Needs
+    grammar: Grammar | None = None
 
     @classmethod
     def of(
@@ -40,6 +41,9 @@ class RowChoice(NamedTuple):
         bias.update((word[0], float("-inf")) for word in bad_words if len(word) == 1)
         phrases = tuple(tuple(word) for word in bad_words if len(word) > 1)
         ends = set(sampling.stop_token_ids or ()) | (set() if sampling.ignore_eos else set(eos_ids))
+        grammar = None
+        if (rule := sampling.grammar_rule) is not None:
+            grammar = Grammar(*rule, tuple(sorted({*eos_ids, *(sampling.stop_token_ids or ())})))
         penalties = options.repetition_penalty != 1 or options.presence_penalty != 0 or options.frequency_penalty != 0
         needs = Needs(
             sampled=is_sampled,
@@ -49,16 +53,28 @@ class RowChoice(NamedTuple):
             penalties=penalties,
             bad_words=bool(phrases),
             ends=bool(ends) and sampling.min_tokens > 0,
+            grammar=grammar is not None,
             logprobs=0 if sampling.logprobs is None else 1 + min(top for top in TOPS if top >= sampling.logprobs),
             processed=options.processed > 0,
         )
         if not needs.rules:
-            return cls(options, None, needs)
+            return cls(options, None, needs, grammar)
         seen = prompt_ids if options.repetition_penalty != 1 else prompt_ids[-MAX_BAD_WORD_TOKENS:]
         rules = TokenRules(
             tuple(seen) if needs.history else (), tuple(bias.items()), phrases, tuple(sorted(ends)) if needs.ends else ()
         )
-        return cls(options, rules, needs)
+        return cls(options, rules, needs, grammar)
+
+    @property
+    def may_leave_none(self) -> str:
+        """What an error says of options that may have banned every token; empty where there are none."""
+        if self.grammar is not None and self.rules is not None:
+            return f"; or {self.grammar.kind} and the options for single tokens (min_tokens among them) leave no token"
+        if self.grammar is not None:
+            return (
+                f"; or no token goes on towards the text that {self.grammar.kind} asks for, or the library's limits are reached"
+            )
+        return "; or the options for single tokens leave none" if self.rules is not None else ""
 
 
 class BatchNeeds:

@@ -188,8 +188,9 @@ class Scheduler:
             self.waiting.remove(request)
             self.totals.entered(request)
             place = self.admission.places[request]
-            options, rules, _ = request.choice
-            entries.append(Entry(len(self.seats), place.tables, options, speculates, rules, self._source(request)))
+            options, rules, _, grammar = request.choice
+            source = self._source(request)
+            entries.append(Entry(len(self.seats), place.tables, options, speculates, rules, source, grammar))
             self.seats.append(Seat(request, place.start, next(self._arrivals)))
             self._rows_changed()
         return EnterRows(tuple(entries)) if entries else None
@@ -337,7 +338,7 @@ class Scheduler:
                 raise FloatingPointError(
                     f"the target's logits are not finite (NaN or inf) at position {position}"
                     f"{', the first after the prompt' if tree is None else ''}: neither its weights nor its dtype may overflow"
-                    f"{'; or the options for single tokens leave none' if request.choice.rules else ''}"
+                    f"{request.choice.may_leave_none}"
                 )
             if tree is None:
                 request.take_first(tokens[0], logprobs)

@@ -25,6 +25,7 @@ from specdec.engine.loop import Engine
 from specdec.engine.pages.sharing import RowSharing
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.speculation import Speculation
+from specdec.grammar.library import Grammars
 from specdec.limits import MAX_PAUSE
 from specdec.loading.memory import PoolPlan, pool_bytes, pool_plan
 from specdec.loading.resolve import CHUNK_COST, EngineSettings
@@ -34,6 +35,7 @@ from specdec.models.linear import use_numerics
 from specdec.models.target import Target
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
+from specdec.prompts import Tokenizer
 from specdec.runner.runner import DeviceRunner, shared_room
 from specdec.runner.workers import Workers
 from specdec.startup import STARTUP
@@ -86,7 +88,14 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
-    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
+    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`; or if
+    rows are to be independent of each other, and the ranks' exchanges don't keep them so.
+    """
+    if settings.numerics.is_invariant and not model.group.rows_are_independent:
+        raise ValueError(
+            "deterministic=True needs ranks whose GPUs reach each other's memory, where every sum has one order, but these "
+            "exchange over NCCL; nearest setting that works: tensor_parallel_size=1"
+        )
     use_numerics(model, settings.numerics)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
@@ -170,6 +179,11 @@ def doubling_context(config: ModelConfig) -> float:
     products = 2.0 * config.num_layers * (H * (2 * heads_D + 2 * kv_D) + 3 * H * config.intermediate_size)
     growing = key_operations(config)
     return math.inf if not growing else ATTENTION_EFFICIENCY * products / growing
+
+
+def grammars_of(tokenizer: Tokenizer, config: ModelConfig) -> Grammars:
+    """What compiles schemas, expressions and grammars for this target.  Nothing is loaded before the first one."""
+    return Grammars(tokenizer.as_json, config.vocab_size, config.eos_ids)
 
 
 def free_memory(device: torch.device) -> None:

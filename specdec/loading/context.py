@@ -13,16 +13,20 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
     """ValueError, with the nearest setting that works, if ranks can't divide this target's keys and values as asked."""
     size, ranks, run = options.decode_context_parallel_size, options.tensor_parallel_size, options.context_interleave
     if run is not None and size == 1:
-        raise ValueError(f"context_interleave is for {NAME} above 1, got {run}; nearest setting that works: None")
+        raise ValueError(
+            f"context_interleave says how {NAME} above 1 divides sequences, got {run} with {NAME}=1; nearest setting that "
+            "works: leave context_interleave out"
+        )
     if run is not None and options.page_size % run:
         fits = next(fit for fit in range(run, 0, -1) if options.page_size % fit == 0)
         raise ValueError(
-            f"context_interleave must divide page_size={options.page_size}, got {run}; nearest setting that works: {fits}"
+            f"context_interleave must divide page_size={options.page_size}, got {run}; nearest setting that works: "
+            f"context_interleave={fits}"
         )
     if size == 1:
         return
     if problem := _problem(target, target_backend):
-        raise ValueError(f"{NAME} must be 1 {problem}, got {size}; nearest setting that works: 1")
+        raise ValueError(f"{NAME} must be 1 {problem}, got {size}; nearest setting that works: {NAME}=1")
     holders = kv_holders(target, ranks)
     if holders % size:
         fits = next(fit for fit in range(size, 0, -1) if holders % fit == 0)
@@ -30,7 +34,7 @@ def check_context(options: EngineOptions, target: ModelConfig, target_backend: s
         raise ValueError(
             f"{NAME} must divide the number of processes that hold the same keys and values: with "
             f"tensor_parallel_size={ranks}, {held} each key/value head of this target, got {size}; "
-            f"nearest setting that works: {fits}"
+            f"nearest setting that works: {NAME}={fits}"
         )
 
 

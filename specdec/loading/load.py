@@ -33,8 +33,7 @@ def load_pair(
 
     TypeError if spec is no SpecConfig.  ValueError if a folder, a checkpoint or a combination of options won't do.
     """
-    if not isinstance(spec, SpecConfig):
-        raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
+    require_spec(spec)
     STARTUP.lap("imports")
     folder, load_drafter = resolve_folder(target, "target"), find_drafter(draft, options)
     chosen = choose_target(folder, options.backend, options.quantize)
@@ -50,6 +49,12 @@ def load_pair(
         settings = replace(settings, attention_backend=choice)
     STARTUP.lap("draft")
     return model, head, settings, folder
+
+
+def require_spec(spec: SpecConfig) -> None:
+    """TypeError for anything else."""
+    if not isinstance(spec, SpecConfig):
+        raise TypeError(f"spec must be a SpecConfig, got {spec!r} of type {type(spec).__name__}")
 
 
 def set_threads(model: Target, settings: EngineSettings) -> None:

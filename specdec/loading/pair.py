@@ -13,9 +13,8 @@ import torch
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
 from specdec.draft.kinds import WITHOUT_CHECKPOINT, head_config
-from specdec.loading.context import check_context
-from specdec.loading.load import load_pair
-from specdec.loading.resolve import EngineSettings
+from specdec.loading.load import load_pair, require_spec
+from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target, refuse_ranks
@@ -39,10 +38,11 @@ class WantedPair(NamedTuple):
     options: EngineOptions
 
     def check(self, size: int) -> None:
+        require_spec(self.spec)
         configs = self._configs()
         for config in configs:
             share_of(config, Shard(0, size))
-        check_context(self.options, configs[0], "native")
+        resolve_settings(self.options, None if self.draft is None else self.spec, configs[0])
 
     def load(self, group: Group, options: EngineOptions) -> Loaded:
         try:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from specdec.attention.capabilities import BackendChoice, choose_backend
+from specdec.attention.invariant.plan import PIECE, pieces
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
 from specdec.loading.context import check_context
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
+from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.kv import head_dims, heads_a_key, keeps_latents, latent_rank, most_read, split_widths
 from specdec.ops.products.numerics import FAST, INVARIANT, Numerics
@@ -163,13 +165,12 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
         refuse(f"runs on GPUs of compute capability 9.x, whose products were found to be equal bit for bit, got {got}")
     if settings.target_backend != "native":
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
-    if type(target) is not ModelConfig:
-        refuse(
-            f"computes Llama-like targets, whose layers are ordinary attention and one MLP, got a {target.family} target, "
-            "whose attention or experts run kernels with an order of sums that depends on the batch"
-        )
     if target.quantization is not None:
-        refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}", "deterministic=False")
+        refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
+    if most_read(target) is not None:
+        refuse(f"can't fix the order of sums where an indexer chooses what a query reads, got a {target.family} target")
+    if keeps_latents(target) and not pieces(latent_rank(target)):
+        refuse(f"reads latents of up to {PIECE} numbers, or of an even number up to {2 * PIECE}, got {latent_rank(target)}")
     if settings.dtype not in (torch.bfloat16, torch.float16):
         refuse(f"computes in bfloat16 or float16, got dtype={str(settings.dtype).removeprefix('torch.')!r}", "dtype='bfloat16'")
     if options.kv_cache_dtype != "auto":
@@ -177,11 +178,33 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
             f"keeps keys and values in the model's dtype, got kv_cache_dtype={options.kv_cache_dtype!r}",
             "kv_cache_dtype='auto'",
         )
-    if options.tensor_parallel_size > 1:
-        refuse(f"runs in one process, got tensor_parallel_size={options.tensor_parallel_size}", "tensor_parallel_size=1")
-    sizes = target.hidden_size, target.intermediate_size, target.num_heads * target.head_dim
+    if options.tensor_parallel_size > 2:
+        refuse(
+            "leaves no sum to NCCL, as those of many rows over more than two ranks are, got "
+            f"tensor_parallel_size={options.tensor_parallel_size}",
+            "tensor_parallel_size=2",
+        )
+    if options.decode_context_parallel_size > 1:
+        refuse(
+            "merges what a query read of its sequence in one order, got "
+            f"decode_context_parallel_size={options.decode_context_parallel_size}",
+            "decode_context_parallel_size=1",
+        )
+    sizes = row_lengths(target, options.tensor_parallel_size)
     if any(size % 8 for size in sizes):
         refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {' and '.join(map(str, sizes))}")
+
+
+def row_lengths(target: ModelConfig, ranks: int) -> tuple[int, ...]:
+    """The lengths of the rows of a native target's matrices, of which so many ranks hold a share each."""
+    whole, shared = [target.hidden_size], [target.intermediate_size]
+    if not isinstance(target, DeepseekConfig):
+        shared.append(target.num_heads * target.head_dim)
+    else:
+        shared.append(target.num_heads * target.value_dim)
+        whole += [] if target.q_rank is None else [target.q_rank]
+        shared += [] if target.experts is None else [target.experts.intermediate_size * target.experts.shared]
+    return (*whole, *(size // ranks for size in shared))
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

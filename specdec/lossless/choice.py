@@ -2,7 +2,7 @@
 
 The choice itself is the runtime's own code, so a sampling option that the runtime learns is judged as the runtime computes it.
 
-Shapes: R places of a text, V vocabulary.
+Shapes: R of the I places of an output, V vocabulary, X words of a mask.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class Text(NamedTuple):
     """What a request wrote.
 
     sampling: as it ran, with a seed if it samples.  choice: how its row chose tokens; None: as `sampling` says, which then has
-    no bad words, and no minimum before the model's own end.
+    no bad words, and no minimum before the model's own end.  masks_IX: what its grammar allows at each place of the output.
     """
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     sampling: SamplingParams
     choice: RowChoice | None = None
+    masks_IX: Tensor | None = None
 
     def scores(self, logits_RV: Tensor, places: Sequence[int]) -> Tensor:
         """[R, V]: the text's token at each of these places of its output is the one with the highest score.
@@ -41,7 +42,11 @@ class Text(NamedTuple):
         assert sampling.temperature == 0 or sampling.seed is not None
         assert self.choice or not sampling.bad_words, "the ids of bad words are known to whoever has the tokenizer"
         choice = self.choice or RowChoice.of(sampling, sampling.seed or 0, self.prompt_ids)
-        return scores_at(logits_RV, choice, len(self.prompt_ids), self.token_ids, places)
+        masks_RX = None
+        if self.masks_IX is not None:
+            masks_RX = torch.full((len(places), self.masks_IX.shape[1]), -1, dtype=torch.int32)  # the prompt may be anything
+            masks_RX[[place >= 0 for place in places]] = self.masks_IX[[place for place in places if place >= 0]]
+        return scores_at(logits_RV, choice, len(self.prompt_ids), self.token_ids, places, masks_RX)
 
 
 def least_raise(text: Text, place: int, logits_V: Tensor, token: int) -> float | None:

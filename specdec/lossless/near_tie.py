@@ -39,9 +39,14 @@ def explain_divergence(
     if index >= min(len(ids_a), len(ids_b)):
         return one_ends(prompt, index, ids_a, ids_b)
     pair = [(index, ids_a[index]), (index, ids_b[index])]
-    text = Text(prompt_ids, ids_a, sampling, session.choice(prompt_ids, sampling))
-    a, b = read_together(session, text, pair).asked
+    a, b = read_together(session, text_of(session, prompt_ids, ids_a, sampling), pair).asked
     return difference(prompt, a, b, rounds(session))
+
+
+def text_of(session: Session, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingParams) -> Text:
+    """What a request wrote, with all that decides which tokens it could take."""
+    choice = session.choice(prompt_ids, sampling)
+    return Text(prompt_ids, token_ids, sampling, choice, session.masks(choice, token_ids))
 
 
 def one_ends(prompt: int, index: int, ids_a: Sequence[int], ids_b: Sequence[int]) -> Divergence:

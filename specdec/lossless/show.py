@@ -34,6 +34,13 @@ def print_verification(found: Verification, console: Console) -> None:
         if len(each.off_target) > SHOWN_OFF:
             console.print(Text(f"prompt {each.prompt + 1}: {len(each.off_target) - SHOWN_OFF} more, all in --json", "red"))
     console.print(Text(_summary(found), "green" if found.passed else "bold red"))
+    if not found.saw_trees:
+        said = (
+            f"only {found.accepted} of these were accepted drafts, so a fault in how draft trees are computed would hardly show"
+        )
+        console.print(
+            Text(f"{said}; a drafter that fits the target looks closer (draft='ngram' on text that repeats)", "yellow")
+        )
 
 
 def _summary(found: Verification) -> str:

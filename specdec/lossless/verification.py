@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 FORMAT = "specdec verify 1"
+FEW_ACCEPTED = 0.05  # threshold: the share of tokens that are accepted drafts, below which draft trees were hardly looked at
 DEFINITIONS = {
     "EXACT": "plain and speculative decoding wrote the same tokens, each of them the reference's or explained by rounding",
     "near-tie": "the texts part where rounding explains both tokens, and it explains every other token of both texts",
@@ -18,6 +19,8 @@ DEFINITIONS = {
     "bound": "what rounding explains at a place: twice the larger of the noise there and the text's median noise. Noise is how "
     "far a dense pass in the model's own dtype shifts the leading tokens' logits against each other, so no speculation and no "
     "page takes part in it",
+    "accepted": "tokens of the speculative texts that are accepted drafts; all others follow a tree's root, which is computed "
+    "as in plain decoding but for the nodes beside it, so faults of a tree's other nodes show in accepted drafts alone",
     "unsure": "places at which the two best tokens are closer than the bound, where a wrong one would go unseen",
 }
 
@@ -87,11 +90,13 @@ class PromptVerdict:
 class Verification:
     """Whether speculation changed what the target writes.
 
-    prompts: a verdict for each.  accept_length: tokens emitted by a round of speculation.  settings: what ran, by name.
+    prompts: a verdict for each.  accept_length: tokens emitted by a round of speculation.  accepted: see DEFINITIONS.
+    settings: what ran, by name.
     """
 
     prompts: list[PromptVerdict]
     accept_length: float
+    accepted: int
     settings: dict[str, Any]
 
     @property
@@ -109,6 +114,11 @@ class Verification:
         """At how many of them a wrong token would have gone unseen, because another one is as good within rounding."""
         return sum(each.unsure for each in self.prompts)
 
+    @property
+    def saw_trees(self) -> bool:
+        """Whether enough drafts were accepted that a fault in how draft trees are computed would have shown."""
+        return self.accepted >= FEW_ACCEPTED * self.tokens
+
     def count(self, verdict: Verdict) -> int:
         """How many prompts have that verdict."""
         return sum(each.verdict == verdict for each in self.prompts)
@@ -116,5 +126,6 @@ class Verification:
     def as_json(self) -> dict[str, Any]:
         """Plain data: every field, what follows from them, and the definitions."""
         prompts = [{**asdict(each), "verdict": each.verdict} for each in self.prompts]
-        facts = {"passed": self.passed, "tokens": self.tokens, "unsure": self.unsure, "accept_length": self.accept_length}
-        return {"format": FORMAT, "definitions": DEFINITIONS, "settings": self.settings, **facts, "prompts": prompts}
+        facts = ("passed", "tokens", "unsure", "accept_length", "accepted", "saw_trees")
+        found = {name: getattr(self, name) for name in facts}
+        return {"format": FORMAT, "definitions": DEFINITIONS, "settings": self.settings, **found, "prompts": prompts}

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.generation import Generation, Stats
-from specdec.lossless.choice import Text
-from specdec.lossless.near_tie import difference, first_divergence, one_ends, rounds
+from specdec.lossless.near_tie import difference, first_divergence, one_ends, rounds, text_of
 from specdec.lossless.reference import read_together
 from specdec.lossless.verification import Divergence, OffTarget, PromptVerdict, Verification
 from specdec.progress import Progress
@@ -41,6 +40,11 @@ def check_sampling(sampling: Sequence[SamplingParams]) -> None:
             raise ValueError("verify needs a seed to sample: both sides must draw the same; nearest setting that works: seed=0")
         if params.n != 1:
             raise ValueError(f"verify compares one text a prompt, got n={params.n}; nearest setting that works: n=1")
+        if params.logprobs is not None:
+            raise ValueError(
+                f"verify compares tokens and gives no log-probabilities, got logprobs={params.logprobs}; nearest setting that "
+                "works: logprobs=None"
+            )
         if params.max_tokens < 2:
             raise ValueError(
                 f"verify needs max_tokens >= 2, since the first token comes from the prompt's pass, got {params.max_tokens}; "
@@ -64,7 +68,7 @@ def verify(
         with decoder.owner.turn:  # no other request may run while the model's weights are wide
             verdicts.append(_compare(session, number, a, b, params))
     total = Stats.total([output.stats for output in fast])
-    return Verification(verdicts, total.accept_length if total.rounds else 0.0, _settings(decoder, sampling))
+    return Verification(verdicts, total.accept_length if total.rounds else 0.0, total.accepted, _settings(decoder, sampling))
 
 
 def _compare(session: Session, number: int, a: Generation, b: Generation, sampling: SamplingParams) -> PromptVerdict:
@@ -76,14 +80,13 @@ def _compare(session: Session, number: int, a: Generation, b: Generation, sampli
         asked = [(index, a.token_ids[index]), (index, b.token_ids[index])]
     elif index is not None:
         part = one_ends(number, index, a.token_ids, b.token_ids)
-    choice = session.choice(a.prompt_token_ids, sampling)
-    reading = read_together(session, Text(a.prompt_token_ids, a.token_ids, sampling, choice), asked)
+    reading = read_together(session, text_of(session, a.prompt_token_ids, a.token_ids, sampling), asked)
     if asked:
         mine, theirs = reading.asked
         part = difference(number, mine, theirs, rounds(session))
     readings = {"both" if index is None else "baseline": reading}
     if index is not None:
-        readings["speculative"] = read_together(session, Text(b.prompt_token_ids, b.token_ids, sampling, choice))
+        readings["speculative"] = read_together(session, text_of(session, b.prompt_token_ids, b.token_ids, sampling))
     off = [
         OffTarget(each.index, each.token, each.best, each.margin, each.bound, side)  # type: ignore[arg-type]
         for side, found in readings.items()

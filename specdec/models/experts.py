@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
-from specdec.models.linear import LinearStack
+from specdec.models.linear import LinearStack, Multiplying
 from specdec.ops.operator import is_traced
 from specdec.ops.products.grouped import has_grouped_product
 from specdec.ops.products.linear import silu_mul
+from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
 
@@ -50,7 +51,7 @@ class ExpertsConfig:
     scaling: float
 
 
-class Router(nn.Module):
+class Router(Multiplying):
     """Chooses each token's experts and their weights.  The router computes in float32, as in transformers.
 
     correction_E: the bias that the sigmoid gate adds to the scores for choosing experts.
@@ -65,7 +66,10 @@ class Router(nn.Module):
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
-        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        if self.numerics.is_invariant:
+            logits_TE = each_linear(x_TH[:, None], self.weight[None], torch.float32)[:, 0]
+        else:
+            logits_TE = F.linear(x_TH.float(), self.weight.float())
         if self.config.gate == "softmax":
             scores_TE = logits_TE.softmax(-1)
             weights_TK, chosen_TK = self._of_best_groups(scores_TE, scores_TE, 1, 0.0).topk(self.config.chosen, dim=-1)
@@ -75,7 +79,7 @@ class Router(nn.Module):
             chosen_TK = self._of_best_groups(ranked_TE, ranked_TE, 2, -torch.inf).topk(self.config.chosen, dim=-1).indices
             weights_TK = scores_TE.gather(1, chosen_TK)
         if self.config.normed:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+            weights_TK = weights_TK / (self._added_up(weights_TK)[:, None] + 1e-20)
         return weights_TK * self.config.scaling, chosen_TK
 
     def _of_best_groups(self, scores_TE: Tensor, ranks_TE: Tensor, best: int, other: float) -> Tensor:
@@ -87,13 +91,20 @@ class Router(nn.Module):
         if G is None:
             return scores_TE
         assert top is not None
-        ranks_TG = ranks_TE.unflatten(1, (G, -1)).topk(best, dim=-1).values.sum(-1)
+        ranks_TG = self._added_up(ranks_TE.unflatten(1, (G, -1)).topk(best, dim=-1).values)
         hidden_TG = torch.ones_like(ranks_TG, dtype=torch.bool).scatter_(1, ranks_TG.topk(top, dim=-1).indices, False)
         return scores_TE.unflatten(1, (G, -1)).masked_fill(hidden_TG[..., None], other).flatten(1)
 
+    def _added_up(self, x: Tensor) -> Tensor:
+        """The sums over the last dim, which has few numbers."""
+        return sum(x.unbind(-1)[1:], start=x[..., 0]) if self.numerics.is_invariant else x.sum(-1)
+
 
 class MixtureOfExperts(nn.Module):
-    """A layer's mixture: the weighted sum of the chosen experts' outputs, plus the output of the shared experts."""
+    """A layer's mixture: the weighted sum of the chosen experts' outputs, plus the output of the shared experts.
+
+    The router's policy chooses the experts' products too.
+    """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig | None) -> None:
         super().__init__()
@@ -111,7 +122,8 @@ class MixtureOfExperts(nn.Module):
             gate_up_TKGH, down_TKHF = (stack.chosen(chosen_TK, x_TH.dtype) for stack in stacks)  # numbers of few codes alone
             return self.shared_experts(x_TH) + paired_experts(x_TH, weights_TK, gate_up_TKGH, down_TKHF)
         gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in stacks)
-        return self.shared_experts(x_TH) + run_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+        run = ordered_experts if self.gate.numerics.is_invariant else run_experts
+        return self.shared_experts(x_TH) + run(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
 
 
 def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
@@ -144,16 +156,30 @@ def grouped_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up
 
     The borders of the blocks stay on the device: the host never reads them.
     """
-    (T, K), E = chosen_TK.shape, gate_up_EGH.shape[0]
-    order_P = chosen_TK.flatten().argsort(stable=True)
-    counts_E = torch.zeros(E, dtype=torch.int32, device=x_TH.device)
-    counts_E.index_add_(0, chosen_TK.flatten(), counts_E.new_ones(T * K))
+    T, K = chosen_TK.shape
+    order_P, counts_E = by_expert(chosen_TK, gate_up_EGH.shape[0])
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     rows_PH = x_TH.index_select(0, order_P // K)
     mid_PF = silu_mul(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E))
     out_PH = F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E)
     in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
     return _weighted(in_order_PH.view(T, K, -1), weights_TK, x_TH.dtype)
+
+
+def by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(the numbers of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
+    counts_E = torch.zeros(experts, dtype=torch.int32, device=chosen_TK.device)
+    counts_E.index_add_(0, chosen_TK.flatten(), counts_E.new_ones(chosen_TK.numel()))
+    return chosen_TK.flatten().argsort(stable=True), counts_E
+
+
+def ordered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+    """The sum by kernels that add up in one order, whatever tokens are computed beside each other.  On a GPU alone."""
+    (T, K), E = chosen_TK.shape, gate_up_EGH.shape[0]
+    order_P, counts_E = by_expert(chosen_TK, E)
+    mid_PF = experts_linear(x_TH, gate_up_EGH, order_P, counts_E, K, gated=True)
+    out_PH = experts_linear(mid_PF, down_EHF, order_P, counts_E, K, gated=False)
+    return weighted_sum(out_PH.view(T, K, -1), weights_TK)
 
 
 def gathered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:

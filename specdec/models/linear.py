@@ -81,7 +81,13 @@ class _Cut(NamedTuple):
         return Stored(tensor, shape, self.dim, self.start)
 
 
-class Linear(nn.Module):
+class Multiplying(nn.Module):
+    """A module with products of its own.  numerics: the policy that chooses them for each number of rows."""
+
+    numerics: Numerics = FAST
+
+
+class Linear(Multiplying):
     """x W^T + bias, from [..., I] to [..., O].
 
     The weights stay uninitialised until a loader fills them: random initial values would never be read, and computing them
@@ -91,7 +97,6 @@ class Linear(nn.Module):
     Ranks that share a model hold a cut of a matrix each.  `column`: some rows of each part, so that a rank has some of the
     outputs.  `row`: some columns, so that each rank's product is one of the terms of the output.  All sizes are the rank's own.
     unread: endings of tensors of the checkpoint of which this rank holds nothing.
-    numerics: the policy that chooses the product for each number of rows.
     weight, planes: the numbers, or the codes that stand for them; the other one is None.
     """
 
@@ -106,7 +111,6 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
         self._cuts = {part: _Cut(0, 0, size) for part, size in self.parts.sizes.items()}
         self.unread: tuple[str, ...] = ()
-        self.numerics: Numerics = FAST
 
     @classmethod
     def column(
@@ -232,9 +236,9 @@ class Linear(nn.Module):
 
 
 def use_numerics(model: nn.Module, numerics: Numerics) -> None:
-    """Makes all matrices of a model choose their products by that policy."""
+    """Makes all of a model's products follow that policy."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Multiplying):
             module.numerics = numerics
 
 

@@ -36,7 +36,10 @@ def share_of(config: ModelConfig, shard: Shard) -> ModelConfig:
         return config
     if why := misfit(config, shard.size):
         fits = [size for size in range(shard.size, 0, -1) if not misfit(config, size)]
-        raise ValueError(f"tensor_parallel_size {shard.size} does not fit {why}; nearest setting that works: {fits[0]}")
+        raise ValueError(
+            f"tensor_parallel_size must be a number of processes that can share {why} evenly, got {shard.size}; nearest "
+            f"setting that works: tensor_parallel_size={fits[0]}"
+        )
     own = {"num_heads": shard.share(config.num_heads), "intermediate_size": shard.share(config.intermediate_size)}
     own |= {"num_kv_heads": shard.share(config.num_kv_heads), "kv_copies": shard.copies(config.num_kv_heads)}
     local = replace(config, shard=shard, **own)  # type: ignore[arg-type]
@@ -70,5 +73,5 @@ def misfit(config: ModelConfig, size: int) -> str:
         heads_width = heads * (config.value_dim if isinstance(config, DeepseekConfig) else config.head_dim)
         for name, width in {"intermediate_size": config.intermediate_size, "attention outputs": heads_width}.items():
             if width % group == 0 and width // size % group:
-                return f"{name} {width} in groups of {group}, each with a scale of its own"
+                return f"{name} {width} in whole groups of {group}"
     return next((f"{name} {width}" for name, width in widths.items() if width % size), "")

@@ -42,22 +42,32 @@ class GraphSet:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
 
-    def run(self, key: Hashable, fn: Callable[[], Any], mutable: list[Tensor], warm_ups: int = 2) -> Any:
+    def run(
+        self,
+        key: Hashable,
+        fn: Callable[[], Any],
+        mutable: list[Tensor],
+        warm_ups: int = 2,
+        before: Callable[[], object] = lambda: None,
+    ) -> Any:
         """Calls fn(), or replays its capture.
 
         mutable: the tensors that fn changes and whose values matter afterwards.  Capture runs fn first to warm up, and restores
             these tensors after each run.  Scratch that fn overwrites on every call need not be listed.
         warm_ups: 0 if fn ran eagerly at the same shapes before.
+        before: called after each run that warms up; it makes anew what fn reads and changes, and what is too large to copy.
         """
         if not self.enabled:
             return fn()
         if key not in self._graphs:
-            self._graphs[key] = self._capture(fn, mutable, warm_ups)
+            self._graphs[key] = self._capture(fn, mutable, warm_ups, before)
         graph, outputs = self._graphs[key]
         graph.replay()
         return outputs
 
-    def _capture(self, fn: Callable[[], Any], mutable: list[Tensor], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _capture(
+        self, fn: Callable[[], Any], mutable: list[Tensor], warm_ups: int, before: Callable[[], object]
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
         saved = [tensor.clone() for tensor in mutable]
         stream = _warm_up_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
@@ -66,6 +76,7 @@ class GraphSet:
                 fn()
                 for tensor, value in zip(mutable, saved, strict=True):
                     tensor.copy_(value)
+                before()
         torch.cuda.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -289,18 +289,18 @@ def launch_top_tokens(
         out = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
     logp, ids = out
     assert logp.shape == ids.shape == shape and logp.is_contiguous() and ids.is_contiguous()
-    _merge(scan(logits.reshape(-1, logits.shape[-1]), k, True), offsets_V, logp, ids)
+    merge_scanned(scan(logits.reshape(-1, logits.shape[-1]), k, True), offsets_V, logp, ids)
     return logp, ids
 
 
 def launch_greedy_tokens(logits: Tensor, offsets_V: Tensor | None, finite: bool = False, scan: Scan = launch_scan) -> Tensor:
     """`topk.greedy_tokens`: int64 ids."""
     ids = logits.new_empty(logits.shape[:-1], dtype=torch.int64)
-    _merge(scan(logits.reshape(-1, logits.shape[-1]), 1, False), offsets_V, None, ids, finite)
+    merge_scanned(scan(logits.reshape(-1, logits.shape[-1]), 1, False), offsets_V, None, ids, finite)
     return ids
 
 
-def _merge(
+def merge_scanned(
     scanned: tuple[Tensor, Tensor], offsets_V: Tensor | None, logp: Tensor | None, ids: Tensor, finite: bool = False
 ) -> None:
     """Merges what a scan gave into ids, and into logp if given."""

@@ -18,10 +18,14 @@ from specdec.ops.norm import add_rms_norm
 
 
 class Group(ABC):
-    """The ranks of one model, and which of them this process is."""
+    """The ranks of one model, and which of them this process is.
+
+    rows_are_independent: whether a row's sum over the ranks, and its norm, have the same bits whatever rows are beside it.
+    """
 
     rank: int
     size: int
+    rows_are_independent = False
 
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
@@ -30,6 +34,10 @@ class Group(ABC):
     def swap(self, x: Tensor) -> Tensor:
         """[N, ...]: what each rank has for this one, in the order of ranks.  x: [N, ...], a piece for each rank."""
         return self.gather(x)[:, self.rank].contiguous()
+
+    def gather_heads(self, x_THL: Tensor) -> Tensor:
+        """[T, N * H, L]: each token's heads of every rank, in the order of ranks."""
+        return self.gather(x_THL.transpose(0, 1)).flatten(0, 1).transpose(0, 1)  # head by head, so that they are copied once
 
     def neighbours(self, size: int) -> Group:
         """The group of `size` adjacent ranks to which this rank belongs; size divides N.  All ranks ask for it alike."""
@@ -70,6 +78,7 @@ class Alone(Group):
     """One rank that holds the whole model: nothing is exchanged."""
 
     rank, size = 0, 1
+    rows_are_independent = True
 
     def gather(self, x: Tensor) -> Tensor:
         return x[None]

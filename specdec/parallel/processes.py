@@ -19,9 +19,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they con
 END_SECONDS = 5.0  # that a rank is given to leave by itself
 WORD_SECONDS = 3.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
 END = None  # the message after the last one
+
+T = TypeVar("T")
 
 
 class RankFailed(RuntimeError):
@@ -112,7 +115,7 @@ class Followers:
     def join(self, device: torch.device) -> None:
         """Connects this rank to the others, once all of them are ready for it."""
         self.wait("here")
-        self.group, self.device = self.seat.join(device), device
+        self.group, self.device = self._unless_failed(lambda: self.seat.join(device)), device
 
     def send(self, message: Any) -> None:
         """Passes a message to every rank.  RankFailed, with the reason, if one has failed."""
@@ -163,6 +166,24 @@ class Followers:
         self._listener.join(END_SECONDS)
         self._end_all()
         self._abort().join(END_SECONDS)
+
+    def _unless_failed(self, work: Callable[[], T]) -> T:
+        """What `work` gives.  RankFailed as soon as a rank fails: work may then wait for ever, and is left alone with that."""
+        given: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                given.set_result(work())
+            except BaseException as error:
+                given.set_exception(error)
+            with self._news:
+                self._news.notify_all()
+
+        threading.Thread(target=run, name="specdec connects", daemon=True).start()
+        with self._news:
+            self._news.wait_for(lambda: self.failure or given.done())
+        self.check()
+        return given.result()
 
     # ---- what ends ranks ----
 
@@ -217,7 +238,7 @@ class Followers:
             process.join(seconds)
             if process.exitcode is None:
                 process.kill()
-                process.join()
+                process.join(END_SECONDS)  # the driver may need a moment to take back a GPU that still runs
         if not self._processes:
             for pipe in self._pipes:
                 with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(pipe.fileno())) as line:
@@ -246,6 +267,7 @@ def _run(work: Work, rank: int, size: int, port: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
     store = dist.TCPStore(HOST, port, size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
     follow_line(work, Seat(rank, size, store), Line(pipe))
+    os._exit(0)  # the device may wait for a rank that is gone, and Python's own end would wait for the device
 
 
 def follow_line(work: Work, seat: Seat, line: Line) -> None:

@@ -16,16 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.topk_triton import launch_scan, scan_slices
+from specdec.ops.topk_triton import LOWEST_64, key_index, launch_scan, scan_slices
 
 
-@triton.jit(do_not_specialize=["run", "slices"])
+@triton.jit(do_not_specialize=["run", "slices", "own_rank"])
 def arrange_kernel(
     gathered,  # [N, L] int64: R * S * k keys, then R * S sums, two in each number
+    found,  # [L] int64: what this rank has given
     keys,  # [R, N, S, k] int64
     sums,  # [R, N, S] float32
     run,  # W
     slices,
+    own_rank,
     K: tl.constexpr,
     PADDED_M: tl.constexpr,
     PADDED_S: tl.constexpr,
@@ -38,12 +40,15 @@ def arrange_kernel(
     s_S = tl.arange(0, PADDED_S)
     ok_M = m_M < slices * K
     ok_S = s_S < slices
-    own = gathered + rank * (rows * slices * K + (rows * slices + 1) // 2)
+    # This rank's own keys are sound and differ from each other whatever became of the exchange, so k tokens are found.
+    own = gathered + rank * (rows * slices * K + (rows * slices + 1) // 2) if rank != own_rank else found
     to = row * ranks + rank
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     key_M = tl.load(own + row * slices * K + m_M, mask=ok_M, other=0)
+    # If a rank is lost, its part may hold anything.  That must not become an index beyond the vocabulary.
+    key_M = tl.where(key_index(key_M) < run, key_M, LOWEST_64 + 0x7FFFFFFF)
     tl.store(keys + to * slices * K + m_M, key_M - rank * run, mask=ok_M)  # a key holds its index inverted
     if SOFTMAX:
         place_S = row * slices + s_S
@@ -52,10 +57,12 @@ def arrange_kernel(
         tl.store(sums + to * slices + s_S, bits_S.to(tl.float32, bitcast=True), mask=ok_S)
 
 
-def launch_scan_ranks(logits_RW: Tensor, k: int, softmax: bool, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def launch_scan_ranks(
+    logits_RW: Tensor, k: int, softmax: bool, gather: Callable[[Tensor], Tensor], rank: int
+) -> tuple[Tensor, Tensor]:
     """`launch_scan` of the logits of all ranks, whose runs are equally long: (keys [R, N * S, k], sums [R, N * S]).
 
-    gather: gives a tensor of every rank, one after the other.
+    gather: gives a tensor of every rank, one after the other.  rank: this one.
     """
     (R, W), device = logits_RW.shape, logits_RW.device
     S = scan_slices(R, W, k)
@@ -68,7 +75,7 @@ def launch_scan_ranks(logits_RW: Tensor, k: int, softmax: bool, gather: Callable
     sums = torch.empty(R, N * S, dtype=torch.float32, device=device)
     if R:
         arrange_kernel[(R, N)](
-            gathered_NL, keys, sums, W, S, K=k, PADDED_M=triton.next_power_of_2(S * k),
+            gathered_NL, own_L, keys, sums, W, S, rank, K=k, PADDED_M=triton.next_power_of_2(S * k),
             PADDED_S=triton.next_power_of_2(S), SOFTMAX=softmax, num_warps=1, **chained(device),
         )  # fmt: skip
     return keys, sums

@@ -106,7 +106,7 @@ class Vocabulary(NamedTuple):
             return noisy_scan(noise, offsets_V)
         from specdec.parallel.scan_triton import launch_scan_ranks
 
-        scan = partial(launch_scan_ranks, gather=self.group.gather)
+        scan = partial(launch_scan_ranks, gather=self.group.gather, rank=self.group.rank)
         if noise is None:
             return scan
         return lambda logits_RW, k, softmax: scan(self._perturbed(logits_RW, noise, offsets_V), k, softmax)
@@ -143,7 +143,9 @@ class Vocabulary(NamedTuple):
         order_Rk = values_RX.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         values_Rk = values_RX.gather(1, order_Rk).float()
         total_R1 = found_NRX[..., -1].logsumexp(0)[:, None].float()
-        return values_Rk, ids_RX.gather(1, order_Rk).long(), total_R1 - values_Rk[:, :1]
+        # Of a rank that is lost there may be anything, which must not become an index beyond the vocabulary.
+        ids_Rk = ids_RX.gather(1, order_Rk).nan_to_num(0.0).clamp(0, self.size - 1).long()
+        return values_Rk, ids_Rk, total_R1 - values_Rk[:, :1]
 
     def part(self, logits_RV: Tensor) -> Tensor:
         """[R, W]: this rank's run of whole logits."""

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specdec.batch.masks import BitMasks
 from specdec.batch.packed import ChunkShape, PackedPrompts, flat_chunk
 from specdec.ops.cuda_graph import GraphSet
+from specdec.runner.grammars import GrammarRows
 from specdec.runner.workers import Workers
 from specdec.steps import Needs, RunChunk
 
@@ -48,10 +50,11 @@ class PromptRunner:
 
     capture: whether there are CUDA graphs.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk runs eagerly.
+    grammars: the rows whose first tokens must obey a grammar.
     """
 
-    def __init__(self, workers: Workers, capture: bool, most_captured: int) -> None:
-        self.workers, self.most_captured = workers, most_captured
+    def __init__(self, workers: Workers, capture: bool, most_captured: int, grammars: GrammarRows) -> None:
+        self.workers, self.most_captured, self.grammars = workers, most_captured, grammars
         self.graphs = GraphSet(capture)
         self._passes: Counter[Work] = Counter()  # eager passes; the second one compiles what a capture needs
         self._inputs: dict[ChunkShape, Tensor] = {}
@@ -74,7 +77,7 @@ class PromptRunner:
         return first
 
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
-        return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted))
+        return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
 
     def replay(self, chunk: RunChunk, work: Work) -> FirstTokens:
         """Runs the chunk as the graph for that work, which is captured if there is none yet.  The chunk must fit its bucket."""
@@ -82,19 +85,23 @@ class PromptRunner:
         static = self._inputs.setdefault(work.shape, flat)
         if static is not flat:
             static.copy_(flat)
-        return self.graphs.run(work, lambda: self._pass(static, work), [], warm_ups=0)
+        masks = self._masks(chunk, work.shape)
+        return self.graphs.run(work, lambda: self._pass(static, work, masks), [], warm_ups=0)
 
     def _to_device(self, chunk: RunChunk, shape: ChunkShape) -> Tensor:
         device = self.workers.state.lens_B.device
         flat = flat_chunk(chunk.parts, shape, self.workers.state.rows - 1, pinned=device.type == "cuda")
         return flat.to(device, non_blocking=True)
 
-    def _pass(self, flat: Tensor, work: Work) -> FirstTokens:
+    def _masks(self, chunk: RunChunk, shape: ChunkShape) -> BitMasks | None:
+        return self.grammars.of_chunk(shape.parts, chunk.parts) if chunk.needs.grammar else None
+
+    def _pass(self, flat: Tensor, work: Work, masks: BitMasks | None) -> FirstTokens:
         """One pass over the chunk `flat`.  Eager calls, captures and replays all run this code."""
         verifier, state = self.workers.verifier, self.workers.state
         pages = [state.of_group(group).prompt_pages for group in range(state.num_groups)]
         prompts = PackedPrompts.unpack(flat, work.shape, *pages, sources=state.sources)
-        sampling = state.sampling_of(prompts.rows_B, work.needs)
+        sampling = state.sampling_of(prompts.rows_B, work.needs)._replace(masks=masks)
         first_B, features_TF, logprobs_BX = verifier.prefill(prompts, sampling, work.needs, work.drafted)
         bonus_B = first_B.clamp(min=0)
         if work.drafted:

@@ -7,11 +7,20 @@ tensors only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class OtherRanks(Protocol):
+    """Ranks that run the same steps.
+
+    check: raises if one has failed.  explain: what to raise for an error of this rank, after which none of them can go on.
+    """
+
+    def check(self) -> None: ...
+    def explain(self, error: BaseException) -> BaseException: ...
 
 
 class Readback:
@@ -21,7 +30,7 @@ class Readback:
         self.device = device
         self.waits = 0
         self.wait_seconds = 0.0
-        self.check: Callable[[], None] | None = None  # raises if what was waited for means nothing: another rank has failed
+        self.followers: OtherRanks | None = None  # other ranks; if one fails, what was waited for means nothing
         self._spare: list[Tensor] = []  # allocating pinned memory is slow, so it is kept for later copies
 
     def start(self, source: Tensor, begun: Any = None) -> Ticket:
@@ -57,14 +66,22 @@ class Ticket:
         """Waits for the tensor's values and returns them as nested lists.  To be called once only."""
         if self._pinned is not None:
             start = time.perf_counter()
-            self._done.synchronize()
+            self._wait()
             self._owner.wait_seconds += time.perf_counter() - start
             self._owner.waits += 1
-        if self._owner.check is not None:
-            self._owner.check()
+        if self._owner.followers is not None:
+            self._owner.followers.check()
         values = self._host.tolist()
         self.drop()
         return values
+
+    def _wait(self) -> None:
+        try:
+            self._done.synchronize()
+        except RuntimeError as error:  # the device has failed, perhaps because another rank has
+            if self._owner.followers is not None:
+                raise self._owner.followers.explain(error) from error
+            raise
 
     def drop(self) -> None:
         """Gives the pinned memory back.  The next copy into it is enqueued later on the same stream, so copies can't mix."""

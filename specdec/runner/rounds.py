@@ -6,7 +6,7 @@ This module knows both models' workers and the batch as tensors; it knows no req
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -14,11 +14,13 @@ from specdec.batch.state import BatchState
 from specdec.batch.tree import DraftTree
 from specdec.config import GraphMode, SpecConfig
 from specdec.ops.cuda_graph import GraphSet
+from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.workers import Workers
 from specdec.steps import Needs
-from specdec.verify.verifier import VerifyResult
+from specdec.verify.verifier import TreePass, VerifyResult
 
+R = TypeVar("R")
 RunPhase = Callable[[Hashable, Callable[[], Any], list[Tensor]], Any]
 
 
@@ -42,38 +44,42 @@ class RoundRunner:
     graphs: "round" captures a whole round as one graph; "step" captures each phase as a graph of its own; False
         captures nothing.
     clock: measures phases.  While it is enabled, each phase runs as a graph of its own, in the mode "round" too.
+    grammars: makes the masks of rows that have a grammar.
     """
 
-    def __init__(self, workers: Workers, graphs: GraphMode, clock: PhaseClock) -> None:
-        self.workers, self.graph_mode, self.clock = workers, graphs, clock
+    def __init__(self, workers: Workers, graphs: GraphMode, clock: PhaseClock, grammars: GrammarRows) -> None:
+        self.workers, self.graph_mode, self.clock, self.grammars = workers, graphs, clock, grammars
         self.round_graphs = GraphSet(graphs == "round")
         self.phase_graphs = GraphSet(bool(graphs))
 
     def plain(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding: verifies a tree that is only a root, which needs no drafter and no features."""
-        verifier = self.workers.verifier
-
-        def decode() -> Round:
-            tree = DraftTree.chain(state.bonus_B[:, None])
-            return _round(verifier.verify(state, tree, needs, with_features=False), tree)
-
+        tree = DraftTree.chain(state.bonus_B[:, None])
         with self.clock.phase("decode"):
-            return self.phase_graphs.run(("decode", state.shape, needs), decode, state.written(needs))
+            key, changed = ("decode", state.shape, needs), state.written(needs)
+            return self._verify(
+                state,
+                tree,
+                needs,
+                key,
+                self.phase_graphs.run,
+                lambda result: _round(result, tree),
+                changed,
+                with_features=False,
+            )
 
     def paused(self, state: BatchState, needs: Needs) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
-        verifier, drafter = self.workers.verifier, self.workers.need_drafter()
+        drafter, tree = self.workers.need_drafter(), DraftTree.chain(state.bonus_B[:, None])
 
-        def decode() -> Round:
-            tree = DraftTree.chain(state.bonus_B[:, None])
-            result = verifier.verify(state, tree, needs)
+        def keep(result: VerifyResult) -> Round:
             features_BF = None if result.features_BEF is None else result.features_BEF[:, 0]
             drafter.keep(state, result.base_lens_B, result.tokens_BE[:, 0].clamp(min=0), features_BF)
             return _round(result, tree)
 
         with self.clock.phase("decode"):
             changed = [*state.written(needs), *drafter.changed(state)]
-            return self.phase_graphs.run(("paused", state.shape, needs), decode, changed)
+            return self._verify(state, tree, needs, ("paused", state.shape, needs), self.phase_graphs.run, keep, changed)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Has the drafter learn all tokens of a pause at once."""
@@ -87,7 +93,7 @@ class RoundRunner:
 
     def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
         """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
-        if not self._fuses:
+        if not self._fuses(needs):
             return self._phases(state, spec, needs, self.phase_graphs.run)
         changed = [*state.written(needs), *self.workers.need_drafter().changed(state)]
 
@@ -96,22 +102,52 @@ class RoundRunner:
 
         return self.round_graphs.run(("round", state.shape, spec, needs), whole, changed)
 
-    @property
-    def _fuses(self) -> bool:
+    def _fuses(self, needs: Needs) -> bool:
         """Whether the next round runs as one piece, so that the host can do nothing between its phases."""
-        return self.graph_mode == "round" and not self.clock.enabled
+        return self.graph_mode == "round" and not self.clock.enabled and not needs.grammar
+
+    def _verify(
+        self,
+        state: BatchState,
+        tree: DraftTree,
+        needs: Needs,
+        key: tuple[Hashable, ...],
+        run: RunPhase,
+        after: Callable[[VerifyResult], R],
+        changed: list[Tensor],
+        with_features: bool = True,
+    ) -> R:
+        """Verifies trees: after(result).  changed: the tensors that this and `after` change.
+
+        Where a row has a grammar, the host makes masks while the device runs the target over the trees.
+        """
+        verifier = self.workers.verifier
+        if not needs.grammar:
+            return run(key, lambda: after(verifier.verify(state, tree, needs, with_features)), changed)
+        trees = self.grammars.read(tree)
+
+        def read() -> TreePass:
+            return run(("read", *key), lambda: verifier.read_tree(state, tree, with_features), [])
+
+        done = read()
+        masks = self.grammars.of_round(state.rows, tree.num_nodes, trees)
+
+        def choose() -> R:
+            return after(verifier.choose(state, tree, needs, done, with_features, masks))
+
+        # A warm-up moves the accepted path's keys and values, so the tree is read again after it.
+        return self.phase_graphs.run(("choose", *key), choose, changed, before=read)
 
     def _phases(self, state: BatchState, spec: SpecConfig, needs: Needs, run: RunPhase) -> Round:
-        verifier, drafter, key = self.workers.verifier, self.workers.need_drafter(), (state.shape, spec, needs)
+        drafter, key = self.workers.need_drafter(), (state.shape, spec, needs)
         with self.clock.phase("draft"):
             tree = run(("draft", state.shape, spec, needs.drafts), lambda: drafter.draft(state, spec, needs), [])
 
-        def verify() -> tuple[VerifyResult, Round]:
-            result = verifier.verify(state, tree, needs)
+        def both(result: VerifyResult) -> tuple[VerifyResult, Round]:
             return result, _round(result, tree)
 
         with self.clock.phase("verify"):
-            result, done = run(("verify", *key), verify, state.written(needs))
+            result, done = self._verify(state, tree, needs, ("verify", *key), run, both, state.written(needs))
 
         def extend() -> None:
             drafter.extend(state, needs, result.base_lens_B, result.tokens_BE, result.accepted_B, result.features_BEF)

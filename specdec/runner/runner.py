@@ -17,9 +17,10 @@ from specdec.batch.state import BatchState
 from specdec.config import GraphMode
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
+from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
-from specdec.runner.readback import Readback, Ticket
+from specdec.runner.readback import OtherRanks, Readback, Ticket
 from specdec.runner.rounds import RoundRunner
 from specdec.runner.workers import Workers
 from specdec.steps import (
@@ -50,16 +51,10 @@ class Call(NamedTuple):
     given: tuple[Any, ...]
 
 
-class Followers(Protocol):
-    """The other ranks, as the first one's runner knows them.
-
-    send: tells them a step, which this rank runs next.  check: raises if one of them has failed.  explain: what to raise for an
-    error of this rank, after which none of them can go on.
-    """
+class Followers(OtherRanks, Protocol):
+    """The other ranks, as the first one's runner knows them.  send: tells them a step, which this rank runs next."""
 
     def send(self, message: Any) -> None: ...
-    def check(self) -> None: ...
-    def explain(self, error: BaseException) -> BaseException: ...
 
 
 class DeviceRunner:
@@ -78,9 +73,10 @@ class DeviceRunner:
         # Callers' threads may have other streams current; all steps of a batch must run in order, so they share one.
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.clock = PhaseClock(self.device)
-        self.rounds = RoundRunner(workers, graphs, self.clock)
-        self.prompts = PromptRunner(workers, bool(graphs), most_captured)
         self.readback = Readback(self.device)
+        self.grammars = GrammarRows(self.readback, workers.verifier.model.vocabulary.size)
+        self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
+        self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
         self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
             EnterRows: self._enter,
             RunChunk: self._chunk,
@@ -113,7 +109,7 @@ class DeviceRunner:
     def lead(self, followers: Followers) -> None:
         """Has the other ranks run every step from now on, and fails with the reason if one of them does."""
         self._followers = followers
-        self.readback.check = followers.check
+        self.readback.followers = followers
 
     def together(self, function: Callable[..., R], *given: Any) -> R:
         """function(workers, *given) of this rank, which all ranks call.  The function is pickled."""
@@ -143,6 +139,8 @@ class DeviceRunner:
                 if part.source is not None:
                     self._read_source(part.source)
             first, parts = self.prompts.run(step), len(step.parts)
+        if step.needs.grammar:
+            self.grammars.follow_chunk(first.tokens_B[:parts], step.parts)
         logprobs = None if first.logprobs_BX is None else self.readback.start(first.logprobs_BX[:parts, None])
         return ChunkPending(self.readback.start(first.tokens_B[:parts]), logprobs, [part.is_last for part in step.parts])
 
@@ -158,6 +156,8 @@ class DeviceRunner:
             launched = self.rounds.paused(state, step.needs)
         else:
             launched = self.rounds.plain(state, step.needs)
+        if step.needs.grammar:
+            self.grammars.follow_round(launched.emitted_BX)
         logprobs = None if launched.logprobs_BEX is None else self.readback.start(launched.logprobs_BEX)
         return RoundPending(self.readback.start(launched.emitted_BX, begun), logprobs, launched.drafted, launched.depths)
 
@@ -190,6 +190,7 @@ class DeviceRunner:
             if entry.rules is not None:
                 assert state.tables is not None
                 state.tables.enter(entry.row, entry.rules, self.workers.verifier.model.vocabulary.first)
+            self.grammars.enter(entry)
 
     def _need_tables(self) -> None:
         """Makes the tables of rules for tokens, if there are none yet: most decoders never need them."""
@@ -216,10 +217,12 @@ class DeviceRunner:
         rows_R = torch.tensor(rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         self.workers.move_rows(rows_R[:moves], rows_R[moves : 2 * moves])
         self.workers.clear_rows(rows_R[2 * moves :])
+        self.grammars.leave(step)
 
     def _stop_drafting(self, step: StopDrafting) -> None:
         rows_R = torch.tensor(step.rows, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         self.workers.stop_drafting(rows_R)
+        self.grammars.stop_drafting(step.rows)
 
     def _copy(self, step: CopyPages) -> None:
         pages_2N = torch.tensor([step.sources, step.targets], pin_memory=self.device.type == "cuda")

@@ -53,6 +53,8 @@ async def _checked(decoder: AsyncSpecDecoder, plan: Plan, prompt: object, sampli
             path = f"{COMPLETIONS} with a prompt"
             raise wrong("messages", f"this model has no chat template; nearest thing that works: {path}") from None
         about = next((name for name in TOKEN_FIELDS if str(error).startswith(f"{name} ")), plan.prompt_field)
+        if plan.sampling.grammar_rule and str(error).startswith(f"{plan.sampling.grammar_rule[0]} "):
+            about = plan.grammar_field
         raise wrong(about, str(error)) from None
     except RuntimeError as error:
         raise failure_of(decoder, error) from error

@@ -204,7 +204,7 @@ def test_the_walk_varies_everything_one_can_need() -> None:
     varied = {f.name for f in fields(AttentionNeeds) for c in CELLS if getattr(c.needs, f.name) != getattr(first, f.name)}
     elsewhere = {key for change in OTHER_MACHINES.values() for key in change}
     only_for_auto = {"gpu", "rows", "tokens", "kv_heads", "packed"}
-    # The right bits are no matter of tolerance (kernels/test_leaves.py), and several ranks divide keys (context/).
+    # The right bits are no matter of tolerance (invariant/test_leaves.py), and several ranks divide keys (context/).
     by_another_test = {"deterministic", "divided"}
     assert varied | elsewhere | only_for_auto | by_another_test == {f.name for f in fields(AttentionNeeds)}
 

@@ -12,6 +12,7 @@ from toolkit.oracles.draws import DRAWS, LIMIT, draw
 from toolkit.oracles.statistics import filtered, p_value
 
 from specdec.batch import choose
+from specdec.ops.noise import sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOGITS = {8: torch.linspace(-2, 2, 8), 16: torch.sin(torch.arange(16.0) * 7) * 2.5}
@@ -56,6 +57,7 @@ def test_weak_noise_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
             return original(seed_R % 1000, position_R, vocab_size, first)
         return original(seed_R, position_R * 0, vocab_size, first)
 
-    monkeypatch.setattr(choose, "gumbel_noise", weak)
+    for module in (choose, sample):
+        monkeypatch.setattr(module, "gumbel_noise", weak)
     over = "seeds" if fault == "low bits" else "positions"
     assert p_value(counts_of(LOGITS[8], "cpu", over, {"temperature": 1.0}), filtered(LOGITS[8].numpy(), 1.0)) < LIMIT

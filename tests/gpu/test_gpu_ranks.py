@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +17,15 @@ from toolkit.deepseek import DeepseekZoo, SparseZoo
 from toolkit.driver import Driver
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.gpus import in_turn
+from toolkit.parallel.pairs import FailingPair
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading.pair import WantedPair
-from specdec.loading.ranks import Ranks
+from specdec.loading.ranks import Ranks, start_ranks
 from specdec.models.registry import choose_target
 from specdec.models.sharding import misfit
 from specdec.options import EngineOptions
+from specdec.parallel.symmetric import inbox
 from specdec.prompts import Tokenizer
 
 GPUS = torch.cuda.device_count()
@@ -107,8 +111,13 @@ def test_a_cancelled_request_leaves_the_others_alone(zoos: dict[type[Zoo], Zoo],
         assert [request.output.token_ids for request in requests[1:]] == want
 
 
-def test_a_rank_that_dies_ends_the_requests(zoos: dict[type[Zoo], Zoo]) -> None:
+@pytest.mark.parametrize("way", ["memory", "NCCL"])
+def test_a_rank_that_dies_ends_the_requests(
+    way: str, zoos: dict[type[Zoo], Zoo], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     """Keeps out: a device that waits for ever for a rank that is gone, and a host that waits for this device."""
+    if way == "NCCL":
+        monkeypatch.setattr(inbox, "_check_kernels", unreachable)
     target, draft = zoos[Zoo].target("qwen3"), zoos[Zoo].head("qwen3", "eagle3")
     others = set(multiprocessing.active_children())
     with SpecDecoder.from_pretrained(target, draft, TREE, options=options_of(2)) as decoder:
@@ -123,5 +132,76 @@ def test_a_rank_that_dies_ends_the_requests(zoos: dict[type[Zoo], Zoo]) -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 failed"):
             list(stream)
-        assert time.monotonic() - began < 10
+        named = time.monotonic() - began
+    closed = time.monotonic() - began
+    print(f"{way}: named after {named:.2f} s, closed after {closed:.2f} s")
+    assert named < 10 and closed < 20 and not child.is_alive()
+    assert any("over NCCL" in str(warning.message) for warning in recwarn) == (way == "NCCL")
+
+
+def unreachable(device: torch.device) -> None:
+    raise inbox.Unreachable("a test wants NCCL")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_ends_all(rank: int, zoos: dict[type[Zoo], Zoo]) -> None:
+    """Keeps out: a device that waits for a pass which another rank gave up; an error without its rank and its reason."""
+    wanted = WantedPair(zoos[Zoo].target("qwen3"), zoos[Zoo].head("qwen3", "eagle3"), TREE, options_of(2))
+    with start_ranks(wanted.options) as started:
+        model, head, settings, folder = started.load(FailingPair(wanted, rank, 1))
+        with SpecDecoder(model, head, settings, Tokenizer(folder), started) as decoder:
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match="rank 1 failed: .*no more room" if rank else "no more room"):
+                decoder.generate(PROMPTS, GREEDY)
+            assert time.monotonic() - began < 10
+            with pytest.raises(RuntimeError, match=f"rank {rank} failed: .*no more room"):
+                decoder.generate(PROMPTS, GREEDY)
+    started.close()
     assert time.monotonic() - began < 20
+
+
+SCRIPT = """
+import multiprocessing, sys
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+with SpecDecoder.from_pretrained(*sys.argv[1:], SpecConfig(3, 3, 8), device="cuda", dtype="float32", max_seq_len=80,
+                                 tensor_parallel_size=2) as decoder:
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    decoder.generate([3, 1, 4], sampling)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    while True:
+        decoder.generate([3, 1, 4], sampling)
+"""
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "kill"])
+def test_all_ranks_end_with_the_first(how: str, zoos: dict[type[Zoo], Zoo]) -> None:
+    """Keeps out: a program that Ctrl-C does not end; a rank that stays on its GPU, waiting for the first one, which is gone."""
+    folders = str(zoos[Zoo].target("qwen3")), str(zoos[Zoo].head("qwen3", "eagle3"))
+    command = [sys.executable, "-P", "-c", SCRIPT, *folders]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as first:
+        assert first.stdout is not None and first.stderr is not None
+        other = int(first.stdout.readline())
+        time.sleep(0.3)
+        began = time.monotonic()
+        if how == "kill":
+            first.kill()
+        else:
+            os.killpg(first.pid, signal.SIGINT)  # as a terminal does
+        try:
+            first.wait(20)
+            ended = time.monotonic() - began
+            while runs(other) and time.monotonic() - began < 20:
+                time.sleep(0.05)
+            print(f"{how}: the first rank ended after {ended:.2f} s, the other after {time.monotonic() - began:.2f} s")
+            assert time.monotonic() - began < 10
+            assert how == "kill" or "KeyboardInterrupt" in first.stderr.read()
+        finally:
+            os.killpg(first.pid, signal.SIGKILL) if runs(other) else first.kill()
+
+
+def runs(pid: int) -> bool:
+    """Whether that process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

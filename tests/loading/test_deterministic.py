@@ -12,7 +12,10 @@ from specdec import SpecDecoder
 from specdec.loading import resolve
 from specdec.loading.resolve import EngineSettings, check_deterministic, resolve_settings
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.indexer_config import IndexerConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
+from specdec.models.experts import ExpertsConfig
 from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.options import EngineOptions
@@ -73,7 +76,8 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='auto'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='auto'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size=2"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size=1"),
     ],
 )
 def test_options_that_depend_on_the_batch(hopper: None, options: dict[str, Any], nearest: str) -> None:
@@ -87,6 +91,17 @@ def test_targets_that_depend_on_the_batch(hopper: None) -> None:
     """Keeps out: float32, whose products have no invariant kernel; other families' layers; transformers' code; odd sizes."""
     assert refusal(replace(settings(), dtype=torch.float32)).endswith("dtype='bfloat16'")
     assert "backend='transformers'" in refusal(replace(settings(), target_backend="transformers"))
-    other = {**SIZES, "family": "diffllama"}
-    assert "got a diffllama target" in refusal(settings(), DiffLlamaConfig(**other))
+    check_deterministic(settings(), DiffLlamaConfig(**SIZES))
+    latents: dict[str, Any] = {**SIZES, "rank": 64, "q_rank": 40, "nope_dim": 16, "value_dim": 16}
+    experts = ExpertsConfig(8, 2, 24, 1, "softmax", None, None, False, 1.0)
+    check_deterministic(settings(), DeepseekConfig(**latents, experts=experts))
+    assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
+        settings(), DeepseekConfig(**latents | {"rank": 640})
+    )
+    assert "64 and 40 and 96 and 64 and 12" in refusal(
+        settings(), DeepseekConfig(**latents, experts=replace(experts, intermediate_size=12))
+    )
+    assert "64 and 48 and 28" in refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))
+    chosen = IndexerConfig(2, 16, 8, True, (0, 1))
+    assert "an indexer chooses" in refusal(settings(), DeepseekConfig(**latents, indexer=chosen))
     assert "multiples of 8 numbers, got 64 and 100 and 64" in refusal(settings(), replace(LLAMA, intermediate_size=100))

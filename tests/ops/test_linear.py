@@ -10,6 +10,7 @@ from toolkit.kernels import DEVICE, HAS_GPU
 from torch import Tensor
 
 from specdec.ops.products import linear_triton
+from specdec.ops.products.gpus import H100, H200, nearest
 from specdec.ops.products.linear import gated_linear, linear, silu_mul
 from specdec.ops.products.linear_triton import ARRIVALS, launch_linear, launch_silu_mul
 from specdec.ops.products.linear_wide_triton import launch_wide_linear
@@ -95,7 +96,7 @@ def test_a_split_leaves_its_counters_as_it_found_them() -> None:
     outs = [launch_linear(x, weight, None, False, tiles) for _ in range(3)]
     check(outs[0], exact(x, weight, None, False), torch.float32)
     assert all(torch.equal(outs[0], out) for out in outs)
-    assert not linear_triton._arrivals(x.device).any()
+    assert not linear_triton.arrivals_of(x.device).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,12 +126,61 @@ def test_tiles_are_ones_that_a_hopper_runs(dtype: torch.dtype) -> None:
     for T in (*range(66), 100, 128, 129, 160, 192, 193):
         for O in (2, 256, 1400, 4096, 6144, 16383, 19456, 28672, 128256):
             for I in (16, 256, 4096, 14336, 28672):
-                tiles = product_tiles(T, O, I, dtype, O == 28672)
-                ours = 0 < T <= 64 or (O == 28672 and 0 < T <= 192) or (O == 128256 and 0 < T <= 128)
-                assert (tiles is not None) == ours or dtype == torch.float32
-                if tiles is not None:
-                    assert tiles.block_t >= T and tiles.shared_bytes(dtype.itemsize) <= 232_448
-                    assert tiles.splits == 1 or -(-O // tiles.block_o) <= ARRIVALS
+                for kind in (H100, H200):
+                    tiles = product_tiles(T, O, I, dtype, O == 28672, kind)
+                    most = 256 if kind == H200 and dtype != torch.float32 and I >= 1024 else 192
+                    ours = 0 < T <= 64 or (O == 28672 and 0 < T <= most) or (O == 128256 and 0 < T <= 128)
+                    assert (tiles is not None) == ours or dtype == torch.float32
+                    if tiles is not None:
+                        assert tiles.block_t >= T and tiles.shared_bytes(dtype.itemsize) <= 232_448
+                        assert tiles.splits == 1 or -(-O // tiles.block_o) <= ARRIVALS
+                        assert tiles.lag < 0 or (
+                            kind == H200 and O % 8 == I % 8 == 0 and tiles.splits <= -(-I // tiles.block_i)
+                        )
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "capability", "kind", "hopper"),
+    [("NVIDIA H100 80GB HBM3", 3.35e12, (9, 0), H100, True), ("NVIDIA H200", None, (9, 0), H200, True),
+     ("NVIDIA GH200 480GB", 4.02e12, (9, 0), H200, True), ("NVIDIA H20", 4.9e12, (9, 0), H200, True),
+     ("NVIDIA A100-SXM4-80GB", 2.04e12, (8, 0), H100, False), ("NVIDIA B200", 8e12, (10, 0), H200, False),
+     ("Unheard of", None, (9, 0), H100, True)],
+)  # fmt: skip
+def test_a_gpu_takes_the_tiles_of_its_kind_or_of_the_nearest(
+    name: str, bandwidth: float | None, capability: tuple[int, int], kind: object, hopper: bool
+) -> None:
+    """Keeps out: tiles of a slower memory on a faster one, a Hopper kernel elsewhere, a guess that is not said to be one."""
+    match = nearest(name, bandwidth, capability)
+    assert (match.kind, match.hopper) == (kind, hopper)
+    measured = hopper and kind.name in name  # type: ignore[attr-defined]
+    assert ("none were measured" in match.why) != measured
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper GPUs")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    ("T", "O", "I", "tiles"),
+    [(1, 72, 264, (8, 64, 256, 1, 4, 3)), (6, 1048, 4096, (8, 64, 256, 2, 4, 6)), (16, 40, 104, (16, 64, 128, 1, 4, 5)),
+     (31, 72, 1000, (32, 64, 128, 3, 4, 4)), (33, 328, 72, (64, 64, 64, 2, 4, 4)), (70, 72, 520, (96, 128, 64, 1, 8, 5)),
+     (192, 136, 1000, (192, 128, 64, 4, 8, 5)), (250, 264, 512, (256, 128, 64, 1, 8, 4)),
+     (2000, 520, 264, (192, 128, 64, 1, 8, 5))],
+)  # fmt: skip
+@pytest.mark.parametrize("lag", [0, 1])
+def test_hopper_equals_the_definition(
+    T: int, O: int, I: int, tiles: tuple[int, ...], lag: int, gated: bool, dtype: torch.dtype
+) -> None:
+    """Keeps out: a stage that is filled before it was read, gate and up of other rows, a split without columns, stores beyond
+    T or O.
+    """
+    from specdec.ops.products.linear_hopper import launch_hopper_linear
+
+    rows = 2 * O if gated else O
+    x, weight, bias = strided(T, I, dtype), rand(rows, I, dtype=dtype), rand(rows, dtype=dtype)
+    for b in (bias, None):
+        got = launch_hopper_linear(x, weight, b, gated, ProductTiles(*tiles[:6], lag=lag))
+        check(got, exact(x, weight, b, gated), dtype)
 
 
 MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 4096, False),

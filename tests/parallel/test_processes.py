@@ -3,26 +3,30 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.pairs import FailingPair
-from toolkit.paths import ROOT
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.loading import pair, ranks
 from specdec.loading.pair import WantedPair, no_room
 from specdec.loading.ranks import Ranks, start_ranks
 from specdec.options import EngineOptions
+from specdec.parallel import processes
 from specdec.parallel.group import Group
+from specdec.parallel.processes import Followers, RankFailed
 from specdec.prompts import Tokenizer
+from specdec.runner.readback import Readback, Ticket
 
 SPEC = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8)
 SETTINGS = {"device": "cpu", "max_seq_len": 80, "threads": 1}
@@ -45,9 +49,9 @@ def ended_within(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(zoo: Zoo) -> None:
-    """Keeps out: steps that do not reach the other rank, or in another order; a process that stays after `close`, or that
-    Ctrl-C ends."""
+def test_two_processes_write_what_one_writes_until_one_dies(zoo: Zoo) -> None:
+    """Keeps out: steps that do not reach the other rank, or in another order; a process that Ctrl-C ends; a request that waits
+    for ever for a rank that is gone; a process that stays after `close`."""
     with load(zoo, 1) as decoder:
         want = [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)]
     with load(zoo, 2) as decoder:
@@ -61,26 +65,20 @@ def test_two_processes_write_what_one_writes(zoo: Zoo) -> None:
             time.sleep(10)
         assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLINGS)] == want
         assert decoder.verify(PROMPTS[:1], SAMPLINGS[0]).passed  # dense passes, in which both ranks take part
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_ends_the_requests(zoo: Zoo) -> None:
-    """Keeps out: a request that waits for ever for a rank that is gone."""
-    with load(zoo, 2) as decoder, ended_within(10):
-        (child,) = multiprocessing.active_children()
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code -9"):
-            decoder.generate(PROMPTS, SAMPLINGS)
+        with ended_within(10):
+            os.kill(child.pid, signal.SIGKILL)
+            with pytest.raises(RuntimeError, match="rank 1 failed: it has ended without a word, with exit code -9"):
+                decoder.generate(PROMPTS, SAMPLINGS)
+            decoder.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "call", "reason"), [(1, 1, "rank 1 failed: RuntimeError: no more room"), (0, 3, "no more room")]
 )
-def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Zoo) -> None:
-    """Keeps out: ranks that wait for the exchanges of a pass that another one gave up; an error without its reason."""
+def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: ranks that wait for the exchanges of a pass that another one gave up; an error without its rank and reason."""
+    monkeypatch.setattr(processes, "WORD_SECONDS", 0.2)
     options = EngineOptions(**SETTINGS, tensor_parallel_size=2)  # type: ignore[arg-type]
     wanted = WantedPair(zoo.target("qwen3"), zoo.head("qwen3", "eagle3"), SPEC, options)
     with start_ranks(options) as started:
@@ -88,9 +86,49 @@ def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Z
         with SpecDecoder(model, head, settings, Tokenizer(folder), started) as decoder, ended_within(10):
             with pytest.raises(RuntimeError, match=reason):
                 decoder.generate(PROMPTS, SAMPLINGS)
-            with pytest.raises(RuntimeError, match="rank . failed: "):
+            with pytest.raises(RuntimeError, match=f"rank {rank} failed: RuntimeError: no more room"):
                 decoder.generate(PROMPTS, SAMPLINGS)
     started.close()
+
+
+class Blocked:
+    """A place whose other ranks never come."""
+
+    rank, size = 0, 2
+
+    def join(self, device: torch.device) -> Group:
+        threading.Event().wait(30)
+        raise AssertionError("nobody waited so long")
+
+
+def test_a_rank_that_fails_while_ranks_connect_is_named() -> None:
+    """Keeps out: a first rank that waits for ever, in NCCL for example, for one that had no room to begin."""
+    mine, theirs = multiprocessing.Pipe()
+    followers = Followers(Blocked(), [mine], [])  # type: ignore[arg-type]
+    theirs.send(("here", ""))
+    threading.Timer(0.1, lambda: theirs.send(("failed", "no room"))).start()
+    with ended_within(5), pytest.raises(RankFailed, match="rank 1 failed: no room"):
+        followers.join(torch.device("cpu"))
+    theirs.close()
+
+
+def test_a_device_that_fails_with_another_rank_names_it() -> None:
+    """Keeps out: an error of CUDA for what is another rank's end."""
+
+    class Failing:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        def check(self) -> None:
+            raise AssertionError("there is nothing to read")
+
+        def explain(self, error: BaseException) -> BaseException:
+            return RankFailed(f"rank 1 failed, and then {error}")
+
+    readback, failing = Readback(torch.device("cpu")), Failing()
+    readback.followers = failing
+    with pytest.raises(RankFailed, match="rank 1 failed, and then CUDA error"):
+        Ticket(readback, torch.zeros(1), None, failing, torch.zeros(1)).read()
 
 
 SCRIPT = """
@@ -102,17 +140,36 @@ with SpecDecoder.from_pretrained(*sys.argv[1:], SpecConfig(3, 3, 8), device="cpu
 """
 
 
+@pytest.fixture
+def _own_signals() -> Iterator[None]:
+    """Torchrun's launcher leaves its handlers of signals behind."""
+    kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    yield
+    for each, handler in kept.items():
+        signal.signal(each, handler)
+
+
 @pytest.mark.slow
-def test_processes_of_a_launcher_join(zoo: Zoo) -> None:
+@pytest.mark.usefixtures("_own_signals")
+def test_processes_of_a_launcher_join(zoo: Zoo, tmp_path: Path) -> None:
     """Keeps out: a rank of torchrun that starts ranks of its own, goes on with the script, or stays."""
     folders = [str(zoo.target("qwen3")), str(zoo.head("qwen3", "eagle3"))]
     with load(zoo, 1) as decoder:
         want = decoder.generate([3, 1, 4], SamplingParams(max_tokens=20))[0].token_ids
-    launch = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    done = subprocess.run(
-        [*launch, sys.executable, "-P", "-c", SCRIPT, *folders], capture_output=True, text=True, timeout=120, cwd=ROOT
+    logs = DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.ALL)
+    torchrun = LaunchConfig(
+        1,
+        1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=logs,
     )
-    assert (done.returncode, done.stdout.strip()) == (0, str(want)), done.stderr
+    elastic_launch(torchrun, sys.executable)("-P", "-c", SCRIPT, *folders)  # raises if a process fails
+    written = {file.parent.name: file.read_text().strip() for file in tmp_path.rglob("stdout.log")}
+    assert written == {"0": str(want), "1": ""}
 
 
 def test_another_number_of_launched_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +184,7 @@ def test_another_number_of_launched_processes_is_refused(monkeypatch: pytest.Mon
 def test_what_ranks_can_not_share_is_refused_before_any_starts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: a refusal that takes seconds, leaves a process, or comes as another rank's traceback."""
     monkeypatch.setattr(ranks, "start", lambda *_: pytest.fail("a rank has started"))
-    with pytest.raises(ValueError, match="tensor_parallel_size 3 does not fit 4 attention heads; nearest .*: 2"):
+    with pytest.raises(ValueError, match="can share 4 attention heads evenly, got 3; nearest .*: tensor_parallel_size=2"):
         load(zoo, 3)
     with pytest.raises(ValueError, match="must be 1 for a target through transformers' code .*, got 2; nearest"):
         folder = zoo.target("qwen3")

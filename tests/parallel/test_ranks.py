@@ -1,22 +1,23 @@
 """Whole decoders on several ranks: the first one's scheduler decides, and all ranks run its steps, each with its share."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from toolkit.deepseek import DeepseekZoo
-from toolkit.models import Zoo, ragged_prompts
+from toolkit.models import Zoo, ragged_prompts, save_eagle3, save_target
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 
 TREE, CHAIN = SpecConfig(num_steps=3, topk=3, num_draft_tokens=8), SpecConfig(num_steps=3, topk=1, num_draft_tokens=4)
 SAMPLINGS = [
-    SamplingParams(max_tokens=24),
-    SamplingParams(max_tokens=24, temperature=0.9, seed=3),
-    SamplingParams(max_tokens=24, temperature=0.8, top_k=7, top_p=0.9, seed=4),
+    SamplingParams(max_tokens=14),
+    SamplingParams(max_tokens=14, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=14, temperature=0.8, top_k=7, top_p=0.9, seed=4),
     SamplingParams(
-        max_tokens=24, temperature=0.9, min_p=0.02, seed=5, logit_bias={1: 2.0, 39: -9.0}, repetition_penalty=1.2,
+        max_tokens=14, temperature=0.9, min_p=0.02, seed=5, logit_bias={1: 2.0, 39: -9.0}, repetition_penalty=1.2,
         presence_penalty=0.3, frequency_penalty=0.2, bad_words=[[3], [38], [0, 1], [30, 31, 32]], min_tokens=4, logprobs=3,
         logprobs_mode="processed",
     ),
@@ -38,14 +39,33 @@ def generated(target: Path, draft: Path, spec: SpecConfig, size: int, **settings
     return with_ranks(target, draft, spec, size, ids, **settings)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("spec", [TREE, CHAIN], ids=["tree", "chain"])
-@pytest.mark.parametrize(("zoo", "name", "kind"), [
-    (Zoo, "qwen3", "eagle3"), (Zoo, "llama3-tied-dim8", "eagle1"), (DeepseekZoo, "v3", "eagle3"),
+@pytest.mark.parametrize(("zoo", "name", "kind", "spec", "size"), [
+    (Zoo, "qwen3", "eagle3", TREE, 4), (Zoo, "qwen3", "eagle3", CHAIN, 2), (Zoo, "llama3-tied-dim8", "eagle1", TREE, 2),
+    (Zoo, "llama3-tied-dim8", "eagle1", CHAIN, 4), (DeepseekZoo, "v3", "eagle3", TREE, 2),
+    (DeepseekZoo, "v3", "eagle3", CHAIN, 4),
 ])  # fmt: skip
 def test_ranks_write_what_one_writes(
     zoo: type[Zoo], name: str, kind: str, spec: SpecConfig, size: int, zoos: dict[type[Zoo], Zoo]
 ) -> None:
-    """Keeps out: a token that only one rank chooses; noise of a rank's own ids; a draft of a part of the head."""
+    """Every family and shape on every number of ranks: scripts/many_ranks.py.
+
+    Keeps out: a token that only one rank chooses; noise of a rank's own ids; a draft of a part of the head."""
     target, draft = zoos[zoo].target(name), zoos[zoo].head(name, kind)
     assert generated(target, draft, spec, size) == generated(target, draft, spec, 1)
+
+
+def test_all_ranks_make_the_same_masks(tmp_path: Path) -> None:
+    """Keeps out: a rank without a tokenizer, a mask that begins at a rank's first id, and ranks whose matchers go apart."""
+    target = save_target(tmp_path / "target", "bytes", eos_token_id=383)
+    draft = save_eagle3(tmp_path / "head", target)
+    rules: list[dict[str, Any]] = [
+        dict(regex="[a-z]{2,4}( [0-9]{1,3}é)*"), {}, dict(grammar='start: ("ab" | "cd")+ "."', temperature=1.0, seed=3)
+    ]  # fmt: skip
+    params = [SamplingParams(max_tokens=12, **rule) for rule in rules]
+
+    def texts(decoder: SpecDecoder) -> list[tuple[list[int], str]]:
+        return [(out.token_ids, out.text) for out in decoder.generate(["one", "two", "three"], params)]
+
+    alone, together = (with_ranks(target, draft, TREE, size, texts, max_batch_size=2) for size in (1, 2))
+    assert together == alone
+    assert re.match("[a-z]{2,4}( [0-9]{0,3}|$)", alone[0][1]) and re.match("(ab|cd)+", alone[2][1])

@@ -59,7 +59,7 @@ def test_terms_of_all_ranks_add_up(zoo: type[Zoo], name: str, size: int, folder_
     """Keeps out: a gate that is cut across gate and up, heads that a rank gets from another one's run, a bias added twice."""
     whole = load(folder := folder_of(zoo, name))
     if why := misfit(whole.config, size):
-        with pytest.raises(ValueError, match=f"tensor_parallel_size {size} does not fit {why}; nearest setting"):
+        with pytest.raises(ValueError, match=f"can share {why} evenly, got {size}; nearest setting"):
             load(folder, Shard(0, size))
         return
     ranks = [load(folder, Shard(rank, size)) for rank in range(size)]
@@ -131,6 +131,6 @@ def test_uneven_vocabularies_are_cut_in_runs() -> None:
 def test_sizes_that_do_not_fit(heads: int, kv_heads: int, size: int, nearest: int) -> None:
     """Keeps out: a nearest setting that does not work either."""
     config = ModelConfig("llama", 96, 480, 2, heads, kv_heads, 8, 40, 1e-5)
-    with pytest.raises(ValueError, match=f"tensor_parallel_size {size} does not fit.*nearest setting that works: {nearest}$"):
+    with pytest.raises(ValueError, match=f"evenly, got {size}; nearest setting that works: tensor_parallel_size={nearest}$"):
         share_of(config, Shard(0, size))
     assert share_of(config, Shard(0, nearest)).num_heads == heads // nearest

@@ -11,6 +11,10 @@ import torch
 from toolkit.parallel.inboxes import inboxes, on_processes
 from toolkit.parallel.interleavings import Protocol, fault
 
+from specdec.attention.context.exchange import packed
+from specdec.attention.context.exchange_triton import launch_merge
+from specdec.attention.context.swap_triton import launch_swap_states, takes_states
+from specdec.attention.state import AttentionState
 from specdec.ops.norm import rms_norm
 from specdec.parallel.group import Group
 from specdec.parallel.symmetric import group as groups
@@ -109,6 +113,47 @@ def rows_beyond_the_inbox(group: SymmetricGroup) -> bool:
 def test_rows_beyond_the_inbox_go_in_several_exchanges() -> None:
     """Keeps out: a second piece that writes where the first one did, or whose rows are not stored."""
     assert on_processes(2, rows_beyond_the_inbox, row_bytes=32, channels=4) == [True, True]
+
+
+def several_blocks(group: SymmetricGroup) -> list[bool]:
+    """Of gathers and swaps whose channels have one block, some of two, and all of two."""
+    right = []
+    for turn, count in enumerate((1023, 2 * 1024 + 3, 4 * 1024)):
+        words = [torch.arange(count, dtype=torch.int32) * (10 + rank + turn) for rank in range(group.size)]
+        right.append(torch.equal(group.gather(words[group.rank]), torch.stack(words)))
+        pieces = [torch.stack([own + to for to in range(group.size)]) for own in words]
+        right.append(torch.equal(group.swap(pieces[group.rank]), torch.stack([each[group.rank] for each in pieces])))
+    return right
+
+
+def test_channels_that_send_several_blocks() -> None:
+    """Keeps out: a block in the place of another one, a wait for a block that nobody sends."""
+    assert on_processes(2, several_blocks, row_bytes=8192, channels=2) == [[True] * 6] * 2
+
+
+def states_of_all(group: SymmetricGroup) -> list[str]:
+    """What is wrong with heads gathered and states swapped by one kernel: against the other way, bit for bit."""
+    wrong: list[str] = []
+    for T, H, E, dtype in ((3, 2, 16, torch.float16), (5, 3, 8, torch.float32), (9, 4, 64, torch.float16)):
+        q = [term(rank, T, T, H, E).to(dtype) for rank in range(group.size)]
+        if not torch.equal(group.gather_heads(q[group.rank]), torch.cat(q, dim=1)):
+            wrong.append(f"rank {group.rank}: heads {T} x {H} x {E} {dtype}")
+        outs = [term(rank, 2 * T, T, group.size * H, E).to(dtype) for rank in range(group.size)]
+        lses = [term(rank, 3 * T, T, group.size * H) * 9 for rank in range(group.size)]
+        outs[1][0], lses[1][0], lses[0][1], lses[1][1] = torch.nan, -torch.inf, -torch.inf, -torch.inf
+        states = [AttentionState(out, lse) for out, lse in zip(outs, lses)]
+        assert takes_states(group.inbox, states[0])
+        want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), E)
+        got = launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
+        if not (torch.equal(got.out_THD, want.out_THD) and torch.equal(got.lse_TH, want.lse_TH)):
+            wrong.append(f"rank {group.rank}: states {T} x {H} x {E} {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_states_are_swapped_and_merged_in_one_launch(ranks: int) -> None:
+    """Keeps out: a row in another's place, an lse of another row, NaN of a rank without a key, another order of ranks."""
+    assert on_processes(ranks, states_of_all, row_bytes=4096, channels=4) == [[]] * ranks
 
 
 def waits_in_vain(group: SymmetricGroup) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec.ops.noise.floor import Filters
 from specdec.ops.noise.gumbel import Noise
 from specdec.ops.topk import greedy_tokens, top_tokens
+from specdec.parallel.group import Alone
 from specdec.parallel.vocabulary import Vocabulary
 
 R = 7
@@ -70,3 +71,18 @@ def test_tokens_of_perturbed_logits(has_filters: bool) -> None:
     for mine_logp, mine_ids, best in on_ranks(size, choose):
         assert torch.equal(mine_ids, ids) and torch.equal(best, ids[:, 0])
         torch.testing.assert_close(mine_logp, logp)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, -1.0, 1e18])
+def test_what_a_lost_rank_did_not_send_is_no_index(garbage: float) -> None:
+    """Keeps out: a token beyond the vocabulary, whose embedding a kernel reads: after that the GPU is lost."""
+
+    class Lost(Alone):
+        size = 2
+
+        def gather(self, x: Tensor) -> Tensor:
+            return torch.stack((x, torch.full_like(x, garbage)))
+
+    own = Vocabulary.of(9, Lost())
+    for ids in (own.top(torch.randn(R, 5), 3)[1], own.greedy(torch.randn(R, 5))):
+        assert ((ids >= 0) & (ids < 9)).all()

@@ -111,3 +111,40 @@ def test_logprobs_of_chats(chat_served: Served, stream: bool) -> None:
     for mine, theirs in zip(content, want.logprobs, strict=True):
         assert [each.logprob for each in mine.top_logprobs] == list(theirs.top.values())
         assert mine.bytes == (None if "\ufffd" in mine.token else list(mine.token.encode()))
+
+
+SCHEMA = {
+    "type": "object", "properties": {"who": {"enum": ["Tom", "Lily"]}, "n": {"type": "integer", "maximum": 9}},
+    "required": ["who", "n"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "rule"),
+    [
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}},
+         {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json": SCHEMA}, "stream": True}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"regex": "(He|She) [a-z]{3,6}\\."}}, {"regex": "(He|She) [a-z]{3,6}\\."}),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no"'}, "n": 2}, {"grammar": 'start: "yes" | "no"'}),
+    ],
+    ids=["text", "json_schema", "json", "regex", "grammar"],
+)  # fmt: skip
+def test_what_a_text_must_be_is_the_decoder_s(served: Served, field: dict[str, Any], rule: dict[str, Any]) -> None:
+    """Keeps out: a form that is asked for and not held to, in answers and in streams."""
+    (want,) = served.decoder.generate(GOOD["prompt"], SamplingParams(max_tokens=60, **rule))
+    answer = served.post(COMPLETIONS, {**GOOD, "max_tokens": 60, **field})
+    if "stream" in field:
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == want.text
+    else:
+        assert {choice["text"] for choice in answer.json()["choices"]} == {want.text}
+    assert "json_schema" not in rule or json.loads(want.text).keys() == {"who", "n"}
+
+
+def test_a_json_object_of_a_chat(chat_served: Served) -> None:
+    """Keeps out: response_format of chats taken and ignored.  The random target ends no string, so max_tokens ends its text."""
+    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
+    error = error_of(chat_served.post(CHAT, {**ask, "response_format": {"type": "json_object"}}), 400)
+    assert error["param"] == "response_format" and "names an eos_token_id" in error["message"]

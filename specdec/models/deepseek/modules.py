@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(q))
         prep = LatentPrep(rotation, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
         q_THQ = q[:, : self.queries].unflatten(-1, (-1, self.query_dim))
-        latents = LatentInputs(q_THQ, latent_TL, self.kv_b_proj.by_head(self.num_heads), prep)
+        latents = LatentInputs(q_THQ, latent_TL, self.kv_b_proj.by_head(self.num_heads), prep, self.kv_b_proj.numerics)
         if self.sparse is None:
             return self.o_proj(attn(layer, latents, rows_R, self.scoring).flatten(1))
         index = None

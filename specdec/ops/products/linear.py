@@ -1,9 +1,9 @@
 """Products of activations with weights: `linear`, `gated_linear` (SiLU-mul of a fused gate and up) and `silu_mul`.
 
 On a CPU and under autograd each function runs its definition.  On a GPU, products of few rows (a decode step, a tree) use the
-kernel in linear_triton.py, and products of up to 192 rows with wide weights the one in linear_wide_triton.py, for those shapes
-for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The policy decides (numerics.py); under an
-invariant one no library computes anything.  This module knows no model.
+kernel in linear_triton.py or, on an H200, the one in linear_hopper.py, and products of up to 192 rows with wide weights the one
+in linear_wide_triton.py, for those shapes for which they were measured to be faster than cuBLAS.  cuBLAS takes the rest.  The
+policy decides (numerics.py); under an invariant one no library computes anything.  This module knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.operator import define, use_operator
+from specdec.ops.products.gpus import H100, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.tiles import FEW, ProductTiles
 
@@ -66,7 +67,9 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
     O, I = weight.shape
-    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated)
+    match = match_of(x.device)
+    kind = match.kind if match.hopper and _tma_reads(x, weight) else H100  # whose kernels of few rows need no TMA
+    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
@@ -90,6 +93,10 @@ def _tma_reads(*matrices: Tensor) -> bool:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+    if tiles.lag >= 0:
+        from specdec.ops.products.linear_hopper import launch_hopper_linear
+
+        return launch_hopper_linear(x, weight, bias, gated, tiles)
     if tiles.columns:
         from specdec.ops.products.linear_tiled_triton import launch_tiled_linear
 

@@ -169,7 +169,7 @@ def launch_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated:
     if tiles.splits > 1:
         assert num_tiles <= ARRIVALS
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
-        arrivals = _arrivals(x_TI.device)
+        arrivals = arrivals_of(x_TI.device)
     linear_kernel[(num_tiles, tiles.splits)](
         x_TI, weight_OI, weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I, x_TI.stride(0),
         BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
@@ -194,7 +194,7 @@ def launch_silu_mul(gate_up_T2F: Tensor) -> Tensor:
 
 
 @cache
-def _arrivals(device: torch.device) -> Tensor:
+def arrivals_of(device: torch.device) -> Tensor:
     """A device's arrival counters.  The first call makes them, in a warm-up and not in a capture; each launch leaves them at
     zero.
     """

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from specdec.ops.products.gpus import H100, Kind
 from specdec.ops.products.tiles import ProductTiles, invariant_tiles, product_tiles
 
 FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
@@ -29,12 +30,13 @@ class Numerics:
 
     is_invariant = False
 
-    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100) -> ProductTiles | None:
         """The tiles of a product of T rows with a weight [O, I]; None: cuBLAS computes it.
 
         gated: whether the weight holds gate and up rows.
+        kind: the kind of GPU whose tiles are taken.
         """
-        return product_tiles(T, O, I, dtype, gated)
+        return product_tiles(T, O, I, dtype, gated, kind)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
         """How many of a token's heads one program norms, rotates and stores before attention: a power of two."""
@@ -47,7 +49,7 @@ class Invariant(Numerics):
 
     is_invariant = True
 
-    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles:
+    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100) -> ProductTiles:
         assert dtype in (torch.bfloat16, torch.float16), dtype
         return invariant_tiles(T, O, I, gated)
 

@@ -1,7 +1,7 @@
 """The tiles of the products' kernels, chosen by shapes alone.
 
-The choices were measured on an H100: benchmarks/README.md, "Why the tiles and rules are what they are".  This module knows no
-tensor and no model.
+The choices were measured on an H100 and, for the kernel of linear_hopper.py, on an H200: benchmarks/README.md, "Why the
+tiles and rules are what they are".  This module knows no tensor and no model.
 
 Shapes: T rows, I in, O out.
 """
@@ -13,8 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.ops.products.gpus import H100, H200, Kind
+
 FEW = 64  # threshold in rows of x: up to this many, linear_triton.py's kernel is used, and linear_wide_triton.py's for more
 STEP = 128  # columns of a step of invariant products whose columns are split: borders of splits are multiples of it
+WHOLE_SM, HALF_SM = 229_000, 112_000  # bytes of shared memory for the stages of the only program of an SM, and of one of two
+LEAST_ROWS, LEAST_COLUMNS = 2048, 1024  # thresholds: smaller weights have tiles for a small part of the SMs only
 SMS, WAVE_FULL = 132, 0.8  # SMs of an H100; threshold: the share of SMs that must have work, on average over all waves
 
 
@@ -27,6 +31,8 @@ class ProductTiles(NamedTuple):
     splits: programs that share a tile's columns.
     warps, stages: Triton's.
     columns: of a split, for linear_tiled_triton.py's kernel, which takes any number of rows; 0 for the other kernels.
+    lag: for linear_hopper.py's kernel, how many steps the tensor cores may be late: 0 fills each stage again at once, and 1
+        keeps the tensor cores busy; -1 for the other kernels.
     """
 
     block_t: int
@@ -36,18 +42,34 @@ class ProductTiles(NamedTuple):
     warps: int
     stages: int
     columns: int = 0
+    lag: int = -1
 
     def shared_bytes(self, itemsize: int) -> int:
         """Bytes of shared memory that the pipeline's stages take."""
         return self.stages * (self.block_t + self.block_o) * self.block_i * itemsize
 
 
+class StackedTiles(NamedTuple):
+    """What one program of stacked_triton.py's kernels works on; the names are those of ProductTiles."""
+
+    block_t: int
+    block_o: int
+    block_i: int
+    warps: int
+    stages: int
+
+
 @cache
-def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
+def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100) -> ProductTiles | None:
     """The kernel's tiles for T rows and a weight of O rows and I columns; None: cuBLAS is used.
 
     gated: whether the weight holds gate and up rows.
+    kind: the kind of GPU.  Those of an H200 need a Hopper GPU, and rows of x that start at multiples of 16 bytes.
     """
+    if kind == H200 and dtype != torch.float32 and O >= LEAST_ROWS and I >= LEAST_COLUMNS:
+        tiles = _tiles_hopper(T, O, I, gated)
+        if tiles is not None:
+            return tiles
     if not 0 < T <= FEW:
         return _tiles_many(T, O, dtype, gated)
     block_t = max(8, 1 << (T - 1).bit_length())
@@ -71,6 +93,29 @@ def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool) -> Pr
     return ProductTiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
 
 
+def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
+    """Tiles of linear_hopper.py's kernel in 16 bits; None where it can't run or was not found to be faster.
+
+    Where there are fewer tiles than SMs, programs share a tile's columns so that nearly every SM has one program, which takes
+    all of its shared memory; elsewhere two programs share an SM.  Measured: benchmarks/README.md, "Why the tiles and rules are
+    what they are".
+    """
+    if O % (16 if gated else 8) or I % 8:
+        return None
+    if T > FEW:
+        if not (192 < T <= 256 and gated and O >= 16384 and _fills_waves(-(-O // 128))):
+            return None
+        return ProductTiles(256, 128, 64, 1, 8, 4, lag=1)
+    if T == 0:
+        return None
+    block_t = max(8, 1 << (T - 1).bit_length())
+    block_i = 256 if T <= 8 else 128
+    tiles, stage = -(-O // 64), (64 + block_t) * block_i * 2
+    splits = min(max(1, SMS // tiles), -(-I // (2 * block_i)))
+    room = HALF_SM if tiles > SMS else WHOLE_SM
+    return ProductTiles(block_t, 64, block_i, splits, 4, min(12, room // stage), lag=0 if T <= 16 else 1)
+
+
 def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> ProductTiles | None:
     """More than 64 rows: the wide kernel's tiles for a gated pair, and up to 128 rows for any wide weight; None: cuBLAS.
 
@@ -81,8 +126,12 @@ def _tiles_many(T: int, O: int, dtype: torch.dtype, gated: bool) -> ProductTiles
     tiles = ProductTiles(96 if T <= 96 else 128, 128, 64, 1, 4, 5)
     if T > 128:
         tiles = ProductTiles(160 if T <= 160 else 192, 256, 64, 1, 8, 4)
-    programs = -(-O // tiles.block_o)
-    return tiles if programs >= WAVE_FULL * SMS * -(-programs // SMS) else None
+    return tiles if _fills_waves(-(-O // tiles.block_o)) else None
+
+
+def _fills_waves(programs: int) -> bool:
+    """Whether so many programs, one an SM, give work to nearly all SMs in all waves."""
+    return programs >= WAVE_FULL * SMS * -(-programs // SMS)
 
 
 def _tiles_float32(T: int, O: int, I: int) -> ProductTiles | None:
@@ -116,6 +165,13 @@ def invariant_tiles(T: int, O: int, I: int, gated: bool) -> ProductTiles:
         stages = 4 if T <= 32 else 3
         return ProductTiles(block_t, 64, 128, 1, 4, stages) if gated else ProductTiles(block_t, 128, 128, 1, 8, stages)
     return ProductTiles(block_t, 64, 128, 1, 4, 7 if O <= 4096 else 5)
+
+
+def invariant_stacked_tiles(rows: int) -> StackedTiles:
+    """Tiles for a stack of matrices with about `rows` rows of x each.  The order of sums is that of `invariant_tiles`."""
+    if rows <= 32:
+        return StackedTiles(16 if rows <= 16 else 32, 64, 128, 4, 4)
+    return StackedTiles(64, 128, 64, 4, 4) if rows <= 64 else StackedTiles(128, 128, 64, 8, 4)
 
 
 def _tiles_of_rows(T: int, O: int, I: int, splits: int) -> ProductTiles:

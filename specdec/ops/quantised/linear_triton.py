@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_triton import ARRIVALS, _arrivals, _finish, _prefetch
+from specdec.ops.products.linear_triton import ARRIVALS, _finish, _prefetch, arrivals_of
 
 if TYPE_CHECKING:
     from specdec.ops.products.tiles import ProductTiles
@@ -282,7 +282,7 @@ def launch_quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     if tiles.splits > 1:
         assert num_tiles <= ARRIVALS
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
-        arrivals = _arrivals(x_TI.device)
+        arrivals = arrivals_of(x_TI.device)
     quantised_linear_kernel[(num_tiles, tiles.splits, triton.cdiv(T, tiles.block_t))](
         x_TI, weight.codes_OJ.view(torch.int16), scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO,
         partials, arrivals, T, O, I, weight.codes_OJ.shape[1] // 2, scales_OG.shape[1], x_TI.stride(0),

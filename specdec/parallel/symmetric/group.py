@@ -36,29 +36,39 @@ class SymmetricGroup(Group):
         assert inbox.layout.ranks == base.size > 1
         self.base, self.inbox, self.rank, self.size = base, inbox, base.rank, base.size
         self.patience = PATIENCE
+        self.rows_are_independent = self.size == 2  # then the kernels take any number of rows
 
     def gather(self, x: Tensor) -> Tensor:
-        if not self._is_small(x):
+        if not self._has_words(x, self.inbox.layout.words):
             return self.base.gather(x)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
-        return launch_flat(self.inbox, self.rank, self._patience, x, "gather")
+        return launch_flat(self.inbox, self.rank, self.nanoseconds, x, "gather")
+
+    def gather_heads(self, x_THL: Tensor) -> Tensor:
+        (T, H, L), row_bytes = x_THL.shape, x_THL[0].nbytes if len(x_THL) else 0
+        if row_bytes % 8 or not self._has_words(x_THL, self.inbox.layout.words):
+            return super().gather_heads(x_THL)
+        from specdec.parallel.symmetric.flat_triton import launch_flat
+
+        gathered = launch_flat(self.inbox, self.rank, self.nanoseconds, x_THL, "gather", rows=T)
+        return gathered.view(T, self.size * H, L)
 
     def swap(self, x: Tensor) -> Tensor:
-        if not self._is_small(x[0]):
+        if not self._has_words(x[0], self.inbox.layout.words):
             return self.base.swap(x)
         from specdec.parallel.symmetric.flat_triton import launch_flat
 
-        return launch_flat(self.inbox, self.rank, self._patience, x, "swap")
+        return launch_flat(self.inbox, self.rank, self.nanoseconds, x, "swap")
 
     def neighbours(self, size: int) -> Group:
         return self if size == self.size else self.base.neighbours(size)
 
     def sum(self, x: Tensor) -> Tensor:
-        if self._is_small(x) and x.dtype in KERNEL_DTYPES:
+        if self._has_words(x, self.inbox.layout.channels * BLOCK * 2) and x.dtype in KERNEL_DTYPES:
             from specdec.parallel.symmetric.flat_triton import launch_flat
 
-            return launch_flat(self.inbox, self.rank, self._patience, x, "sum")
+            return launch_flat(self.inbox, self.rank, self.nanoseconds, x, "sum")
         return self._rows(None, x, None, 0.0)[0] if self._has_rows(x) else self.base.sum(x)
 
     def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
@@ -82,12 +92,14 @@ class SymmetricGroup(Group):
         self.base.abort()
 
     @property
-    def _patience(self) -> int:
+    def nanoseconds(self) -> int:
+        """Of `patience`, as kernels take it."""
         return int(self.patience * 1e9)
 
-    def _is_small(self, x: Tensor) -> bool:
+    def _has_words(self, x: Tensor, most: int) -> bool:
+        """Whether x is made of whole words, of 32 bits, at most so many."""
         num_bytes = x.numel() * x.element_size()
-        return 0 < num_bytes <= self.inbox.layout.channels * BLOCK * 8 and num_bytes % 4 == 0 and self._is_here(x)
+        return 0 < num_bytes <= most * 4 and num_bytes % 4 == 0 and self._is_here(x)
 
     def _has_rows(self, x: Tensor) -> bool:
         if x.dim() != 2 or not x.numel() or x.dtype not in KERNEL_DTYPES or not self._is_here(x):
@@ -104,7 +116,7 @@ class SymmetricGroup(Group):
 
         sent = (self.size - 1) * term_TH.numel() * term_TH.element_size()
         few = len(term_TH) <= self.inbox.layout.channels and sent <= MOST_AS_MESSAGES
-        return launch_rows(self.inbox, self.rank, self._patience, x_TH, term_TH, weight_H, eps, few)
+        return launch_rows(self.inbox, self.rank, self.nanoseconds, x_TH, term_TH, weight_H, eps, few)
 
 
 def connect(base: Group, device: torch.device) -> Group:

@@ -48,6 +48,11 @@ class Layout(NamedTuple):
         return max(2 * BLOCK, self.row_bytes // 4)
 
     @property
+    def words(self) -> int:
+        """The most words of 32 bits that a rank sends to another in one exchange of messages."""
+        return self.channels * (self.capacity // (2 * BLOCK)) * 2 * BLOCK
+
+    @property
     def area(self) -> int:
         """Bytes of rows from each sender to a channel."""
         return max(self.row_bytes, self.room // self._areas // 16 * 16)

@@ -15,12 +15,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SHARED_FIELDS = (
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids",
     "ignore_eos", "n", "stream", "stream_options", "speculate", "user", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "bad_words", "min_tokens", "logprobs", "logprobs_mode",
+    "frequency_penalty", "logit_bias", "bad_words", "min_tokens", "logprobs", "logprobs_mode", "response_format",
+    "structured_outputs",
 )  # fmt: skip
 USED_FIELDS = {COMPLETIONS: ("prompt", *SHARED_FIELDS), CHAT: ("messages", "top_logprobs", *SHARED_FIELDS)}
 EXTENSIONS = (  # of the fields above, those that OpenAI does not have
     "top_k", "stop_token_ids", "ignore_eos", "speculate", "min_p", "repetition_penalty", "bad_words", "min_tokens",
-    "logprobs_mode",
+    "logprobs_mode", "structured_outputs",
 )  # fmt: skip
 
 # OpenAI's fields that specdec does not support, and the values besides null that say no more than leaving the field out.
@@ -32,7 +33,6 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),

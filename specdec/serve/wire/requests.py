@@ -22,6 +22,7 @@ from specdec.serve.wire.fields import (
     only_used,
     used_fields,
 )
+from specdec.serve.wire.grammar import GRAMMAR_FIELDS, grammar_of
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat answer may be as long as the context allows
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
@@ -42,7 +43,7 @@ class Plan:
     path: the endpoint.  prompts: texts, lists of ids, or one chat.  prompt_field: what errors call them.
     sampling: of choice 0 of each prompt, but for the next two.  max_tokens: None: as many as fit.  min_tokens: before any end.
     n: choices of each prompt.
-    is_list: whether the prompts came as a list of prompts.
+    is_list: whether the prompts came as a list of prompts.  grammar_field: the field that says what the text must be.
     """
 
     path: str
@@ -56,6 +57,7 @@ class Plan:
     include_usage: bool = False
     speculate: bool = True
     is_list: bool = False
+    grammar_field: str = ""
 
     @property
     def choices(self) -> int:
@@ -98,6 +100,7 @@ def read_plan(body: dict[str, Any], path: str, model_name: str, max_tokens_cap: 
         include_usage=include_usage,
         speculate=_checked("speculate", require_bool, values.get("speculate", True), True),
         is_list=is_list,
+        grammar_field=next((name for name in GRAMMAR_FIELDS if name in values), ""),
     )
 
 
@@ -137,6 +140,9 @@ def _sampling(values: dict[str, Any], n: int, path: str) -> SamplingParams:
         given["logit_bias"] = _logit_bias(given["logit_bias"])
     for name, value in given.items():
         _checked(name, lambda name, value: SamplingParams(**{name: value}), value)
+    for name, rule in grammar_of(values).items():
+        _checked(name, lambda _, both: SamplingParams(**both), {"ignore_eos": given.get("ignore_eos", False), **rule})
+        given |= rule
     given["logprobs"] = _chat_logprobs(values) if path == CHAT else _completion_logprobs(values)
     mode = {"logprobs_mode": values["logprobs_mode"]} if "logprobs_mode" in values else {}
     _checked("logprobs_mode", lambda _, mode: SamplingParams(logprobs=given["logprobs"], **mode), mode)

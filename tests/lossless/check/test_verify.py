@@ -45,7 +45,7 @@ def test_a_right_decoder_passes(zoo: Zoo, dtype: str, kv: str, sampling: Samplin
     found = decoder_of(zoo, dtype, kv).verify(PROMPTS, sampling)
     assert found.passed, found.prompts
     longer = sum(each.difference is not None for each in found.prompts)
-    assert found.tokens == 24 * (8 + longer) and found.accept_length > 1
+    assert found.tokens == 24 * (8 + longer) and found.accept_length > 1 and found.accepted > 0
     assert all(each.bound > 0 for each in found.prompts)
     if dtype == "float32":
         assert found.count("EXACT") == 8 and found.unsure == 0 and max(each.bound for each in found.prompts) < 1e-3
@@ -188,11 +188,12 @@ def test_a_long_prompt_and_a_long_output_are_read_in_pieces(zoo: Zoo, monkeypatc
 
 
 def test_what_can_t_be_verified_is_refused(zoo: Zoo) -> None:
-    """Keeps out: a verdict about nothing: no draft, one token, two sides that draw differently."""
+    """Keeps out: a verdict about nothing: no draft, one token, two sides that draw differently; an option that is dropped."""
     decoder = decoder_of(zoo, "float32")
     for sampling, message in (
         (SamplingParams(temperature=1.0), "needs a seed .* nearest setting that works: seed=0"),
         (SamplingParams(max_tokens=1), "max_tokens >= 2"),
+        (SamplingParams(logprobs=2), "gives no log-probabilities, got logprobs=2; nearest setting that works: logprobs=None"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.verify(PROMPTS, sampling)
@@ -217,6 +218,7 @@ def test_the_command_says_what_it_found(zoo: Zoo, tmp_path: Path, capsys: pytest
     assert "FAIL" in capsys.readouterr().out
     right, wrong = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert (right["passed"], wrong["passed"]) == (True, False) and right["tokens"] == 60
+    assert right["saw_trees"] == (right["accepted"] >= 3) == ("hardly show" not in " ".join(shown.split()))
     assert {each["verdict"] for each in wrong["prompts"]} <= set(wrong["definitions"]) and wrong["settings"]["spec"] == "3,8,40"
     part = next(each["difference"] for each in wrong["prompts"] if each["difference"])
     assert part["token_baseline"] != part["token_speculative"]

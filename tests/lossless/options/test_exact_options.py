@@ -97,8 +97,9 @@ CHANGES: dict[str, dict[str, Any]] = {  # a value of each field that must change
     "min_tokens": dict(min_tokens=9, stop_token_ids=[*range(0, V, 2)]),
     **{name: ours for name, (ours, _) in OPTIONS.items() if name != "min_tokens"},
 }  # fmt: skip
-# stop and ignore_eos need a tokenizer or a model with an end (tests/engine/test_endings.py), logprobs and n change no text.
-ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode", "n"}
+# stop and ignore_eos need a tokenizer or a model with an end (tests/engine/test_endings.py), and so do the options that say
+# what the text must be (test_grammar.py); logprobs and n change no text.
+ELSEWHERE = {"stop", "ignore_eos", "logprobs", "logprobs_mode", "n", "json_schema", "regex", "grammar"}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams) if field.name not in ELSEWHERE])

@@ -103,7 +103,7 @@ def test_ranks_share_whole_groups(tmp_path: Path) -> None:
     """Keeps out: a cut inside of a group, whose scale then belongs to half of the columns."""
     quantised, _ = save_quantised(tmp_path, SCHEMES["w4a16 g128"])
     config = choose_target(quantised).config
-    with pytest.raises(ValueError, match="tensor_parallel_size 2 does not fit attention outputs 128 in groups of 128"):
+    with pytest.raises(ValueError, match="attention outputs 128 in whole groups of 128 evenly, got 2"):
         share_of(config, Shard(0, 2))
 
 

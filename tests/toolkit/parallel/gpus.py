@@ -154,6 +154,8 @@ class Exchanges:
         ids = (self.step * 5 + torch.arange(6, device="cuda").view(2, 3)) * 2**33
         ranks = torch.arange(self.group.size, device="cuda")[:, None, None]
         self.wrong += (self.group.gather(ids + self.group.rank) != ids + ranks).sum()
+        words = torch.arange(150_001, dtype=torch.int32, device="cuda") * self.step.int()  # more than a block for each channel
+        self.wrong += (self.group.gather(words + self.group.rank) != words + ranks[:, 0]).sum()
         self.wrong += (self.group.swap(ids + 10 * self.group.rank + ranks) != ids + 10 * ranks + self.group.rank).sum()
 
 
@@ -180,7 +182,7 @@ def soak(group: SymmetricGroup, replays: int, shapes: list[tuple[int, int]], see
         if own.random() < 0.01:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return int(exchanges.wrong), calls * (3 * len(shapes) + 2), time.monotonic() - began
+    return int(exchanges.wrong), calls * (3 * len(shapes) + 3), time.monotonic() - began
 
 
 def lost_rank(group: SymmetricGroup, seconds: float) -> tuple[str, float]:

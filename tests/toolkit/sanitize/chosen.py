@@ -12,6 +12,7 @@ CHOSEN: dict[str, list[str]] = {
     "add_rms_norm_kernel": ["tests/ops/test_norm.py::test_sum_and_norm_equal_the_definition[3-300-dtype2]"],
     "pair_rms_norm_kernel": ["tests/ops/test_norm.py::test_pair_norm_equals_the_definition[dtype2]"],
     "linear_kernel": ["tests/ops/test_linear.py::test_equals_the_definition[1-64-128-1-gated-dtype2]"],
+    "hopper_linear_kernel": ["tests/ops/test_linear.py::test_hopper_equals_the_definition[1-31-72-1000-tiles3-gated-dtype1]"],
     "wide_linear_kernel": ["tests/ops/test_linear.py::test_wide_equals_the_definition[72-64-27-32-gated-dtype2]"],
     "quantised_linear_kernel": [
         "tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_product[int4-32-True]"
@@ -20,11 +21,16 @@ CHOSEN: dict[str, list[str]] = {
     "tiled_linear_kernel": [
         "tests/ops/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
     ],
+    "experts_linear_kernel": ["tests/ops/test_stacked.py::test_experts_equal_the_definition[7-2]"],
+    "weighted_sum_kernel": [],
+    "each_linear_kernel": ["tests/ops/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
     "silu_mul_kernel": ["tests/ops/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
     "merge_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[300-1-torch.float32]"],
     "gumbel_noise_kernel": ["tests/ops/test_gumbel_triton.py::test_noise_equals_the_definition[0-3000]"],
+    "sample_scan_kernel": ["tests/ops/test_sample.py::test_tokens_are_the_definition_s[torch.float16-5-1-300]"],
+    "masked_logits_kernel": ["tests/batch/test_masks.py::test_banned_tokens_are_minus_infinity[torch.float16-4-3-95-0-95]"],
     "perturb_kernel": ["tests/ops/test_gumbel_triton.py::test_perturbed_logits_of_a_run_equal_the_definition[torch.bfloat16]"],
     "least_logits_kernel": ["tests/ops/test_floor.py::test_the_kernel_equals_the_definition[1300-dtype1]"],
     # attention over keys and values
@@ -46,10 +52,18 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "float8_queries_kernel": [],
     "leaves_kernel": [
-        "tests/attention/kernels/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[window 70]"
+        "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[World-kind1]"
     ],
     "join_kernel": [],
-    "path_kernel": ["tests/attention/kernels/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[62-window 70]"],
+    "path_kernel": [
+        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[World-kind3-62]"
+    ],
+    "latent_leaves_kernel": [
+        "tests/attention/invariant/test_leaves.py::test_a_token_s_attention_does_not_depend_on_its_chunk[Latents-kind4]"
+    ],
+    "latent_path_kernel": [
+        "tests/attention/invariant/test_leaves.py::test_a_node_s_attention_is_that_of_a_plain_step[Latents-kind8-126]"
+    ],
     # keys divided among ranks, of which a test plays one
     "own_slots_kernel": ["tests/attention/context/test_ownership.py::test_kernels_equal_their_definition[0-2-4-2]"],
     "counts_kernel": [],

@@ -38,6 +38,8 @@ def main(folder: str, port: str, prefix: str, *given: str) -> None:
         _node_ip_address="127.0.0.1",
         _temp_dir=folder,
     )
+    settings = sys.modules[application.__module__]
+    settings.HEALTH_SECONDS, settings.DRAIN_LOOK_SECONDS = 0.5, 0.2  # type: ignore[attr-defined]  # a test need not wait as long
     try:
         try:
             application(num_replicas=2)  # GPUs, unless it is told otherwise
@@ -51,8 +53,7 @@ def main(folder: str, port: str, prefix: str, *given: str) -> None:
             carry_out(*line.split())
             print(f"done: {line.strip()}", flush=True)
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        ray.shutdown()  # of everything that Serve has started too
 
 
 def carry_out(command: str, replica: str = "") -> None:

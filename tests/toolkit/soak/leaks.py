@@ -13,6 +13,7 @@ import torch
 
 WATCHED = ("specdec.", "asyncio", "_asyncio", "starlette.", "fastapi.", "uvicorn.", "anyio.", "concurrent.")
 ALSO = ("coroutine", "async_generator", "generator", "Task", "Future", "socket")
+CONTAINERS = (list, dict, set, deque)
 MOST_BYTES = 32 << 20
 
 
@@ -33,14 +34,11 @@ def held() -> Held:
     gc.collect()
     memory = rss()  # before the counting, which needs memory too
     everything = gc.get_objects()
+    sizes = {id(thing): len(thing) for thing in everything if type(thing) in CONTAINERS}
     objects: Counter[str] = Counter()
-    sizes = {}
-    for thing in everything:
-        kind = type(thing)
-        if kind in (list, dict, set, deque):
-            sizes[id(thing)] = len(thing)
-        elif str(kind.__module__).startswith(WATCHED) or kind.__name__ in ALSO:
-            objects[f"{kind.__module__}.{kind.__qualname__}"] += 1
+    for kind, count in Counter(map(type, everything)).items():  # names by type, because there are millions of objects
+        if kind not in CONTAINERS and (str(kind.__module__).startswith(WATCHED) or kind.__name__ in ALSO):
+            objects[f"{kind.__module__}.{kind.__qualname__}"] += count
     return Held(threads(), len(os.listdir("/proc/self/fd")), objects, sizes, memory, gpu_bytes())
 
 
@@ -83,10 +81,7 @@ def grown_containers(before: Held, after: Held, most: int) -> list[str]:
     return [
         f"{type(thing).__name__} from {before.sizes[id(thing)]} to {len(thing)}: {summary(thing)}"
         for thing in gc.get_objects()
-        if id(thing) in longer
-        and type(thing) in (list, dict, set, deque)
-        and thing is not before.sizes
-        and thing is not after.sizes
+        if id(thing) in longer and type(thing) in CONTAINERS and thing is not before.sizes and thing is not after.sizes
     ]
 
 

@@ -1,20 +1,16 @@
 """Paged attention in which the order of every sum is fixed by absolute positions: a query's result depends on its keys alone.
 
-A sequence's keys are cut into leaves, whose borders are absolute positions (`first_key`).  A query's state over one leaf is a
-sum over blocks of BLOCK_N keys, in order of position, and leaves are joined from the first to the last.  Who computes which
-leaf does not matter then: `leaves_kernel` gives each leaf to a program of its own, or lets one program compute all of them
-(ONE), and leaves states as plain sums, so that nothing is rounded on the way.  Keys that a query may not read add exactly 0.
-
-Leaves grow with the position, so that a short prefix is spread over the whole GPU and a long one makes few states: 16 leaves of
-LEAST keys, 16 of twice as many, and so on, OCTAVES times.
+states_triton.py says what leaves and states are.  A query's state over one leaf is a sum over blocks of BLOCK_N keys, in order
+of position, and leaves are joined from the first to the last.  Who computes which leaf does not matter then: `leaves_kernel`
+gives each leaf to a program of its own, or lets one program compute all of them (ONE).  Keys that a query may not read add
+exactly 0.
 
 A draft tree's nodes read keys of their own at the same positions.  `leaves_kernel` then stops at the last border of a block
-before the tree (TREE), and `path_kernel` goes on from the state it left: a program for each node, which takes the key at
-position p from the node's own path where p is in the tree.  So a node's sums are those of a plain decoding step.
+before the tree (TREE), `join_kernel` joins the leaves that are complete, and `path_kernel` goes on from the state of the leaf
+that is not: a program for each node, which takes the key at position p from the node's own path where p is in the tree.  So a
+node's sums are those of a plain decoding step.
 
-To give the same bits, both kernels must compile to the same instructions: all arithmetic on states stands in the functions
-`read_block` and `joined_sums`, products have the same shape and number of warps, and what a compiler might fuse or not is
-written as one fused multiply-add.
+latents_triton.py has the same kernels for latents.
 
 Order of chained launches (specdec/ops/launch.py): before gdc_wait, leaves_kernel reads the page table, lengths and first keys,
 as the paged kernel does, and it lets the next kernel start after its own wait.
@@ -25,90 +21,28 @@ Shapes: M packed queries x heads of a tile, N keys of a block, D head dim, R row
 import triton
 import triton.language as tl
 
-from specdec.attention.kernels.paged_triton import LN2, LOG2E, capped
+from specdec.attention.invariant.states_triton import (
+    add_block,
+    complete_leaves,
+    first_key,
+    joined_sums,
+    leaf_of,
+    load_sums,
+    store_answer,
+    store_sums,
+)
+from specdec.attention.kernels.paged_triton import LOG2E, capped, own_part
 from specdec.attention.kernels.tables_triton import slots_on
-
-IN_OCTAVE = tl.constexpr(16)  # leaves of one length
-
-
-@triton.jit
-def first_key(leaf, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
-    """The position at which a leaf begins."""
-    octave = tl.minimum(leaf // IN_OCTAVE, OCTAVES)
-    times = (leaf * 0 + 1) << octave
-    return (times - 1) * (IN_OCTAVE * LEAST) + (leaf - octave * IN_OCTAVE) * (times * LEAST)
-
-
-@triton.jit
-def leaf_of(key, LEAST: tl.constexpr, OCTAVES: tl.constexpr):
-    """The leaf in which a position lies."""
-    octave = key * 0
-    for i in tl.static_range(1, OCTAVES + 1):
-        octave += (key >= (IN_OCTAVE * LEAST) * ((1 << i) - 1)).to(tl.int32)
-    times = (key * 0 + 1) << octave
-    return octave * IN_OCTAVE + (key - (times - 1) * (IN_OCTAVE * LEAST)) // (times * LEAST)
 
 
 @triton.jit
 def read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP: tl.constexpr):
-    """A state with one more block of keys.  A state is (base-2 maximum, sum of weights, sum of weighted values).
-
-    A block of which a query may read nothing leaves the query's state as it is, bit for bit.
-    """
+    """`add_block` for ordinary heads."""
     s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
     if SOFTCAP:
-        s_MN = capped(s_MN * scale, softcap)
-        factor = LOG2E
+        return add_block(capped(s_MN * scale, softcap), v_ND, visible_MN, top_M, total_M, acc_MD, LOG2E)
     else:
-        factor = scale * LOG2E
-    s_MN = tl.where(visible_MN, s_MN, -float("inf"))
-    new_M = tl.maximum(top_M, tl.max(s_MN, 1) * factor)
-    shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)  # -inf: the query has read no key yet
-    p_MN = tl.exp2(tl.fma(s_MN, tl.zeros_like(s_MN) + factor, tl.zeros_like(s_MN) - shift_M[:, None]))
-    decay_M = tl.exp2(top_M - shift_M)
-    total_M = tl.fma(total_M, decay_M, tl.sum(p_MN, 1))
-    acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * decay_M[:, None], input_precision="ieee")
-    return new_M, total_M, acc_MD
-
-
-@triton.jit
-def joined_sums(top_M, total_M, acc_MD, next_top_M, next_total_M, next_acc_MD):
-    """The state over two sets of keys.  An empty state, of maximum -inf and sums 0, changes nothing, bit for bit."""
-    new_M = tl.maximum(top_M, next_top_M)
-    shift_M = tl.where(new_M == -float("inf"), 0.0, new_M)
-    keep_M, weight_M = tl.exp2(top_M - shift_M), tl.exp2(next_top_M - shift_M)
-    total_M = tl.fma(next_total_M, weight_M, total_M * keep_M)
-    acc_MD = tl.fma(next_acc_MD, tl.zeros_like(acc_MD) + weight_M[:, None], acc_MD * keep_M[:, None])
-    return new_M, total_M, acc_MD
-
-
-@triton.jit
-def store_answer(out, lse, at_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM: tl.constexpr):
-    """The average of values and the natural log of the sum of weights; 0 and -inf where no key was read."""
-    some_M = total_M > 0
-    safe_M = tl.where(some_M, total_M, 1.0)
-    tl.store(lse + at_M, tl.where(some_M, (top_M + tl.log2(safe_M)) * LN2, -float("inf")), mask=ok_M)
-    at_MD = at_M[:, None] * HEAD_DIM + tl.arange(0, acc_MD.shape[1])[None, :]
-    tl.store(out + at_MD, (acc_MD / safe_M[:, None]).to(out.dtype.element_ty), mask=ok_M[:, None] & ok_D[None, :])
-
-
-@triton.jit
-def store_sums(sums, accs, state_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM: tl.constexpr):
-    """Stores states as they are.  Nobody reads the values of an empty state."""
-    tl.store(sums + 2 * state_M, top_M, mask=ok_M)
-    tl.store(sums + 2 * state_M + 1, total_M, mask=ok_M)
-    at_MD = state_M[:, None] * HEAD_DIM + tl.arange(0, acc_MD.shape[1])[None, :]
-    tl.store(accs + at_MD, acc_MD, mask=(ok_M & (top_M > -float("inf")))[:, None] & ok_D[None, :])
-
-
-@triton.jit
-def load_sums(sums, accs, state_M, ok_M, ok_D, PADDED_DIM: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """States as they were stored; empty ones where ok_M is False."""
-    top_M = tl.load(sums + 2 * state_M, mask=ok_M, other=-float("inf"))
-    total_M = tl.load(sums + 2 * state_M + 1, mask=ok_M, other=0.0)
-    at_MD = state_M[:, None] * HEAD_DIM + tl.arange(0, PADDED_DIM)[None, :]
-    acc_MD = tl.load(accs + at_MD, mask=ok_M[:, None] & ok_D[None, :], other=0.0)
-    return top_M, total_M, tl.where((top_M > -float("inf"))[:, None], acc_MD, 0.0)
+        return add_block(s_MN, v_ND, visible_MN, top_M, total_M, acc_MD, scale * LOG2E)
 
 
 @triton.jit(
@@ -116,7 +50,7 @@ def load_sums(sums, accs, state_M, ok_M, ok_D, PADDED_DIM: tl.constexpr, HEAD_DI
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "starts"],
 )
 def leaves_kernel(
-    q,  # [T, H, D]
+    q,  # [T, H, D], or a KEY_PARTS-th of D
     kv,  # [slots, 2, K, D]; the values begin stride_v numbers after the keys
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32
@@ -140,6 +74,7 @@ def leaves_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    KEY_PARTS: tl.constexpr,  # see paged_triton.py
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
@@ -192,8 +127,9 @@ def leaves_kernel(
 
     ok_D = d < HEAD_DIM
     token_M = (first + query_M).to(tl.int64)
-    at_MD = (token_M * stride_qt + head_M * stride_qh)[:, None] + d[None, :]
-    q_MD = tl.load(q + at_MD, mask=ok_M[:, None] & ok_D[None, :], other=0.0)
+    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    at_MD += (token_M * stride_qt + head_M * stride_qh)[:, None]
+    q_MD = tl.load(q + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
     last_M = length - (queries - query_M) if CAUSAL else query_M * 0 + (length - 1)  # the last key that each query reads
     top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
@@ -233,52 +169,19 @@ def leaves_kernel(
         store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["states"])
-def join_kernel(
-    accs,  # [T, H, S, D] float32
-    sums,  # [T, H, S, 2] float32
-    out,  # [T, H, D], any float type
-    lse,  # [T, H] float32
-    states,  # S
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,  # states whose loads are in flight together
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    at_M = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    ok_D = tl.arange(0, PADDED_DIM) < HEAD_DIM
-    top_M, total_M = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32)
-    acc_MD = tl.zeros([1, PADDED_DIM], tl.float32)
-    state = 0
-    while state < states:
-        next_top_M = top_M
-        for i in tl.static_range(CHUNK):
-            ok_M = state + i + at_M * 0 < states
-            next_top_M, next_total_M, next_acc_MD = load_sums(
-                sums, accs, at_M * states + state + i, ok_M, ok_D, PADDED_DIM, HEAD_DIM
-            )
-            top_M, total_M, acc_MD = joined_sums(top_M, total_M, acc_MD, next_top_M, next_total_M, next_acc_MD)
-        # A query reads every leaf from its first key's to its last key's, so after an empty state there are only empty ones.
-        state = tl.where(tl.max(next_top_M) == -float("inf"), states, state + CHUNK)
-    store_answer(out, lse, at_M, top_M, total_M, acc_MD, at_M >= 0, ok_D, HEAD_DIM)
-
-
 @triton.jit(
     do_not_specialize=["stride_row", "stride_path", "states", "nodes"],
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "paths", "path_lens", "starts"],
 )
 def path_kernel(
-    q,  # [T, H, D]
-    kv,  # as in leaves_kernel
+    q,  # as in leaves_kernel
+    kv,
     page_table,  # [R, W] int32
     cache_seqlens,  # [R] int32: the position of each tree's root
     paths,  # [T, X] int32: the slots of each node's path, from the root to itself
     path_lens,  # [T] int32
     starts,  # [T] int32: the first key that each query reads
-    accs,  # [T, H, S, D] float32: what leaves_kernel left
+    accs,  # [T, H, S, D] float32: what leaves_kernel and join_kernel left
     sums,  # [T, H, S, 2] float32
     out,  # [T, H, D], any float type
     lse,  # [T, H] float32
@@ -297,6 +200,7 @@ def path_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -311,13 +215,11 @@ def path_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    head_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    ok_M = head_M < GROUP
-    head_M += kv_head * GROUP
+    group_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok_M, head_M = group_M < GROUP, group_M + kv_head * GROUP
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_DIM)
     ok_D = d < HEAD_DIM
-    row = token // nodes
-    length = tl.load(cache_seqlens + row)
+    length = tl.load(cache_seqlens + token // nodes)
     end = length + tl.load(path_lens + token)
     begin = length * 0
     if HAS_STARTS:
@@ -325,24 +227,28 @@ def path_kernel(
     base = length // BLOCK_N * BLOCK_N
     leaf = leaf_of(base, LEAST, OCTAVES)
     border = first_key(leaf + 1, LEAST, OCTAVES)
-    complete = 1 if ONE else leaf - leaf_of(begin, LEAST, OCTAVES)  # states of leaves that end before `base`
-    q_MD = tl.load(
-        q + token * stride_qt + head_M[:, None] * stride_qh + d[None, :], mask=ok_M[:, None] & ok_D[None, :], other=0.0
-    )
+    complete = complete_leaves(tl.program_id(0), cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
+    at_MD, ok_MD = own_part(group_M, d, GROUP, HEAD_DIM, KEY_PARTS)
+    q_MD = tl.load(q + token * stride_qt + head_M[:, None] * stride_qh + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
+    # The state of the leaves before the one that is being read stays in memory: in registers it would leave no room for another
+    # program on the SM.
     at_M = token * (KV_HEADS * GROUP) + head_M
-    all_top_M, all_total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    all_acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-    for state in range(0, complete):
-        top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + state, ok_M, ok_D, PADDED_DIM, HEAD_DIM)
-        all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    is_there_M = ok_M & (complete >= 0) & (complete < states)
-    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + complete, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
+    is_joined = (complete > 0) | ONE
+    begun = 1 if ONE else complete
+    is_there_M = ok_M & (begun >= 0) & (begun < states)
+    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + begun, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
 
-    pages, path = page_table + row * stride_row, paths + token * stride_path
+    pages, path = page_table + token // nodes * stride_row, paths + token * stride_path
     kv += kv_head.to(tl.int64) * stride_kv_head
     for start in range(base, end, BLOCK_N):
         if start == border:
-            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+            all_top_M, all_total_M, all_acc_MD = load_sums(
+                sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM
+            )
+            top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+            store_sums(sums, accs, at_M * states, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
+            tl.debug_barrier()  # what is stored may be loaded by another thread
+            is_joined |= True
             top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
             leaf += 1
@@ -357,5 +263,6 @@ def path_kernel(
         k_ND, v_ND = tl.load(at_ND, mask=ok_ND, other=0.0), tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
         visible_MN = (ok_N & (key_N >= begin))[None, :] & ok_M[:, None]
         top_M, total_M, acc_MD = read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP)
-    all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)
+    all_top_M, all_total_M, all_acc_MD = load_sums(sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM)
+    top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+    store_answer(out, lse, at_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)

@@ -16,9 +16,13 @@ from toolkit.oracles.reference import ReferenceBackend
 from torch import Tensor
 
 from specdec.attention.caches.heads_cache import MHAView
-from specdec.attention.kernels import invariant_backend
-from specdec.attention.kernels.invariant_backend import InvariantBackend, LeavesPlan, leaves_before, octaves_of
-from specdec.attention.kernels.leaves_triton import first_key, leaf_of
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.caches.planes import KVView
+from specdec.attention.caches.split_cache import PairedView
+from specdec.attention.invariant import plan as leaves_plan
+from specdec.attention.invariant.backend import InvariantBackend
+from specdec.attention.invariant.plan import PIECE, LeavesPlan, leaves_before, octaves_of
+from specdec.attention.invariant.states_triton import first_key, leaf_of
 from specdec.attention.kinds import FULL, PLAIN, LayerKind, Scoring
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment, prefix_segment
@@ -56,7 +60,13 @@ class World:
         kv: Tensor | None = None,
     ) -> AttentionState:
         backend = InvariantBackend(programs)
-        return backend.attend(q_THD, MHAView(self.kv if kv is None else kv), backend.prepare(plan.local(kind)), scoring)
+        view = self.view(self.kv if kv is None else kv)
+        return backend.attend(q_THD, view, backend.prepare(plan.local(kind)), scoring if scoring.scale else self.scoring)
+
+    scoring = PLAIN
+
+    def view(self, kv: Tensor) -> KVView:
+        return MHAView(kv)
 
     def tokens(self, start: int, end: int, kind: LayerKind, programs: int, scoring: Scoring = PLAIN) -> AttentionState:
         """The attention of the tokens from `start` to `end`, each of which reads up to itself."""
@@ -78,6 +88,36 @@ class World:
         positions_T, _, suffix = path_tables(self.pages, ints(length), tree)
         prefix = prefix_segment(self.pages, ints(length), N)
         return self.ask(q_THD, AttentionPlan((prefix,), positions_T, suffix), kind, programs, kv=kv)
+
+
+class Pairs(World):
+    """Heads of differential attention: a query reads one half of a pair's key, and both values."""
+
+    def __init__(self, length: int, K: int = 2, G: int = 1, D: int = 16, page: int = 4) -> None:
+        super().__init__(length, K, G, D, page)
+
+    def view(self, kv: Tensor) -> KVView:
+        return PairedView(kv)
+
+
+class Latents(World):
+    """Latents of rank C and a rotated part of R numbers, which H heads read."""
+
+    scoring = Scoring(scale=0.2)
+
+    def __init__(self, length: int, H: int = 2, C: int = 16, R: int = 6, page: int = 4) -> None:
+        super().__init__(length, 1, H, C + R, page)
+        self.kv, self.rank = self.kv[:, 0, 0].contiguous(), C
+
+    def view(self, kv: Tensor) -> KVView:
+        return MLAView(kv, self.rank)
+
+
+class Pieces(Latents):
+    """Latents that are so long that their values are cut into two pieces."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length, C=2 * PIECE if HAS_GPU else 32)
 
 
 def ints(*values: int) -> Tensor:
@@ -102,8 +142,10 @@ def short_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         return values.fill_(torch.nan), sums.fill_(torch.nan)
 
     monkeypatch.setattr(LeavesPlan, "scratch", poisoned)
-    monkeypatch.setattr(invariant_backend, "LEAST", 64)
-    monkeypatch.setattr(invariant_backend, "JOINED", 2)
+    monkeypatch.setattr(leaves_plan, "LEAST", 64)
+    monkeypatch.setattr(leaves_plan, "JOINED", 2)
+    if not HAS_GPU:
+        monkeypatch.setattr(leaves_plan, "PIECE", 16)
     torch.manual_seed(0)
 
 
@@ -132,27 +174,37 @@ def test_leaves_tile_the_positions(octaves: int) -> None:
     assert [leaves_before(key + 1, octaves) for key in keys] == [leaf + 1 for leaf in want]
 
 
-@pytest.mark.parametrize("kind", [FULL, LayerKind(window=70), LayerKind(chunk=131)], ids=str)
-def test_a_token_s_attention_does_not_depend_on_its_chunk(kind: LayerKind) -> None:
+OF_CHUNKS = [
+    (World, FULL), (World, LayerKind(window=70)), (World, LayerKind(chunk=131)), (Pairs, LayerKind(window=70)), (Latents, FULL),
+    (Pieces, FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kind"), OF_CHUNKS)
+def test_a_token_s_attention_does_not_depend_on_its_chunk(make: type[World], kind: LayerKind) -> None:
     """Keeps out: blocks that begin where a chunk or a window begins, splits by the number of programs, masked keys."""
-    world = World(140)
+    world = make(140)
     chunk = world.tokens(122, 140, kind, ALL_AT_ONCE)
     assert same(chunk, world.tokens(122, 140, kind, ONE_LEAF_EACH))
-    for position in (122, 128, 139):
-        for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
-            assert same(world.tokens(position, position + 1, kind, programs), rows(chunk, position - 122, position - 121))
+    for position, programs in ((122, ALL_AT_ONCE), (128, ONE_LEAF_EACH), (139, ONE_LEAF_EACH)):
+        assert same(world.tokens(position, position + 1, kind, programs), rows(chunk, position - 122, position - 121))
     want = ReferenceBackend()
-    wide = MHAView(world.kv.double())
-    right = want.attend(world.q_THD[122:].double(), wide, want.prepare(world.plan(122, 140).local(kind)))
+    wide = world.view(world.kv.double())
+    right = want.attend(world.q_THD[122:].double(), wide, want.prepare(world.plan(122, 140).local(kind)), world.scoring)
     for got, exact in zip(chunk, right, strict=True):
         torch.testing.assert_close(got.double(), exact.double(), atol=2e-2 if HAS_GPU else 3e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [FULL, LayerKind(window=70), LayerKind(window=2)], ids=str)
-@pytest.mark.parametrize("length", [62, 126, 128])
-def test_a_node_s_attention_is_that_of_a_plain_step(length: int, kind: LayerKind) -> None:
+OF_TREES = [
+    *((World, kind, length) for kind in (FULL, LayerKind(window=70)) for length in (62, 126, 128)),
+    (World, LayerKind(window=2), 126), (Pairs, FULL, 126), (Latents, FULL, 126), (Pieces, FULL, 62), (Pieces, FULL, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kind", "length"), OF_TREES)
+def test_a_node_s_attention_is_that_of_a_plain_step(make: type[World], kind: LayerKind, length: int) -> None:
     """Keeps out: a tree's keys summed apart from the prefix, a tree across a border of blocks or leaves, siblings read."""
-    world = World(140)
+    world = make(140)
     steps = [world.tokens(length + depth, length + depth + 1, kind, ALL_AT_ONCE) for depth in range(len(PATH))]
     for programs in (ALL_AT_ONCE, ONE_LEAF_EACH):
         nodes = world.tree(length, kind, programs)
@@ -171,13 +223,21 @@ def test_scoring_and_padded_rows() -> None:
         assert empty.out_THD.eq(0).all() and empty.lse_TH.eq(-torch.inf).all()
 
 
+HEADS = [(World, (8, 4, 128, 16)), (World, (2, 3, 64, 1)), (World, (1, 8, 256, 32)), (World, (4, 1, 80, 7))]
+PAIRS = [(Pairs, (4, 2, 128, 16)), (Pairs, (2, 3, 64, 1))]
+LATENTS = [(Latents, (128, 512, 64, 16)), (Latents, (16, 512, 64, 1)), (Latents, (40, 256, 32, 7)), (Latents, (3, 48, 16, 5))]
+KINDS = (FULL, LayerKind(window=300), LayerKind(chunk=256))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("K", "G", "D", "page"), [(8, 4, 128, 16), (2, 3, 64, 1), (1, 8, 256, 32), (4, 1, 80, 7)])
-@pytest.mark.parametrize("kind", [FULL, LayerKind(window=300), LayerKind(chunk=256)], ids=str)
-def test_real_shapes(kind: LayerKind, K: int, G: int, D: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "shape", "kind"),
+    [*((*each, kind) for each in HEADS + PAIRS for kind in KINDS), *((*each, FULL) for each in LATENTS)],
+)
+def test_real_shapes(make: Any, shape: tuple[int, ...], kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps out: kernels whose products or reductions compile to other instructions than each other's."""
-    monkeypatch.setattr(invariant_backend, "LEAST", 128)
-    world = World(2500, K, G, D, page)
+    monkeypatch.setattr(leaves_plan, "LEAST", 128)
+    world = make(2500, *shape)
     chunk = world.tokens(0, 2500, kind, ALL_AT_ONCE)
     assert same(rows(chunk, 2000), world.tokens(2000, 2500, kind, ONE_LEAF_EACH))
     for position in (0, 63, 64, 127, 128, 700, 2047, 2048, 2049, 2304, 2499):

@@ -1,0 +1,63 @@
+"""Launches the kernels of latents_triton.py: absorbed queries over a cache of latents, in one order of sums.
+
+Shapes: T queries, H heads, C latent rank, L latent width, R = L - C rotated dim, D columns of a piece of a value, S states.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from specdec.attention.caches.latent_view import LatentView
+from specdec.attention.caches.mla_cache import MLAView
+from specdec.attention.invariant import plan as leaves
+from specdec.attention.invariant.latents_triton import latent_leaves_kernel, latent_path_kernel
+from specdec.attention.invariant.plan import BLOCK_M, LeavesPlan, octaves_of, pieces
+from specdec.attention.invariant.states_triton import join_kernel
+from specdec.attention.kernels.tiles_triton import padded
+from specdec.attention.kinds import Scoring
+from specdec.attention.latent.keys import LatentKeys
+from specdec.attention.state import AttentionState
+from specdec.ops.launch import chained
+
+BLOCK_N, WARPS, STAGES = 64, 8, 2  # the first two of every product, as in backend.py
+
+
+def attend_latents(q_THL: Tensor, view: LatentView, plan: LeavesPlan, scoring: Scoring, programs: int) -> AttentionState:
+    """The state [T, H, C] of absorbed queries."""
+    (T, H, L), C, paged, suffix, device = q_THL.shape, view.rank, plan.paged, plan.suffix, q_THL.device
+    assert isinstance(view, MLAView) and view.latent.dtype == q_THL.dtype and view.width == L
+    assert scoring.scale is not None and scoring.scale > 0 and scoring.softcap is None and scoring.slopes_H is None
+    assert paged.starts_T is None and q_THL.stride(2) == 1
+    parts, nodes = pieces(C), paged.max_seqlen_q
+    D = C // parts
+    state = AttentionState.empty((T, H * parts, D), q_THL.dtype, device)  # of as many heads as pieces
+    if T:
+        shares = plan.shares(T, H * parts, D, paged.rows * parts, H, programs)
+        in_scratch = suffix is not None or not shares.one
+        values, sums = plan.scratch(T, H * parts, shares.states, D, device) if in_scratch else state
+        order = {"BLOCK_N": BLOCK_N, "LEAST": leaves.LEAST, "OCTAVES": octaves_of(None)}
+        stored = LatentKeys.of(view)
+        strides = {name: stored.options[name] for name in ("LATENT_STRIDE", "ROPE_STRIDE")}
+        shapes = {"HEADS": H, "PARTS": parts, "DIM": D, "PADDED_DIM": padded(D), "ROPE": L - C, "PADDED_ROPE": padded(L - C),
+                  "PAGE_SIZE": paged.pages.page_size, "ONE": shares.one, "BLOCK_M": BLOCK_M, **order, **strides}  # fmt: skip
+        keys, numbers = stored.pointers[:2], (scoring.scale, *q_THL.stride()[:2], paged.pages.table.stride(0))
+        latent_leaves_kernel[(shares.programs, shares.leaves)](
+            q_THL, *keys, paged.pages.table, paged.cache_seqlens, paged.cu_seqlens_q, *state, values, sums, *numbers,
+            shares.states, shares.tiles, CAUSAL=paged.causal and nodes > 1, TREE=suffix is not None, STAGES=STAGES,
+            **shapes, num_warps=WARPS, num_stages=STAGES, **chained(device),
+        )  # fmt: skip
+        if not shares.one:
+            join_kernel[(T * H * parts,)](
+                values, sums, paged.cache_seqlens, paged.cache_seqlens, *state, shares.states, nodes, HEADS=H * parts,
+                HEAD_DIM=D, PADDED_DIM=padded(D), HAS_STARTS=False, TREE=suffix is not None, CHUNK=leaves.JOINED, **order,
+                num_warps=1, **chained(device),
+            )  # fmt: skip
+        if suffix is not None:
+            assert suffix.rows == T == paged.rows * nodes and not paged.causal and not paged.ragged
+            latent_path_kernel[(T, parts, triton.cdiv(H, BLOCK_M))](
+                q_THL, *keys, paged.pages.table, paged.cache_seqlens, suffix.pages.table, suffix.cache_seqlens, values, sums,
+                *state, *numbers, suffix.pages.table.stride(0), shares.states, nodes,
+                **shapes, num_warps=WARPS, num_stages=1, **chained(device),
+            )  # fmt: skip
+    return AttentionState(state.out_THD.view(T, H, C), state.lse_TH[:, ::parts])

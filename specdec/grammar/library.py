@@ -1,0 +1,94 @@
+"""The library that reads schemas, expressions and grammars: llguidance, an optional dependency.
+
+This module checks what users ask for, and makes matchers of it.  It is the only one that knows the library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specdec.config import GrammarKind
+from specdec.grammar.matcher import Matcher
+from specdec.steps import Grammar
+
+MOST_KEPT = 64  # compiled grammars of one decoder; a further one takes the place of the one that was used least recently
+# Between two tokens of JSON: a blank, or a line break and an indentation.  Models that were not trained on JSON write blanks
+# for ever where any number of them is allowed.  A schema may say otherwise ("x-guidance", see the library).
+WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer; several threads may ask.
+
+    tokenizer_json: gives the tokenizer in the format of tokenizer.json; ValueError if there is no such tokenizer.
+    vocab_size: the target's.  eos_ids: the ids with which the target ends a text.
+    """
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, tuple(sorted(eos_ids))
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[tuple[GrammarKind, str], Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, kind: GrammarKind, text: str) -> None:
+        """ValueError if no text of the model can be held to the grammar, with the library's reason."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError(
+                f"{kind} needs the library llguidance, which is not installed; nearest thing that works: "
+                "pip install 'specdec-runtime[grammar]'"
+            )
+        if not self._eos_ids:
+            raise ValueError(f"{kind} needs a target whose config names an eos_token_id, with which the text can end")
+        self._compile(kind, text)
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of a text.  grammar: one that passed `check`."""
+        compiled = self._compile(grammar.kind, grammar.text)
+        return Matcher(compiled.deep_copy, grammar.ends, self._vocab_size)
+
+    def _compile(self, kind: GrammarKind, text: str) -> Any:
+        """The library's matcher at the beginning of a text, which nobody moves on."""
+        with self._lock:
+            if (kind, text) in self._compiled:
+                self._compiled.move_to_end((kind, text))
+                return self._compiled[kind, text]
+            compiled = self._new(kind, text)
+            self._compiled[kind, text] = compiled
+            if len(self._compiled) > MOST_KEPT:
+                self._compiled.popitem(last=False)
+            return compiled
+
+    def _new(self, kind: GrammarKind, text: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+        try:
+            if kind == "json_schema":
+                source = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+            else:
+                source = grammar_from(kind, text)
+        except ValueError as error:
+            raise ValueError(f"{kind} can't be read: {error}") from None
+        limits = LLParserLimits(verbose_errors=False)
+        compiled = LLMatcher(self._read_tokenizer(kind), source, log_level=0, limits=limits)
+        if compiled.is_error():
+            reason = " ".join(compiled.get_error().split())
+            raise ValueError(f"{kind} can't be used: {reason}; expected what llguidance supports")
+        return compiled
+
+    def _read_tokenizer(self, kind: GrammarKind) -> Any:
+        """The library's own form of the tokenizer, which takes about a second for 100,000 tokens."""
+        if self._tokenizer is None:
+            from llguidance import LLTokenizer
+
+            try:
+                source = self._tokenizer_json()
+                self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=self._eos_ids[0])
+            except Exception as error:  # of any kind: the library's own checks of what the file holds
+                raise ValueError(
+                    f"{kind} needs a tokenizer that llguidance can read, of at most {self._vocab_size} ids: {error}"
+                ) from error
+        return self._tokenizer

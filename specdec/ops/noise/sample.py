@@ -1,0 +1,39 @@
+"""The token that each row samples: the one with the largest logit / temperature + noise (Gumbel-max).
+
+On a CPU and under autograd the definition here runs; on a GPU two launches, of sample_triton.py and of a merge, give the same
+tokens.
+
+Shapes: B sequences, R rows of logits, equally many and adjacent for each sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.ops.launch import use_kernels
+from specdec.ops.noise.gumbel import gumbel_noise
+
+
+def sampled_tokens(logits_RV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_R: Tensor) -> Tensor:
+    """[R] int64: each row's token; -1 where the largest logit is not a finite number.
+
+    temperature_B: float32; a sequence of temperature 0 takes its largest logit.  seed_B: int64.  position_R: int64, of the
+    token.  Ties go to the lower id.
+    """
+    if use_kernels(logits_RV):
+        from specdec.ops.noise.sample_triton import launch_sampled_tokens
+
+        return launch_sampled_tokens(logits_RV, temperature_B, seed_B, position_R)
+    each = logits_RV.shape[0] // seed_B.shape[0]
+    temperature_R, seed_R = temperature_B.repeat_interleave(each), seed_B.repeat_interleave(each)
+    scores_RV = gumbel_scores(logits_RV.float(), temperature_R, seed_R, position_R)
+    return torch.where(logits_RV.amax(-1).isfinite(), scores_RV.argmax(-1), -1)
+
+
+def gumbel_scores(logits_RV: Tensor, temperature_R: Tensor, seed_R: Tensor, position_R: Tensor, first: int = 0) -> Tensor:
+    """[R, V] float32: what the sampled token has the largest of.  logits_RV: float32, of the V ids from `first` on."""
+    is_greedy_R1 = (temperature_R == 0)[:, None]
+    scaled_RV = logits_RV / torch.where(is_greedy_R1, 1.0, temperature_R[:, None])
+    noise_RV = gumbel_noise(seed_R, position_R, logits_RV.shape[1], first)
+    return torch.where(is_greedy_R1, logits_RV, scaled_RV + noise_RV)

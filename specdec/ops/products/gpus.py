@@ -1,0 +1,57 @@
+"""Which kind of GPU the tiles of products were measured for: the GPU's own kind, or the nearest one.
+
+A product of few rows waits for memory, so the kind with the nearest bandwidth is the nearest one.  This module knows names and
+bandwidths, and no tiles.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Kind(NamedTuple):
+    """A kind of GPU for which tiles were measured.  bandwidth: bytes per second, by the clock and width of its memory."""
+
+    name: str
+    bandwidth: float
+
+
+H100, H200 = Kind("H100", 3.35e12), Kind("H200", 4.92e12)
+
+
+class Match(NamedTuple):
+    """The kind whose tiles a GPU takes, and why, as a line for people.
+
+    hopper: whether the GPU runs kernels that are written for Hopper alone.
+    """
+
+    kind: Kind
+    why: str
+    hopper: bool
+
+
+def nearest(name: str, bandwidth: float | None, capability: tuple[int, int]) -> Match:
+    """The kind for a GPU of that name; bandwidth: bytes per second, or None where the driver does not say."""
+    hopper = capability == (9, 0)
+    for kind in (H100, H200):
+        if kind.name in name and hopper:
+            return Match(kind, f"those measured on an {kind.name}", hopper)
+    if bandwidth is None:
+        return Match(
+            H100, f"those of an {H100.name}: none were measured on this GPU, and its driver names no bandwidth", hopper
+        )
+    kind = min((H100, H200), key=lambda each: abs(each.bandwidth - bandwidth))
+    why = f"those of an {kind.name}, which is nearest to this GPU's {bandwidth / 1e12:.2f} TB/s: none were measured here"
+    return Match(kind, why, hopper)
+
+
+@cache
+def match_of(device: torch.device) -> Match:
+    """The kind for one of this machine's GPUs."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some fields
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)  # kHz, bits
+    bandwidth = 2 * clock * 1e3 * width / 8 or None  # two transfers a clock
+    return nearest(properties.name, bandwidth, (properties.major, properties.minor))

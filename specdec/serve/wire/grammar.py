@@ -1,0 +1,61 @@
+"""What a body says of the text's form: OpenAI's response_format, or structured_outputs, which has more kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.serve.wire.errors import wrong
+from specdec.serve.wire.fields import only_used
+
+GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}  # of structured_outputs, as SamplingParams calls them
+TYPES = ("text", "json_object", "json_schema")
+ANY_OBJECT = {"type": "object"}
+
+
+def grammar_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The field that says what the text must be, and that as options of SamplingParams; empty: the text may be anything.
+
+    ApiError 400 for a field that says nothing that is understood, and for both fields.
+    """
+    found = {}
+    if "response_format" in values and (schema := _response_format(values["response_format"])) is not None:
+        found["response_format"] = {"json_schema": schema}
+    if "structured_outputs" in values:
+        found["structured_outputs"] = _structured_outputs(values["structured_outputs"])
+    if len(found) > 1:
+        fault = "response_format and structured_outputs both say what the text must be; leave one or the other out"
+        raise wrong("structured_outputs", fault)
+    return found
+
+
+def _response_format(value: Any) -> Any:
+    """The schema; None: the text may be anything."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in TYPES:
+        raise wrong(
+            "response_format", f"response_format must be an object whose type is one of {', '.join(TYPES)}, got {value!r}"[:400]
+        )
+    if kind != "json_schema":
+        only_used(value, ("type",), {}, "response_format.")
+        return ANY_OBJECT if kind == "json_object" else None
+    held = only_used(value, ("type", "json_schema"), {}, "response_format.").get("json_schema")
+    name = "response_format.json_schema"
+    if not isinstance(held, dict):
+        raise wrong(name, f'{name} must be an object such as {{"name": "answer", "schema": {{...}}}}, got {held!r}'[:400])
+    # Texts are always held to the schema, strictly; a name and a description are for models that are told of the schema.
+    schema = only_used(held, ("name", "description", "schema", "strict"), {}, f"{name}.").get("schema")
+    if not isinstance(schema, dict):
+        raise wrong(f"{name}.schema", f"{name}.schema must be a JSON schema, an object, got {schema!r}"[:400])
+    return schema
+
+
+def _structured_outputs(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong("structured_outputs", f"structured_outputs must be an object, got {value!r}"[:400])
+    used = only_used(value, tuple(KINDS), {}, "structured_outputs.")
+    if len(used) != 1:
+        raise wrong(
+            "structured_outputs", f"structured_outputs must have one of the keys {', '.join(KINDS)}, got {sorted(used)}"
+        )
+    return {KINDS[name]: held for name, held in used.items()}

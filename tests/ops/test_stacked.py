@@ -1,0 +1,98 @@
+"""Products of heads and experts in one order of sums.
+
+On a GPU in bfloat16, else in float16 under Triton's interpreter.
+
+Shapes: T tokens, E experts, K experts of a token, B matrices, I in, O out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toolkit.kernels import DEVICE, HAS_GPU
+from torch import Tensor
+
+from specdec.models.experts import ExpertsConfig, Router, masked_experts, ordered_experts
+from specdec.ops.products import stacked
+from specdec.ops.products.numerics import INVARIANT
+from specdec.ops.products.stacked import each_linear
+from specdec.ops.products.tiles import StackedTiles
+
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(0.3).to(DEVICE, DTYPE)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        monkeypatch.setattr(stacked, "invariant_stacked_tiles", lambda rows: StackedTiles(4, 16, 16, 4, 2))
+
+
+def choice(T: int, E: int, K: int) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of experts.  No token chooses expert 1, and all choose expert 0."""
+    scores_TE = torch.rand(T, E, generator=torch.Generator().manual_seed(T))
+    scores_TE[:, 1], scores_TE[:, 0] = -1, 2
+    return torch.rand(T, K).to(DEVICE), scores_TE.topk(K).indices.to(DEVICE)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("T", "K"), [(7, 2), (1, 3)])
+def test_experts_equal_the_definition(T: int, K: int) -> None:
+    """Keeps out: rows of another expert in a tile, an expert without rows, gates taken for ups, weights of other pairs."""
+    gate_up, down, x = rand(5, 2 * 24, 40), rand(5, 40, 24, seed=1), rand(T, 40, seed=2)
+    weights_TK, chosen_TK = choice(T, 5, K)
+    want = masked_experts(x.double(), weights_TK.double(), chosen_TK, gate_up.double(), down.double())
+    with torch.inference_mode():
+        got = ordered_experts(x, weights_TK, chosen_TK, gate_up, down)
+    assert got.dtype == DTYPE and (got.double() - want).norm() < 6e-3 * want.norm()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("along", [True, False], ids=["rows", "columns"])
+def test_each_matrix_equals_the_definition(along: bool) -> None:
+    """Keeps out: matrices that lie transposed read as they are, strided rows, columns beyond the last one."""
+    weight = rand(3, 20, 24) if along else rand(3, 24, 20).transpose(1, 2)
+    x = rand(5, 3, 30, seed=1)[..., 6:]
+    got, want = each_linear(x, weight, torch.float32), torch.einsum("tbi,boi->tbo", x.double(), weight.double())
+    assert got.dtype == torch.float32 and (got.double() - want).norm() < 1e-3 * want.norm()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_router_chooses_as_its_definition() -> None:
+    """Keeps out: logits rounded to 16 bits on the way, by which near experts change places."""
+    router = Router(40, ExpertsConfig(8, 3, 8, 1, "sigmoid", 4, 2, True, 2.5)).to(DEVICE, DTYPE).requires_grad_(False)
+    router.weight.copy_(rand(8, 40))
+    router.correction_E = rand(8, seed=1).float()
+    want = router(x := rand(9, 40, seed=2))
+    router.numerics = INVARIANT
+    for got, right in zip(router(x), want, strict=True):
+        torch.testing.assert_close(got, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "F", "E", "K"), [(2048, 1408, 64, 6), (7168, 2048, 16, 8), (64, 48, 8, 2)])
+def test_experts_do_not_depend_on_the_other_rows(H: int, F: int, E: int, K: int) -> None:
+    """Keeps out: tiles of rows, or sums over experts, that add up in another order for another number of tokens."""
+    gate_up, down, x = rand(E, 2 * F, H), rand(E, H, F, seed=1), rand(1500, H, seed=2)
+    weights_TK, chosen_TK = choice(1500, E, K)
+    with torch.inference_mode():
+        whole = ordered_experts(x, weights_TK, chosen_TK, gate_up, down)
+        for T in (1, 2, 6, 8, 17, 32, 60, 100, 256, 700):
+            part = slice(1500 - T, 1500)
+            assert torch.equal(ordered_experts(x[part], weights_TK[part], chosen_TK[part], gate_up, down), whole[part]), T
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("B", "O", "I", "along"), [(128, 512, 128, False), (128, 128, 512, True), (1, 256, 7168, True)])
+def test_heads_do_not_depend_on_the_other_rows(B: int, O: int, I: int, along: bool) -> None:
+    """Keeps out: a head's product, or a router's, whose order of sums changes with the number of tokens."""
+    weight = rand(B, O, I) if along else rand(B, I, O).transpose(1, 2)
+    x = rand(700, B, I, seed=1)
+    whole = each_linear(x, weight, DTYPE)
+    want = torch.einsum("tbi,boi->tbo", x[:50].float(), weight.float())
+    assert (whole[:50].float() - want).norm() < 6e-3 * want.norm()
+    for T in (1, 2, 6, 8, 17, 32, 60, 100, 256):
+        assert torch.equal(each_linear(x[700 - T :], weight, DTYPE), whole[700 - T :]), T
