@@ -106,6 +106,8 @@ def main() -> None:
     draw = random.Random(0)
     prompts = [lines[i % len(lines)].get("prompt") or lines[i % len(lines)]["token_ids"] for i in range(args.num_prompts)]
     schemas = [random_schema(draw) for _ in prompts]
+    for schema in schemas[::2]:  # half of the texts without blanks, which the small targets like to write
+        schema["x-guidance"] = {"whitespace_pattern": ""}
     spec = SpecConfig(5, 4, 16)
     rows = {}
     with SpecDecoder.from_pretrained(

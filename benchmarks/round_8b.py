@@ -31,6 +31,7 @@ from specdec.bench.profile import Work, full_rounds, rounds_in
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
+from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.head import Eagle3Head, EagleHead
 from specdec.draft.formats.spec import HeadSpec
 from specdec.loading.ranks import Ranks
@@ -138,7 +139,7 @@ def spec_of(text: str) -> SpecConfig | None:
 
 def make_decoder(
     model: CausalLM,
-    head: EagleHead,
+    head: DraftModel,
     spec: SpecConfig | None,
     batch: int,
     context: int,
@@ -152,7 +153,7 @@ def make_decoder(
         attention=attention, deterministic=deterministic,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
-    settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
+    settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
 
 
@@ -162,7 +163,7 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
 
 def measure(
     model: CausalLM,
-    head: EagleHead,
+    head: DraftModel,
     case: Case,
     rounds: int,
     graphs: GraphMode,
@@ -202,7 +203,7 @@ def measure(
 
 def prefill_ms(
     model: CausalLM,
-    head: EagleHead,
+    head: DraftModel,
     batch: int,
     tokens: int,
     repeats: int = 8,

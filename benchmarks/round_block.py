@@ -151,15 +151,21 @@ def random_head(name: str, model: CausalLM, max_positions: int) -> DraftHead:
 
 
 @contextmanager
-def running(model: CausalLM, head: Any, spec: SpecConfig, batch: int, accept: float) -> Iterator[tuple[Session, Work]]:
+def running(
+    model: CausalLM, head: Any, spec: SpecConfig, batch: int, args: argparse.Namespace
+) -> Iterator[tuple[Session, Work]]:
     options = EngineOptions(
-        device="cuda:0", dtype="bfloat16", max_batch_size=batch, max_seq_len=CONTEXT + 1024, cuda_graphs="round"
+        device="cuda:0",
+        dtype="bfloat16",
+        max_batch_size=batch,
+        max_seq_len=CONTEXT + 1024,
+        cuda_graphs=False if args.eager else "round",
     )
     settings = resolve_settings(options, spec, model.config)
     settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
     decoder = SpecDecoder(model, head, settings, Tokenizer(Path("/nonexistent")))
     session = Session(decoder)
-    session.force_acceptance([accept] * spec.max_steps)
+    session.force_acceptance([args.accept] * spec.max_steps)
     sampling = [SamplingParams(max_tokens=900, ignore_eos=True)] * batch
     yield session, Work(session, random_prompts(batch, CONTEXT), sampling, speculate=True)
     decoder.close()
@@ -167,7 +173,7 @@ def running(model: CausalLM, head: Any, spec: SpecConfig, batch: int, accept: fl
 
 
 def measure(model: CausalLM, head: Any, spec: SpecConfig, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    with running(model, head, spec, batch, args.accept) as (session, work):
+    with running(model, head, spec, batch, args) as (session, work):
         full_rounds(work, session.step, 8)  # compiles and captures
         found = [walls.wall for walls, _ in full_rounds(work, session.timed_step, args.rounds)]
         row: dict[str, Any] = {"ms": 1e3 * median(found), "rounds": len(found)}
@@ -187,6 +193,7 @@ def main() -> None:
     parser.add_argument("--accept", type=float, default=0.75, help="the conditional probability of a level")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--traced", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs, to find what is wrong")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cases = [case.split(":") for case in args.shapes.split()] or [(s, str(b)) for b in BATCHES for s in SHAPES]

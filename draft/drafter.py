@@ -35,12 +35,13 @@ class DraftNeeds:
     features: the target's layers whose outputs it reads, 0-based and ascending; (): the target's final hidden state; None: it
         reads token ids alone.
     models: the configs of the parts that keep keys and values in the target's pages.
-    slot_bytes: what else it keeps of each token, in the first group of layers.
+    slot_bytes, page_bytes: what else it keeps of each token and of each page, in the first group of layers.
     """
 
     features: tuple[int, ...] | None
     models: tuple[ModelConfig, ...] = ()
     slot_bytes: int = 0
+    page_bytes: int = 0
 
 
 class Paged(Protocol):
@@ -56,8 +57,8 @@ class Place(NamedTuple):
     """What a drafter is given to work with.
 
     spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
-    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
-    the first group's slots are kept; None: all of them.
+    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers, page_size of them a page.
+    span: how many tokens back the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
     """
@@ -67,6 +68,7 @@ class Place(NamedTuple):
     backend: Backend
     caches: tuple[KVCache, ...]
     slots: int
+    page_size: int
     span: int | None
     rows: int
     max_pause: int

@@ -141,8 +141,8 @@ class FirstRows(HeadInputs):
     rows: int
 
     def paged(self, call: LayerCall) -> Tensor:
-        assert isinstance(call.view, HeadsView), f"heads of one width need a cache of such heads, got {call.view}"
-        return call.attend(call.backend.store(call.view, self.qkv_TXD, call.slots_T, self.prep)[: self.rows])
+        q_TQD = call.backend.store(cast(HeadsView, call.view), self.qkv_TXD, call.slots_T, self.prep)
+        return call.attend(q_TQD[: self.rows])
 
     def dense(self) -> DenseHeads:
         heads = super().dense()

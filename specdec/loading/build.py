@@ -94,18 +94,12 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
     memory = model.group.least(pool_bytes(settings.device), settings.device)
     if head is None:
         return pool_plan([model.config], settings, memory)
-    return pool_plan([model.config, *head.needs.models], settings, memory, head.needs.slot_bytes)
+    needs = head.needs
+    return pool_plan([model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_bytes)
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
-    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`; or if
-    rows are to be independent of each other, and the ranks' exchanges don't keep them so.
-    """
-    if settings.numerics.is_invariant and not model.group.rows_are_independent:
-        raise ValueError(
-            "deterministic=True needs ranks whose GPUs reach each other's memory, where every sum has one order, but these "
-            "exchange over NCCL; nearest setting that works: tensor_parallel_size=1"
-        )
+    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     use_numerics(model, settings.numerics)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
@@ -152,6 +146,7 @@ def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: P
         backend=backend,
         caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
         slots=plan.num_pages[0] * settings.page_tokens,
+        page_size=settings.page_tokens,
         span=plan.groups[0].span,
         rows=rows,
         max_pause=MAX_PAUSE if spec.is_auto else 0,

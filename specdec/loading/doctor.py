@@ -25,7 +25,7 @@ from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, prob
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
-from specdec.draft.kinds import WITHOUT_CHECKPOINT
+from specdec.draft.kinds import NAMES
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
@@ -100,9 +100,9 @@ def run_doctor(console: Console) -> None:
 
 
 def drafter_rows() -> list[tuple[str, str]]:
-    """What can be named as a draft: each layout of heads with the kinds that are read, and each kind without a checkpoint."""
+    """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
-    return [*layouts, *((name, "without a checkpoint, by this name") for name in WITHOUT_CHECKPOINT)]
+    return [*layouts, *NAMES.items()]
 
 
 def _settings_table() -> Table:

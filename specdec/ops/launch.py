@@ -30,7 +30,7 @@ Rules for every chained kernel C.  Breaking one is a data race, which tests may 
 Which kernel triggers when, and which reads before a wait depend on it:
 - Late: matrix products (right after their wait, halfway through their loop or after it), the paged and latent attention
   kernels, those that read leaves, the stores of latents and of an indexer's keys, the conversion of 8-bit latents, the merge of
-  latents' states, the scores and the selection of sparse attention, the scan and merge of top-k, the least kept logits, and
+  latents' states, the scores and the selection of sparse attention, the scans and merge of top-k, the least kept logits, and
   last positions.  Because products trigger late, the norm in front of the qkv projection is complete when the store after the
   projection starts.  So the store may read positions and slots before its wait, and attention, which follows the store, may
   read tables, lengths and first keys before its own, as long as all of these were written before that norm.  Because paged

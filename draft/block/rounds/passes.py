@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
@@ -32,7 +33,7 @@ from specdec.batch.state import BatchState
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.block.rounds.pairs import fill_pairs
-from specdec.limits import DUMMY_PAGE
+from specdec.draft.block.rounds.tables import BlockTables, block_tables
 from specdec.ops.index import arange
 from specdec.ops.rows import take_rows
 
@@ -132,46 +133,48 @@ class ContextPass(BlockPass):
         self.ways = [Way.of(head, index) for index in range(head.config.model.num_layers)]
 
     def after(self, emitted: Emitted, pages: Pages, out: Tensor | None = None) -> Tensor:
-        E, device = emitted.tokens_BE.shape[1], emitted.tokens_BE.device
-        is_true_BE = arange(E, device) <= emitted.last_B[:, None]
-        context = [table.next_tokens(emitted.base_lens_B, E) for table in pages.tables]
-        # The block's rows are stored in the slots of what was not accepted.
-        slots = [torch.where(is_true_BE, rows.slots, DUMMY_PAGE).flatten() for rows in context]
-        anchors_B = emitted.tokens_BE.gather(1, emitted.last_B[:, None])[:, 0]
-        features_CF = emitted.features_BEF.flatten(0, 1)
-        hidden_BSH = self._run(anchors_B, emitted.lens_B, features_CF, context[0].positions.flatten(), slots, pages)
+        made = [
+            block_tables(
+                table,
+                emitted.base_lens_B,
+                emitted.lens_B,
+                emitted.tokens_BE,
+                emitted.last_B,
+                self.head.block.size,
+                self.head.block.mask_id,
+            )
+            for table in pages.tables
+        ]
+        hidden_BSH = self._run(made, emitted.lens_B, emitted.features_BEF.flatten(0, 1), pages)
         return hidden_BSH if out is None else out.copy_(hidden_BSH)
 
     def prefill(self, state: BatchState, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> Tensor:
-        groups = self.cache.group_numbers
-        slots = [tables.slots_T for tables in prompts.tables_of(groups)]
+        groups, block = self.cache.group_numbers, self.head.block
         pages = Pages.of_prompts(state, groups, prompts.rows_B)
         anchors_B = prompts.next_ids(first_B).index_select(0, prompts.last_B)
-        return self._run(anchors_B, prompts.lens_B, features_TF, prompts.positions_T, slots, pages)
+        ids_BN = F.pad(anchors_B[:, None], (0, block.size - 1), value=block.mask_id)
+        made = []
+        for table, kept in zip(pages.tables, prompts.tables_of(groups), strict=True):
+            rows = table.next_tokens(prompts.lens_B, block.size)
+            at_T = torch.cat((rows.positions.flatten(), prompts.positions_T))
+            made.append(BlockTables(ids_BN, at_T, torch.cat((rows.slots.flatten(), kept.slots_T)), rows.ends_PB[-1]))
+        return self._run(made, prompts.lens_B, features_TF, pages)
 
-    def _run(
-        self, anchors_B: Tensor, lens_B: Tensor, features_CF: Tensor, at_C: Tensor, slots: list[Tensor], pages: Pages
-    ) -> Tensor:
-        """anchors_B: int64, the last known tokens.  lens_B: int32, how many tokens come before them.
-
-        features_CF, at_C, slots: of the new context rows, their positions (int64), and their slots (int64) for each group.
-        """
-        N, head = self.head.block.size, self.head
-        block = [table.next_tokens(lens_B, N) for table in pages.tables]
-        positions_T = block[0].positions.flatten()
-        slots_T = [torch.cat((own.slots.flatten(), kept_C)) for own, kept_C in zip(block, slots, strict=True)]
+    def _run(self, made: list[BlockTables], lens_B: Tensor, features_CF: Tensor, pages: Pages) -> Tensor:
+        """made: for each group of layers.  lens_B: int32, where blocks begin.  features_CF: of the new context rows."""
+        head, (B, N) = self.head, made[0].ids_BN.shape
+        positions_T = made[0].positions_T[: B * N]
         attentions = {}
         for way in dict.fromkeys(self.ways):
             tables = []
-            for table, shared, own, stored_T in zip(pages.tables, pages.shared, block, slots_T, strict=True):
-                plan = AttentionPlan(way.segments(table, lens_B, own.ends_PB[-1], N, shared), positions_T)
-                tables.append(PassTables(plan, stored_T))
+            for table, shared, own in zip(pages.tables, pages.shared, made, strict=True):
+                plan = AttentionPlan(way.segments(table, lens_B, own.ends_B, N, shared), positions_T)
+                tables.append(PassTables(plan, own.slots_T))
             attentions[way] = PagedAttention(self.backend, self.cache, *tables)
         attn = ByLayer([attentions[way] for way in self.ways]) if len(attentions) > 1 else attentions[self.ways[0]]
-        ids_T = head.block_ids(anchors_B).flatten()
-        hidden_TH = head(ids_T, head.fuse(features_CF), torch.cat((positions_T, at_C)), attn)
+        hidden_TH = head(made[0].ids_BN.flatten(), head.fuse(features_CF), made[0].positions_T, attn)
         first = int(head.block.skips_anchor)
-        return hidden_TH.view(len(anchors_B), N, -1)[:, first : first + self.steps]
+        return hidden_TH.view(B, N, -1)[:, first : first + self.steps]
 
 
 class Way(NamedTuple):
