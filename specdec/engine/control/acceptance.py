@@ -15,7 +15,7 @@ from specdec.config import SpecConfig
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
 MEMORY, MEMORY_ROUNDS = 200.0, 6.0
-# The last rounds are also counted alone, over about so many observations.  Where these are more than so many standard deviations
+# The last rounds are also counted alone, over about so many observations.  If these are more than so many standard deviations
 # from what older ones promise, and there are so many of both at least, the text has changed; then so many are kept.
 LATELY, CHANGED, FEWEST, KEPT = 32.0, 2.8, 8.0, 4.0
 FIRST_GUESS = 0.7  # what the first level is assumed to accept before the first observation; other levels: as the one before it
