@@ -15,6 +15,9 @@ from specdec.config import SpecConfig
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
 MEMORY, MEMORY_ROUNDS = 200.0, 6.0
+# The last rounds are also counted alone, over about so many observations.  If these are more than so many standard deviations
+# from what older ones promise, and there are so many of both at least, the text has changed; then so many are kept.
+LATELY, CHANGED, FEWEST, KEPT = 32.0, 2.8, 8.0, 4.0
 FIRST_GUESS = 0.7  # what the first level is assumed to accept before the first observation; other levels: as the one before it
 GUESS_WEIGHT = 2.0  # how many observations such an assumption is worth
 BRANCHING, MOST_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the first is assumed, the second is the limit
@@ -61,6 +64,7 @@ class Acceptance:
 
     def __init__(self, levels: int) -> None:
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
+        self._lately = [[0.0, 0.0] for _ in range(levels)]  # the same of the last rounds alone
         self.branching = Branching()
         self._own = dict[SpecConfig, Branching]()
         self._widths = dict[SpecConfig, float]()
@@ -108,18 +112,35 @@ class Acceptance:
             else:
                 refused[first] += 1
                 rescued[first] += a > first
-        reached = len(accepted)
+        reached, lately = len(accepted), math.exp(-len(accepted) / max(LATELY, 2.0 * len(accepted)))
         for level in range(levels):
             reached -= ended[level]
             taken = reached - refused[level]
             self.reached[level] = self.reached[level] * fade + reached
             self.accepted[level] = self.accepted[level] * fade + taken
+            self._lately[level] = [self._lately[level][0] * lately + reached, self._lately[level][1] * lately + taken]
             reached = taken
+        self._drop_what_is_over()
         if shape.topk > 1 and (x := self._width(shape)):
             own = self._own.setdefault(shape, Branching(self.branching.value))
             chain, slow = self.of_chain(levels), math.exp(-len(accepted) / BRANCHING_MEMORY)
             for each in (own, self.branching):
                 each.learn(x, chain, refused[:levels], rescued, slow)
+
+    def _drop_what_is_over(self) -> None:
+        """Forgets what was seen of another text, if the last rounds show that the text has changed."""
+        for level, (reached, accepted) in enumerate(self._lately):
+            older = self.reached[level] - reached
+            if reached < FEWEST or older < FEWEST:
+                continue
+            p = (self.accepted[level] - accepted + 0.5) / (older + 1)
+            spread = math.sqrt(max(p * (1 - p), 0.01) * reached * (1 + reached / older))
+            if abs(accepted - reached * p) > CHANGED * spread:
+                # Most of the last rounds are from before the change, too, so little is kept of them.
+                kept = [min(1.0, KEPT / max(reached, 1e-9)) for reached, _ in self._lately]
+                self._lately = [[a * share, b * share] for (a, b), share in zip(self._lately, kept, strict=True)]
+                self.reached, self.accepted = [a for a, _ in self._lately], [b for _, b in self._lately]
+                return
 
     def _shifted(self, chain: Sequence[float], shape: SpecConfig) -> list[float]:
         """The probabilities of a chain's levels, with the odds that the shape's width makes of them."""

@@ -56,6 +56,16 @@ def test_a_text_that_changes_is_followed(rows: int) -> None:
         assert made.run(rows, 200, text) > 0.95 * best_rate(rows, text, SHAPES)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_change_is_noticed_within_a_hundred_rounds(rows: int) -> None:
+    """Keeps out: what was seen of an earlier text, above all at levels that are hardly reached now, deciding for long."""
+    made = machine((rows,))
+    for tau in (3, 1, 6, 1.5, 4.5, 1, 6):
+        text = Text.of(tau) if tau > 1 else Text(0.0)
+        made.run(rows, 100, text)
+        assert made.run(rows, 240, text) > 0.95 * best_rate(rows, text, SHAPES)
+
+
 def test_batch_sizes_are_judged_apart() -> None:
     """Keeps out: the costs of a small batch taken for those of a large one, as rows come and go."""
     made, text, rng = machine((1, 8, 64)), Text.of(3), random.Random(0)
