@@ -148,8 +148,8 @@ PREFERRED = ("triton", "torch", "fa4", "fa3", "fa2", "flashmla")  # the order in
 
 
 def kind_name(kind: LayerKind) -> str:
-    """The kind's name in KINDS: "full", "window" or "chunk"."""
-    return "window" if kind.window else "chunk" if kind.chunk else "full"
+    """The kind's name in KINDS: "full", "window" (which one of skipped keys is too: its queries have first keys) or "chunk"."""
+    return "window" if kind.window or kind.skip else "chunk" if kind.chunk else "full"
 
 
 def short(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -19,15 +20,18 @@ class LayerKind:
     window W: the keys p - W + 1 to p (Mistral, Gemma, gpt-oss).
     chunk C: the keys of p's own chunk up to p, (p // C) * C to p (Llama 4).
     If neither is set, the query reads all keys up to p.
+    skip: the first keys of a text that no query reads, in a layer that reads all others.
     alibi: whether the layer's scoring has slopes (ALiBi), so that its plans must say where each query stands.
     """
 
     window: int | None = None
     chunk: int | None = None
     alibi: bool = False
+    skip: int = 0
 
     def __post_init__(self) -> None:
         assert self.window is None or self.chunk is None, "a layer is windowed or chunked, not both"
+        assert not self.skip or self.span is None, "a layer that skips keys has no window"
         assert self.span is None or self.span > 0, self
 
     @property
@@ -35,8 +39,15 @@ class LayerKind:
         """The most keys that one query reads; None: there is no bound."""
         return self.window or self.chunk
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether every query reads all keys up to its own."""
+        return self.span is None and not self.skip
+
     def first_keys(self, positions: Tensor) -> Tensor:
-        """The first position that a query at each of these positions reads.  Not defined for full layers."""
+        """The first position that a query at each of these positions reads.  Not defined for layers that read all keys."""
+        if self.skip:
+            return torch.full_like(positions, self.skip)
         if self.window is not None:
             return (positions - (self.window - 1)).clamp_(min=0)
         assert self.chunk is not None
@@ -44,6 +55,7 @@ class LayerKind:
 
     def __str__(self) -> str:
         name = f"window {self.window}" if self.window else f"chunk {self.chunk}" if self.chunk else "full"
+        name = f"{name} but the first {self.skip}" if self.skip else name
         return f"{name} with alibi" if self.alibi else name
 
 

@@ -98,7 +98,7 @@ class Segment:
         if kind.alibi:
             placed = replace(self, at_T=places(positions_T, self.base_B))
             return placed.local(replace(kind, alibi=False), positions_T)
-        if kind.span is None:
+        if kind.reads_all:
             return self
         return replace(self, starts_T=first_keys(kind, positions_T, self.base_B, self.starts_T), span=kind.span)
 
@@ -147,7 +147,7 @@ class AttentionPlan:
 
     def local(self, kind: LayerKind) -> AttentionPlan:
         """The same plan for layers of that kind.  Suffixes are restricted like the paged segments."""
-        if kind.span is None and not kind.alibi:
+        if kind.reads_all and not kind.alibi:
             return self
         assert self.divided is None, "windows and slopes are refused where ranks divide sequences"
         positions_T = last_positions(self.segments[0]) if self.positions_T is None else self.positions_T
@@ -169,7 +169,7 @@ def last_positions(segment: Segment) -> Tensor:
 
 
 def first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
-    """[T] int32: the first key of its row that each query may read under a windowed or chunked kind.
+    """[T] int32: the first key of its row that each query may read under a kind that does not read all keys.
 
     positions_T: int64, each query's position.
     base_B: int32, the position of key 0 of each sequence's rows; None: 0.

@@ -107,8 +107,8 @@ def run(rank: int, args: argparse.Namespace, port: int) -> None:
                 table.append({"rows": rows, "hidden": hidden, "us": times})
                 if rank == 0:
                     print(f"{rows:6d} x {hidden}: " + "  ".join(f"{name} {us:8.2f}" for name, us in times.items()), flush=True)
-        if rank == 0 and args.out:
-            save(args.out, table, args.ranks)
+                if rank == 0 and args.out:  # after each line: a run that is cut keeps what it has
+                    save(args.out, table, args.ranks)
     dist.destroy_process_group()
 
 

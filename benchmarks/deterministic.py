@@ -96,6 +96,8 @@ class Way(NamedTuple):
 WAYS = (
     Way("tree of 32, batch 8, prefixes kept", "5,8,32", 8, options=(("prefix_caching", True),)),
     Way("chain, batch 8", "5,1,6", 8),
+    Way("plain, chunks of 64, pages of 1", batch=7, options=(("prefill_chunk", 64), ("page_size", 1))),
+    Way("tree of 24, batch 32, no graphs", "6,3,24", 32, options=(("cuda_graphs", False), ("page_size", 64))),
     Way(
         "tree of 60, batch 3, graphs of steps, chunks of 100",
         "7,10,60",
@@ -104,9 +106,7 @@ WAYS = (
         (("cuda_graphs", "step"), ("prefill_chunk", 100)),
     ),
     Way("plain, batch 1", batch=1, requests=3),
-    Way("tree of 24, batch 32, no graphs", "6,3,24", 32, options=(("cuda_graphs", False), ("page_size", 64))),
     Way("tree of 16, batch 1", "5,4,16", 1, 4),
-    Way("plain, chunks of 64, pages of 1", batch=7, options=(("prefill_chunk", 64), ("page_size", 1))),
 )
 
 
@@ -256,10 +256,12 @@ def compare(name: str, tokens: int, count: int, deterministic: bool) -> Iterator
         yield row
 
 
-def cost(rounds: int) -> Iterator[dict[str, Any]]:
+def cost(rounds: int, batches: list[int]) -> Iterator[dict[str, Any]]:
     """Milliseconds a round of the 8B shape, fast and deterministic, one after the other."""
     model, head = random_pair(4096, torch.device("cuda", 0))
     for case in COSTS:
+        if case.batch not in batches:
+            continue
         ms = {}
         for deterministic in (False, True):
             row = measure(model, head, case, rounds, "round", traced=False, deterministic=deterministic)
@@ -269,6 +271,8 @@ def cost(rounds: int) -> Iterator[dict[str, Any]]:
         print(f"{case.name:<16} fast {ms[False]:6.3f} ms, deterministic {ms[True]:6.3f} ms, {more:+.1%}", flush=True)
         yield {**case._asdict(), "fast_ms": ms[False], "deterministic_ms": ms[True], "cost": more}
     for batch, tokens in COST_PREFILLS:
+        if batch not in batches:
+            continue
         fast, slow = (prefill_ms(model, head, batch, tokens, deterministic=each) for each in (False, True))
         print(
             f"prompts {batch} x {tokens}: fast {fast:6.2f} ms, deterministic {slow:6.2f} ms, {slow / fast - 1:+.1%}", flush=True
@@ -287,6 +291,7 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="with deterministic=False: differences are expected")
     parser.add_argument("--cost", action="store_true", help="measure rounds of the 8B shape, and compare no texts")
     parser.add_argument("--rounds", type=int, default=60, help="of each measurement of --cost")
+    parser.add_argument("--batches", default="1,8", help="of --cost, separated by commas")
     parser.add_argument("--pool-share", type=float, default=0.85, help="of the free memory for kept prefixes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -306,7 +311,7 @@ def main() -> None:
 def measured(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line of the result, as it is found."""
     if args.cost:
-        yield from (("cost", row) for row in cost(args.rounds))
+        yield from (("cost", row) for row in cost(args.rounds, [int(batch) for batch in args.batches.split(",")]))
         return
     for name in args.models.split(","):
         yield from (("text", row) for row in compare(name, args.tokens, args.requests, not args.fast))

@@ -6,16 +6,21 @@ This is the only script here that touches the engine's parts.  It knows nothing 
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from specdec.attention.caches.kv_cache import KVCache
 from specdec.batch.tree import DraftTree
+from specdec.config import SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
 from specdec.runner.prompts import FirstTokens
-from specdec.steps import RunChunk
+from specdec.steps import RunChunk, RunRound, Step
 from specdec.verify.tables import tree_tables
 
 CHUNK = groups.RING_PREFILL
@@ -31,6 +36,13 @@ def caches(decoder: SpecDecoder) -> list[KVCache]:
     """The target's, and the draft's if there is one."""
     drafter: Any = decoder.engine.runner.workers.drafter
     return [target_cache(decoder)] + ([drafter.cache] if drafter else [])
+
+
+def clear_caches(decoder: SpecDecoder) -> None:
+    """Fills the keys and values of both models with zeros."""
+    with torch.inference_mode():
+        for cache in caches(decoder):
+            cache.planes["kv"].zero_()
 
 
 def replace_drafter(decoder: SpecDecoder, drafter: Any) -> None:
@@ -131,3 +143,54 @@ def sharing_difference(decoder: SpecDecoder, rows: int, num_heads: int, head_dim
         torch.cuda.synchronize()  # attention reads its tables before it waits: in a model they are much older
         outs.append(backend.attend(q, cache.view(3), prepared).out_THD.double())
     return float((outs[1] - outs[0]).norm() / outs[0].norm())
+
+
+# ---- what is drafted ----
+
+
+def set_acceptance(decoder: SpecDecoder, probability: float) -> None:
+    """Changes the probability of every level, which must have been forced before, in captured graphs too."""
+    synthetic = decoder.engine.runner.workers.verifier.synthetic
+    assert synthetic is not None
+    with torch.inference_mode():
+        synthetic.probs_S.fill_(probability)
+
+
+@contextmanager
+def fixed_shape(decoder: SpecDecoder, shape: SpecConfig) -> Iterator[None]:
+    """Makes "auto" run rounds of this shape alone inside the block."""
+    controller: Any = decoder.engine.scheduler.speculation.controller
+    choose, controller.choose = controller.choose, lambda *given: shape
+    yield
+    controller.choose = choose
+
+
+def count_rounds(decoder: SpecDecoder) -> Counter[str]:
+    """How many rounds of each shape are launched from now on, by label; "paused" and "plain" for rounds of no levels."""
+    runner: Any = decoder.engine.runner
+    run, counts = runner.run, Counter[str]()
+
+    def counted(step: Step) -> Any:
+        if isinstance(step, RunRound):
+            counts[step.spec.label if step.spec else step.kind] += 1
+        return run(step)
+
+    runner.run = counted
+    return counts
+
+
+def time_captures(decoder: SpecDecoder) -> list[tuple[str, float]]:
+    """The seconds of each capture from now on, warm-ups included, and its key."""
+    rounds, found = decoder.engine.runner.rounds, list[tuple[str, float]]()
+    for graphs in (rounds.round_graphs, rounds.phase_graphs):
+
+        def timed(key: Any, fn: Any, mutable: Any, warm_ups: int = 2, graphs: Any = graphs, run: Any = graphs.run) -> Any:
+            is_new, start = key not in graphs, time.perf_counter()
+            outputs = run(key, fn, mutable, warm_ups)
+            if is_new:
+                torch.cuda.synchronize()
+                found.append((str(key), time.perf_counter() - start))
+            return outputs
+
+        graphs.run = timed
+    return found

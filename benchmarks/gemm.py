@@ -6,7 +6,7 @@ Times are medians of CUDA-graph replays.  A graph runs through copies of a weigh
 its weight from memory, as in a model.  gate_up includes SiLU-mul on both sides (ours fused, cuBLAS and then our kernel).
 After that come the shipped pair's shapes in float32 (these stay in L2), SiLU-mul alone at a prefill's sizes, and a whole
 forward: 32 layers without and with their norms (one more norm stands in attention's place), and the LM head.  With --rows only
-the bf16 shapes and the forward are measured, at these rows.
+the bf16 shapes and the forward are measured, at these rows, and with --forwards only the forward.
 
 Shapes: T rows, I in, O weight rows.
 """
@@ -28,6 +28,7 @@ from graph_timing import replay_us
 from torch import Tensor
 
 from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.products.gpus import match_of
 from specdec.ops.products.linear import gated_linear, linear, silu_mul
 from specdec.ops.products.tiles import product_tiles
 
@@ -39,6 +40,7 @@ SHAPES |= {"draft qkv": (6144, 8192), "draft fc": (4096, 12288), "draft lm_head"
 SMALL = {"small qkv": (384, 256), "small o": (256, 256), "small gate_up": (1400, 256), "small down": (256, 700)}
 ROWS = (1, 6, 8, 16, 32, 64, 128, 192)
 PREFILL_ROWS = (1024, 8192, 32768)
+READ_BANDWIDTH = {"H100": 3.06e12, "H200": 4.48e12}  # bytes per second, as measured by large sums
 FORWARD_ROWS = (1, 6, 8, 32, 60, 128, 192)
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -83,7 +85,7 @@ def time_shape(name: str, O: int, I: int, dtype: torch.dtype, rows: Sequence[int
         for which, product in products(name).items():
             us = graph_us(lambda: [product(x_TI, w) for w in todo]) / len(todo)  # noqa: B023
             row[f"{which}_us"], row[f"{which}_TB/s"] = round(us, 1), round(size / us / 1e6, 2)
-        tiles = product_tiles(T, O, I, dtype, name.endswith("gate_up"))
+        tiles = product_tiles(T, O, I, dtype, name.endswith("gate_up"), match_of(x_TI.device).kind)
         row["policy"] = "cublas" if tiles is None else list(tiles)
         out.append(row)
         print(json.dumps(row))
@@ -125,7 +127,7 @@ class Forward:
     def time(self, T: int) -> dict[str, Any]:
         x_TH = torch.randn(T, self.norm_H.shape[0], device=DEVICE, dtype=DTYPE)
         row: dict[str, Any] = {"forward": f"{len(self.layers)} layers + lm_head", "T": T}
-        row["byte_limit_us"] = round(self.bytes() / 3.06e6)
+        row["byte_limit_us"] = round(self.bytes() / (READ_BANDWIDTH[match_of(x_TH.device).kind.name] / 1e6))
         sides: dict[str, tuple[Product, Product]] = {"ours": (linear, gated_linear), "cublas": (F.linear, cublas_gated)}
         for which, (product, gated) in sides.items():
             row[f"{which}_us"] = round(graph_us(lambda: self.run(x_TH, product, gated, norms=False)))  # noqa: B023
@@ -138,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", type=int, nargs="+")
+    parser.add_argument("--forwards", action="store_true", help="no single shapes")
     args = parser.parse_args()
     about: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -147,9 +150,10 @@ def main() -> None:
     }
     print(json.dumps(about))
     with torch.no_grad():
-        shapes = [row for name, shape in SHAPES.items() for row in time_shape(name, *shape, DTYPE, args.rows or ROWS)]
+        todo = () if args.forwards else SHAPES.items()
+        shapes = [row for name, shape in todo for row in time_shape(name, *shape, DTYPE, args.rows or ROWS)]
         result = about | {"shapes": shapes}
-        if not args.rows:
+        if not (args.rows or args.forwards):
             shapes += [row for name, shape in SMALL.items() for row in time_shape(name, *shape, torch.float32, ROWS[:4])]
             result["silu_mul"] = [time_silu_mul(T) for T in PREFILL_ROWS]
         forward = Forward()

@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -76,25 +77,40 @@ class Clock:
         return found
 
 
-def measure(case: Case, pair: Any, tokenizer: str, rounds: int, graphs: GraphMode, masked: int) -> dict[str, Any]:
-    """One line.  masked: so many rows have a grammar."""
+def session_of(case: Case, pair: Any, tokenizer: str, graphs: GraphMode) -> Session:
+    """A decoder whose texts end with EOS, over a tokenizer that only grammars use."""
     decoder = make_decoder(*pair, spec_of(case.spec), case.batch, case.context, graphs)
     decoder.grammars = Grammars(lambda: tokenizer, TARGET.vocab_size, [EOS])
-    decoder._eos_ids = frozenset([EOS])
-    session, runner = Session(decoder), decoder.engine.runner
-    runner.grammars.grammars = decoder.grammars
-    clock = Clock(runner.grammars)
+    decoder.engine.runner.grammars.grammars = decoder.grammars
+    return Session(decoder)
+
+
+def measure(session: Session, case: Case, rounds: int, masked: int, **options: Any) -> dict[str, Any]:
+    """One line.  masked: so many rows have a grammar.  options: of the others."""
+    clock = Clock(session.decoder.engine.runner.grammars)
     work = Work(session, random_prompts(case.batch, case.context), [SamplingParams()] * case.batch, case.spec != "plain")
-    free, held = SamplingParams(max_tokens=900, ignore_eos=True), SamplingParams(max_tokens=900, json_schema=ENDLESS)
+    free, held = SamplingParams(max_tokens=900, ignore_eos=True, **options), SamplingParams(max_tokens=900, json_schema=ENDLESS)
     work.sampling = [held] * masked + [free] * (case.batch - masked)
     full_rounds(work, session.step, SETTLE)
     clock.read()
     walls = [timed.wall for timed, _ in full_rounds(work, session.timed_step, rounds)]
-    found = {**case._asdict(), "graphs": graphs, "rows_with_grammar": masked, "rounds": len(walls), "ms": 1e3 * median(walls)}
-    found |= clock.read()
-    decoder.close()
+    found = {**case._asdict(), "rows_with_grammar": masked, "rounds": len(walls), "ms": 1e3 * median(walls)}
+    return found | (clock.read() if masked else {})
+
+
+def lines_of(case: Case, pair: Any, tokenizer: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """The lines of one case."""
+    session = session_of(case, pair, tokenizer, "round")
+    yield {"grammar": "none", **measure(session, case, rounds, 0)}
+    if case.batch > 1:
+        yield {"grammar": "one row", **measure(session, case, rounds, 1)}
+    yield {"grammar": "all rows", **measure(session, case, rounds, case.batch)}
+    yield {"grammar": "none again", **measure(session, case, rounds, 0)}
+    session.decoder.close()
+    session = session_of(case, pair, tokenizer, "step")
+    yield {"grammar": "phases", **measure(session, case, rounds, 0)}
+    session.decoder.close()
     torch.cuda.empty_cache()
-    return found
 
 
 def main() -> None:
@@ -110,15 +126,10 @@ def main() -> None:
     for case in CASES:
         if args.only and not case.name.startswith(args.only):
             continue
-        kinds: list[tuple[str, GraphMode, int]] = [("none", "round", 0), ("phases", "step", 0)]
-        kinds.append(("all rows", "round", case.batch))
-        if case.batch > 1:
-            kinds.insert(2, ("one row", "round", 1))
-        for name, graphs, masked in kinds:
-            line = measure(case, pair, tokenizer, args.rounds, graphs, masked)
-            lines.append({"grammar": name, **line})
-            host = f"masks {line['masks_ms']:.3f} ms, waits {line['waits_ms']:.3f} ms" if masked else ""
-            print(f"{case.name:>16} {name:<10} {line['ms']:7.3f} ms  {host}", flush=True)
+        for line in lines_of(case, pair, tokenizer, args.rounds):
+            lines.append(line)
+            host = f"masks {line['masks_ms']:.3f} ms, waits {line['waits_ms']:.3f} ms" if "masks_ms" in line else ""
+            print(f"{case.name:>16} {line['grammar']:<10} {line['ms']:7.3f} ms  {host}", flush=True)
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16", "schema": ENDLESS, "rows": lines,

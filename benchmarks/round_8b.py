@@ -31,6 +31,7 @@ from specdec.bench.profile import Work, full_rounds, rounds_in
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
+from specdec.draft.drafter import DraftModel
 from specdec.draft.eagle.head import Eagle3Head, EagleHead
 from specdec.draft.formats.spec import HeadSpec
 from specdec.loading.ranks import Ranks
@@ -66,7 +67,8 @@ class Case(NamedTuple):
 
 CASES = (
     Case("plain", 1, 1024), Case("plain", 8, 1024), Case("plain", 32, 1024), Case("5,1,6", 1, 1024), Case("5,1,6", 8, 1024),
-    Case("5,1,6", 32, 1024), Case("5,8,32", 1, 1024), Case("7,10,60", 1, 1024), Case("5,1,6", 1, 32768),
+    Case("5,1,6", 32, 1024), Case("5,8,32", 1, 1024), Case("5,8,32", 8, 1024), Case("7,10,60", 1, 1024),
+    Case("5,1,6", 1, 32768),
 )  # fmt: skip
 PREFILLS = ((1, 1024), (32, 1024))
 PAUSES = (1, 32)  # batch sizes at which "auto" is compared with plain decoding
@@ -88,9 +90,9 @@ GPUS = {
         "5,8,32:1:1024": 7.8, "7,10,60:1:1024": 8.8, "5,1,6:1:32768": 9.2, "prefill:1:1024": 28.0, "prefill:32:1024": 800.0,
     }),
     "H200": Gpu(4.48e12, {
-        "plain:1:1024": 4.50, "plain:8:1024": 4.85, "plain:32:1024": 5.67, "5,1,6:1:1024": 5.68, "5,1,6:8:1024": 6.12,
-        "5,1,6:32:1024": 9.18, "5,8,32:1:1024": 5.73, "7,10,60:1:1024": 6.44, "5,1,6:1:32768": 7.00, "prefill:1:1024": 26.0,
-        "prefill:32:1024": 770.0,
+        "plain:1:1024": 3.95, "plain:32:1024": 5.10, "5,1,6:1:1024": 5.00, "5,1,6:8:1024": 5.50,
+        "5,1,6:32:1024": 7.90, "5,8,32:1:1024": 5.00, "5,8,32:8:1024": 7.80, "7,10,60:1:1024": 5.60, "5,1,6:1:32768": 6.20,
+        "prefill:1:1024": 24.0, "prefill:32:1024": 740.0,
     }),
 }  # fmt: skip
 
@@ -137,7 +139,7 @@ def spec_of(text: str) -> SpecConfig | None:
 
 def make_decoder(
     model: CausalLM,
-    head: EagleHead,
+    head: DraftModel,
     spec: SpecConfig | None,
     batch: int,
     context: int,
@@ -151,7 +153,7 @@ def make_decoder(
         attention=attention, deterministic=deterministic,
     )  # fmt: skip
     settings = resolve_settings(options, spec, model.config)
-    settings = replace(settings, attention_backend=choose_attention(settings, model.config, head.config.model))
+    settings = replace(settings, attention_backend=choose_attention(settings, model.config, *head.needs.models))
     return SpecDecoder(model, head if spec else None, settings, Tokenizer(Path("/nonexistent")), ranks)
 
 
@@ -161,7 +163,7 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
 
 def measure(
     model: CausalLM,
-    head: EagleHead,
+    head: DraftModel,
     case: Case,
     rounds: int,
     graphs: GraphMode,
@@ -201,7 +203,7 @@ def measure(
 
 def prefill_ms(
     model: CausalLM,
-    head: EagleHead,
+    head: DraftModel,
     batch: int,
     tokens: int,
     repeats: int = 8,

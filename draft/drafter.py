@@ -8,6 +8,7 @@ Shapes: B rows of a state, R some of the rows, E emitted tokens of a row with pa
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -34,12 +35,13 @@ class DraftNeeds:
     features: the target's layers whose outputs it reads, 0-based and ascending; (): the target's final hidden state; None: it
         reads token ids alone.
     models: the configs of the parts that keep keys and values in the target's pages.
-    slot_bytes: what else it keeps of each token, in the first group of layers.
+    slot_bytes, page_bytes: what else it keeps of each token and of each page, in the first group of layers.
     """
 
     features: tuple[int, ...] | None
     models: tuple[ModelConfig, ...] = ()
     slot_bytes: int = 0
+    page_bytes: int = 0
 
 
 class Paged(Protocol):
@@ -54,21 +56,34 @@ class Paged(Protocol):
 class Place(NamedTuple):
     """What a drafter is given to work with.
 
-    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers.  span: how many tokens back
-    the first group's slots are kept; None: all of them.
+    spec: the shape of trees, or "auto".  shapes: those that it may be asked for, each round another one.
+    caches: empty, one for each of the models in `DraftNeeds`.  slots: of the first group of layers, page_size of them a page.
+    span: how many tokens back the first group's slots are kept; None: all of them.
     rows: of the batch, the last one of padding included.  max_pause: the most tokens of a row that rounds may emit without the
     drafter (see `Drafter.keep`); 0 if no round is ever paused.
     """
 
     spec: SpecConfig
+    shapes: tuple[SpecConfig, ...]
     backend: Backend
     caches: tuple[KVCache, ...]
     slots: int
+    page_size: int
     span: int | None
     rows: int
     max_pause: int
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def most_topk(self) -> int:
+        """The most branches of any shape."""
+        return max(shape.topk for shape in self.shapes)
+
+    @property
+    def most_steps(self) -> int:
+        """The most levels of any shape."""
+        return max(shape.max_steps for shape in self.shapes)
 
 
 class DraftModel(nn.Module, ABC):
@@ -80,7 +95,26 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def check(self, spec: SpecConfig) -> None:
-        """ValueError if it can't grow trees of that shape."""
+        """ValueError if it can't grow trees of that shape, which is not "auto"."""
+
+    def shapes(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """The shapes among those of `spec` that it can grow.  ValueError if it can grow none of them.
+
+        "auto" also leaves out what `check` warns of.
+        """
+        found, problem = list[SpecConfig](), None
+        for shape in spec.shapes:
+            try:
+                with warnings.catch_warnings():
+                    if spec.is_auto:
+                        warnings.simplefilter("error", UserWarning)
+                    self.check(shape)
+                found.append(shape)
+            except (ValueError, UserWarning) as error:
+                problem = error if isinstance(error, ValueError) else ValueError(str(error))
+        if problem is not None and not found:
+            raise problem
+        return tuple(found)
 
     @abstractmethod
     def worker(self, place: Place) -> Drafter:
@@ -137,7 +171,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
-        """The next tree of every row.  needs: here and below, how the target will choose the rows' tokens."""
+        """The next tree of every row, of exactly that shape.  needs: here and below, how the target will choose the tokens."""
 
     @abstractmethod
     def extend(

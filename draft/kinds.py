@@ -1,4 +1,4 @@
-"""Finds the drafter that a caller names: a kind that needs no checkpoint by its name, any other by its folder or hub id."""
+"""Finds the drafter that a caller names: a kind without a folder of its own by its name, any other by its folder or hub id."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from specdec.draft.drafter import DraftModel
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import load_head
+from specdec.draft.mtp.layouts import FAMILIES
+from specdec.draft.mtp.load import load_mtp, open_mtp
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
@@ -17,24 +19,37 @@ from specdec.models.target import Target
 from specdec.options import EngineOptions
 
 WITHOUT_CHECKPOINT: dict[str, Callable[[Target], DraftModel]] = {"ngram": lambda target: NgramModel(target.config.vocab_size)}
+MTP = "mtp"  # the target's own layers, in the target's folder
+# What can be named as a draft, and what it is.
+NAMES = {
+    "ngram": "without a checkpoint, by this name",
+    MTP: f"the target's own layers of multi-token prediction, by this name: {', '.join(FAMILIES)}",
+}
 
 HEADS_ONLY = ("draft_format", "draft_pickle", "beyond_trained")  # options that say how a head is read
 
 Load = Callable[[Target, int, torch.device, torch.dtype], DraftModel]
 
 
-def find_drafter(draft: str | Path | None, options: EngineOptions) -> Load | None:
+def is_name(draft: str | Path | None) -> bool:
+    """Whether a kind is meant by its name, and no folder."""
+    return isinstance(draft, str) and draft in NAMES
+
+
+def find_drafter(draft: str | Path | None, options: EngineOptions, target_folder: Path) -> Load | None:
     """What loads the drafter for a target, given the most positions, the device and the dtype; None for no drafter.
 
     A folder that is called as a kind is named with its path: "./ngram".  ValueError or TypeError if there is no such drafter,
     or for an option that would do nothing.
     """
-    is_name = isinstance(draft, str) and draft in WITHOUT_CHECKPOINT
-    if draft is None or is_name:
+    if draft is None or is_name(draft):
         refuse_idle(options, draft)
     if draft is None:
         return None
-    if is_name:
+    if draft == MTP:
+        own = options.backend
+        return lambda target, most, device, dtype: load_mtp(target_folder, target, most, device, dtype, own)
+    if is_name(draft):
         make = WITHOUT_CHECKPOINT[str(draft)]
         return lambda target, max_positions, device, dtype: make(target)
     folder = resolve_folder(draft, "draft")
@@ -42,9 +57,13 @@ def find_drafter(draft: str | Path | None, options: EngineOptions) -> Load | Non
     return lambda target, max_positions, device, dtype: load_head(folder, target, max_positions, device, dtype, how)
 
 
-def head_config(draft: str | Path | None, options: EngineOptions, target: ModelConfig) -> ModelConfig | None:
+def head_config(
+    draft: str | Path | None, options: EngineOptions, target: ModelConfig, target_folder: Path
+) -> ModelConfig | None:
     """The config of the head that `find_drafter` would load, from headers alone; None for a drafter without a checkpoint."""
-    if draft is None or (isinstance(draft, str) and draft in WITHOUT_CHECKPOINT):
+    if draft == MTP:
+        return open_mtp(target_folder, target).spec.model
+    if draft is None or is_name(draft):
         return None
     return open_head(resolve_folder(draft, "draft"), target, _how(options)).reading.spec.model
 

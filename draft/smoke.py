@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from specdec.attention.eager.dense import DenseAttention
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
+from specdec.draft.step_head import StepHead
 from specdec.models.layers import Rotary
 from specdec.models.target import Target
 
 Head = TypeVar("Head", bound=DraftHead)
+AnyHead = DraftHead | StepHead
 Misreading = tuple[str, Any, tuple[int, ...]]  # a name, the head read so, the layers that it reads
 
 # Thresholds.  Heads of published quality agree with their target in half of the places or more, badly misread ones in a few
@@ -65,9 +67,9 @@ class Finding(NamedTuple):
 class Seen:
     """The target's states and choices along a text."""
 
-    def __init__(self, head: DraftHead, target: Target, ids_T: Tensor) -> None:
+    def __init__(self, head: AnyHead, target: Target, ids_T: Tensor) -> None:
         self.ids_T, N = ids_T, target.config.num_layers
-        near = {layer + off for layer in head.config.aux_layers for off in (-1, 0, 1)}
+        near = {layer + off for layer in layers_of(head) for off in (-1, 0, 1)}
         self.layers = tuple(sorted(layer for layer in near if 0 <= layer < N))
         if not self.layers and not target.config.features_refusal:
             self.layers = (N - 1,)
@@ -96,12 +98,12 @@ class Look(ABC):
         """What a head's files are mistaken for elsewhere."""
 
     @torch.inference_mode()
-    def find(self, head: DraftHead, target: Target, ids_T: Tensor, seen: Seen | None = None) -> Finding | None:
+    def find(self, head: AnyHead, target: Target, ids_T: Tensor, seen: Seen | None = None) -> Finding | None:
         """Compares both along a text (int64).  None if the text is too short to tell.  seen: the target's part, if known."""
         if len(ids_T) < LEAST_PAIRS + 2:
             return None
         seen = Seen(head, target, ids_T) if seen is None else seen
-        as_read = self.score(seen, head, head.config.aux_layers)
+        as_read = self.score(seen, head, layers_of(head))
         better, most = None, LEAST_ERRORS
         for name, other, layers in self.misreadings(head, target):
             score = self.score(seen, other, layers)
@@ -110,7 +112,7 @@ class Look(ABC):
                 better, most = (name, score.agreement), errors
         return Finding(as_read.agreement, better)
 
-    def complaint(self, head: DraftHead, target: Target, ids_T: Tensor) -> str:
+    def complaint(self, head: AnyHead, target: Target, ids_T: Tensor) -> str:
         """What was found, for users; empty if the head is fine, or nothing can be said."""
         found = self.find(head, target, ids_T)
         if found is None or found.is_fine:
@@ -128,7 +130,14 @@ def standard_errors(gain_P: Tensor) -> float:
     return float(gain_P.mean() / (gain_P.std() / len(gain_P) ** 0.5).clamp(min=1e-6))
 
 
-def logp_of(head: DraftHead, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def layers_of(head: AnyHead) -> tuple[int, ...]:
+    """The target's layers whose outputs the head reads; none: the final hidden state."""
+    layers = head.needs.features
+    assert layers is not None, "a head without features"
+    return layers
+
+
+def logp_of(head: AnyHead, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """The log-probability of the target's tokens, and whether they are the head's most likely ones; both [...].
 
     logits: [..., V].  chosen: int64 ids of the target's vocabulary, [...].

@@ -15,6 +15,8 @@ from specdec.checks import is_array, is_number, require_bool, require_choice, re
 from specdec.limits import MAX_AUTO_STEPS, MAX_CHOICES, MAX_LOGPROBS, MAX_PAUSE, MAX_STEPS
 
 LARGEST_SEED = 2**63 - 1
+AUTO_CHAINS, AUTO_TREES = (1, 2, 3, 4, 5, 7, 10), (3, 5, 7)  # the levels of the chains and trees that "auto" chooses from
+LEAST_AUTO_TREE = 8  # trees have as many nodes as allowed, half of them, and so on, but no fewer than this by halving
 LogprobsMode = Literal["raw", "processed"]
 GrammarKind = Literal["json_schema", "regex", "grammar"]  # the fields of SamplingParams that say what the text must be
 GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a phase, or none
@@ -24,9 +26,9 @@ GraphMode = Literal["round", "step", False]  # one CUDA graph a round, one a pha
 class SpecConfig:
     """The shape of the draft tree, in EAGLE's three numbers.
 
-    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).  "auto" picks 0 to 7 of them (and fewer
-    than num_draft_tokens) by batch size, from what rounds cost and how far drafts were accepted lately; 0 is plain decoding.
-    topk: k, branches kept per level; 1 is a chain.
+    num_steps: S, levels of the tree (an accepted path holds at most S draft tokens).  "auto" chooses the shape of each round
+    among `shapes`, or plain decoding, by batch size, from what rounds cost and how far drafts were accepted lately.
+    topk: k, branches kept per level; 1 is a chain.  With "auto", the most of them; chains are chosen too.
     num_draft_tokens: nd, nodes verified per round, the root included; with "auto", the most of them.  None for what suits the
     other two: all of a chain, or the best 16 nodes of a tree, all if it has fewer.  Once made, it is always a number.
     """
@@ -68,9 +70,23 @@ class SpecConfig:
         """The most levels a tree can have."""
         return min(MAX_AUTO_STEPS, self.num_draft_tokens - 1) if self.num_steps == "auto" else self.num_steps
 
-    def at(self, steps: int) -> SpecConfig:
-        """The tree of so many levels: as many nodes as allowed, where there are as many candidates."""
-        return SpecConfig(steps, self.topk, min(self.num_draft_tokens, _candidates(steps, self.topk) + 1))
+    @property
+    def shapes(self) -> tuple[SpecConfig, ...]:
+        """What "auto" chooses from, besides plain decoding; any other shape itself.
+
+        Neighbours are so close that the best of them is hardly worse than the best of all.
+        """
+        if self.num_steps != "auto":
+            return (self,)
+        chains = [SpecConfig(levels, 1) for levels in AUTO_CHAINS if levels <= self.max_steps]
+        trees, nodes, topk = list[SpecConfig](), self.num_draft_tokens, self.topk
+        while topk > 1 and (nodes == self.num_draft_tokens or nodes >= LEAST_AUTO_TREE):
+            for levels in AUTO_TREES:
+                if levels <= self.max_steps and levels + 1 < nodes <= _candidates(levels, topk) + 1:
+                    trees.append(SpecConfig(levels, topk, nodes))
+            nodes //= 2
+            topk = min(self.topk, max(2, nodes // 4))
+        return (*chains, *trees)
 
     @property
     def label(self) -> str:

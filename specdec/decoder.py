@@ -90,8 +90,9 @@ class SpecDecoder:
     ) -> SpecDecoder:
         """Loads a Hugging Face causal LM and, if given, a drafter for it.
 
-        target, draft: folders or hub ids.  draft may also be "ngram", a drafter without a checkpoint that repeats what followed
-        the last tokens earlier in the text; None: plain autoregressive decoding.
+        target, draft: folders or hub ids.  draft may also be "mtp", the target's own layers of multi-token prediction, or
+        "ngram", a drafter without a checkpoint that repeats what followed the last tokens earlier in the text; None: plain
+        autoregressive decoding.
         spec: the draft tree's shape; None: SpecConfig().
         options: all engine settings together.
         settings: engine settings by name, if there are no options.
@@ -128,6 +129,11 @@ class SpecDecoder:
     @property
     def engine(self) -> Engine[DeviceRunner]:
         return self._open().engine
+
+    @property
+    def reasons(self) -> list[str]:
+        """With SpecConfig("auto"), a line for each number of rows that has run: which shape runs there now, and why."""
+        return self.engine.scheduler.speculation.reasons()
 
     def _open(self) -> Parts:
         if self._parts is None:

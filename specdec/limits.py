@@ -1,7 +1,7 @@
 """Numbers that several parts of specdec must agree on."""
 
 MAX_STEPS = 64  # the most levels of a draft tree
-MAX_AUTO_STEPS = 7  # the most levels that num_steps="auto" chooses
+MAX_AUTO_STEPS = 10  # the most levels that num_steps="auto" chooses
 MAX_PAUSE = 32  # the most tokens of a row that a drafter has not seen, while num_steps="auto" does not speculate
 MAX_LOGPROBS = 20  # the most likeliest tokens whose log-probabilities a request may ask for
 MAX_CHOICES = 1024  # the most generations of one prompt that one call may ask for

@@ -186,7 +186,7 @@ class RunRound:
         "speculative" drafts a tree of shape `spec`, of which rows that do not speculate accept nothing.
     needs: what the rows need to choose their tokens.
     shared: read the pages of the last ShareRows once for all its rows.
-    timed: measure how long the device takes.
+    timed: measure how long it takes: from the end of the step before it, if that was a round, else from its own start.
     """
 
     rows: int
@@ -204,6 +204,17 @@ class CatchUp:
     rows: int
     needs: Needs
     shared: bool = False
+
+
+@dataclass(frozen=True)
+class Try:
+    """Runs a round or a catching up on the side and measures it: afterwards the batch is what it was.
+
+    Graphs that the step needs are captured first, and that is not measured.  No row may be full of tokens that the drafter has
+    not seen (see Drafter.keep).
+    """
+
+    step: RunRound | CatchUp
 
 
 @dataclass(frozen=True)
@@ -263,7 +274,17 @@ class ForceAcceptance:
 
 
 Step = (
-    EnterRows | RunChunk | RunRound | CatchUp | ShareRows | LeaveRows | StopDrafting | CopyPages | TimePhases | ForceAcceptance
+    EnterRows
+    | RunChunk
+    | RunRound
+    | CatchUp
+    | Try
+    | ShareRows
+    | LeaveRows
+    | StopDrafting
+    | CopyPages
+    | TimePhases
+    | ForceAcceptance
 )
 
 
@@ -275,23 +296,26 @@ class Emitted(NamedTuple):
         nothing.  A token of -1 says that the target's logits were not finite.
     logprobs: for each token of these lists (and more, which mean nothing), its log-probability, those of the likeliest tokens,
         and then these tokens' ids; None where the launch needed none.
+    best: for each row of a round, how many draft tokens were accepted of the path of the drafter's first choices, and how many
+        that path has; None for a chunk.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[list[float]]] | None = None
+    best: list[tuple[int, int]] | None = None
 
 
 class Pending(Protocol):
-    """What a chunk or a round emits, while it is on its way from the device.
+    """What a chunk or a round emits, or what a Try measures, while it is on its way from the device.
 
-    drafted, depths: how many draft tokens and levels the round's tree had; 0 for a chunk.
+    drafted, depths: how many draft tokens and levels the round's tree had; 0 for a chunk or a Try.
     """
 
     drafted: int
     depths: int
 
     def read(self) -> Emitted:
-        """Waits for the device.  To be called once."""
+        """Waits for the device.  To be called once.  A Try emits nothing."""
         ...
 
     def drop(self) -> None:
@@ -299,7 +323,7 @@ class Pending(Protocol):
         ...
 
     def seconds(self) -> float:
-        """Device seconds of a timed round.  To be called only after `read`."""
+        """Seconds of a timed round or a Try.  To be called only after `read`."""
         ...
 
 
@@ -307,5 +331,5 @@ class Runner(Protocol):
     """Executes steps on one rank's device, in the order given; decides nothing by itself."""
 
     def run(self, step: Step) -> Pending | None:
-        """Launches the step.  Returns what a chunk or a round emits, to be read later; None for other steps."""
+        """Launches the step.  Returns what a chunk or a round emits, or what a Try measures, to be read later; else None."""
         ...

@@ -28,9 +28,9 @@ class Accepted(NamedTuple):
         uses it.
     accepted_B: int64, the number a of accepted draft tokens.
     tokens_BE: int64, the emitted tokens: a accepted ones, then the bonus token; the rest is padding.
-    emitted_BX: int64, what the host reads, X = E + 1: the number a, then the same tokens.  A target token of -1 says that there
-        is none, since the logits were not finite: emitted_BX keeps it, and tokens_BE holds the token 0 instead, so that the
-        device can go on.
+    emitted_BX: int64, what the host reads, X = E + 3: the number a, the same tokens, and what `best_path` gives.  A target
+        token of -1 says that there is none, since the logits were not finite: emitted_BX keeps it, and tokens_BE holds the
+        token 0 instead, so that the device can go on.
     """
 
     path_BE: Tensor
@@ -39,9 +39,9 @@ class Accepted(NamedTuple):
     emitted_BX: Tensor
 
     @classmethod
-    def of(cls, path_BE: Tensor, accepted_B: Tensor, tokens_BE: Tensor) -> Accepted:
-        """tokens_BE: with -1 where there is none."""
-        return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), torch.cat((accepted_B[:, None], tokens_BE), dim=1))
+    def of(cls, path_BE: Tensor, accepted_B: Tensor, tokens_BE: Tensor, best_B2: Tensor) -> Accepted:
+        """tokens_BE: with -1 where there is none.  best_B2: see `best_path`."""
+        return cls(path_BE, accepted_B, tokens_BE.clamp(min=0), torch.cat((accepted_B[:, None], tokens_BE, best_B2), dim=1))
 
 
 def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor) -> Accepted:
@@ -54,7 +54,7 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor)
     E = tree.max_depth + 1
     if N == 1:  # plain decoding: the root's token is the bonus
         nothing_B = target_tokens_BN.new_zeros(target_tokens_BN.shape[0])
-        return Accepted.of(nothing_B[:, None], nothing_B, target_tokens_BN)
+        return Accepted.of(nothing_B[:, None], nothing_B, target_tokens_BN, nothing_B[:, None].expand(-1, 2))
     hit_BN = (tree.tokens_BN == target_tokens_BN.gather(1, tree.parents_BN)) & (speculates_B[:, None] > 0)
     hit_BN[:, 0] = True
     taken_BN = hit_BN
@@ -64,7 +64,26 @@ def accept_path(tree: DraftTree, target_tokens_BN: Tensor, speculates_B: Tensor)
     nodes_E = torch.arange(E, device=taken_BN.device)
     first_BE = torch.sort(taken_BN.byte(), dim=-1, descending=True, stable=True).indices[:, :E]
     path_BE = torch.where(nodes_E <= accepted_B[:, None], first_BE, nodes_E)
-    return Accepted.of(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE))
+    return Accepted.of(path_BE, accepted_B, target_tokens_BN.gather(1, path_BE), best_path(tree, taken_BN))
+
+
+def best_path(tree: DraftTree, taken_BN: Tensor) -> Tensor:
+    """[B, 2] int64: of the path that goes from the root to each node's first child, how many draft tokens were taken; and its
+    length.
+
+    A node's first child is the drafter's own first choice, so this is what a chain would have drafted, as far as the tree goes.
+    """
+    B, N = taken_BN.shape
+    nodes_N = torch.arange(N, device=taken_BN.device)
+    at_B = length_B = best_B = taken_BN.new_zeros(B, dtype=torch.int64)
+    is_on_B = taken_BN.new_ones(B)
+    for _ in range(tree.max_depth):
+        is_child_BN = (tree.parents_BN == at_B[:, None]) & (nodes_N > at_B[:, None])
+        at_B = torch.where(is_child_BN, nodes_N, N - 1).amin(-1)
+        has_child_B = is_child_BN.any(-1)
+        is_on_B = is_on_B & has_child_B & taken_BN.gather(1, at_B[:, None])[:, 0]
+        length_B, best_B = length_B + has_child_B, best_B + is_on_B
+    return torch.stack((best_B, length_B), dim=1)
 
 
 def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tuple[Accepted, Tensor]:

@@ -15,6 +15,19 @@ from specdec.batch.tree import DraftTree
 from specdec.ops.launch import chained
 
 
+@triton.jit
+def best_path(parent_N, taken_N, n, places, BLOCK: tl.constexpr):
+    """`accept.best_path` of one tree.  parent_N: BLOCK where there is no node.  n: 0 to BLOCK - 1."""
+    at, length, best, is_on = places * 0, places * 0, places * 0, places * 0 + 1
+    for _ in range(places - 1):
+        child = tl.min(tl.where((parent_N == at) & (n > at), n, BLOCK), 0)
+        is_on = is_on * tl.sum(tl.where((n == child) & taken_N, 1, 0), 0)
+        best += is_on
+        length += (child < BLOCK).to(tl.int32)
+        at = child
+    return best, length
+
+
 @triton.jit(
     do_not_specialize=["num_nodes", "places", "stride_tokens_b", "stride_tokens_n", "stride_parents", "stride_targets"],
     do_not_specialize_on_alignment=["lens", "bonus", "active", "speculates", "tokens"],
@@ -30,7 +43,7 @@ def accept_kernel(
     path,  # [B, E] int64
     accepted,  # [B] int64
     valid,  # [B, E] int64: the tokens, 0 for -1
-    emitted,  # [B, 1 + E] int64: the count, then the tokens
+    emitted,  # [B, E + 3] int64: the count, the tokens, and what accept.best_path gives
     base_lens,  # [B] int32
     num_nodes,  # N
     places,  # E
@@ -38,6 +51,7 @@ def accept_kernel(
     stride_tokens_n,
     stride_parents,
     stride_targets,
+    IS_CHAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -69,11 +83,17 @@ def accept_kernel(
     valid_N = tl.maximum(target_N, 0)
     tl.store(path + to_N, n.to(tl.int64), mask=taken_N)
     tl.store(valid + to_N, valid_N, mask=taken_N)
-    tl.store(emitted + to_N + b + 1, target_N, mask=taken_N)
+    emitted += b * (places + 3)
+    tl.store(emitted + 1 + tl.where(taken_N, depth_N, n), target_N, mask=taken_N)
     tl.store(path + b * places + n, n.to(tl.int64), mask=rest_N)
     tl.store(valid + b * places + n, valid_N, mask=rest_N)
-    tl.store(emitted + b * (places + 1) + 1 + n, target_N, mask=rest_N)
-    tl.store(emitted + b * (places + 1), count.to(tl.int64))
+    tl.store(emitted + 1 + n, target_N, mask=rest_N)
+    tl.store(emitted, count.to(tl.int64))
+    best, path_length = count, places - 1
+    if not IS_CHAIN:
+        best, path_length = best_path(tl.load(parents + n, mask=ok_N, other=BLOCK).to(tl.int32), taken_N, n, places, BLOCK)
+    tl.store(emitted + places + 1, best.to(tl.int64))
+    tl.store(emitted + places + 2, path_length.to(tl.int64))
     tl.store(accepted + b, count.to(tl.int64))
     tl.store(bonus + b, tl.sum(tl.where(taken_N & (depth_N == count), valid_N, 0), 0))
     tl.store(base_lens + b, length)
@@ -89,13 +109,13 @@ def launch_accept(
     assert tree.parents_BN.stride(1) == 1 and target_tokens_BN.stride(1) == 1
     assert tree.tokens_BN.shape == tree.parents_BN.shape == (B, N) and E <= N
     path, valid = (torch.empty(B, E, dtype=torch.int64, device=device) for _ in range(2))
-    emitted = torch.empty(B, E + 1, dtype=torch.int64, device=device)
+    emitted = torch.empty(B, E + 3, dtype=torch.int64, device=device)
     accepted, base_lens = torch.empty(B, dtype=torch.int64, device=device), torch.empty_like(state.lens_B)
     block = max(32, triton.next_power_of_2(N))
     accept_kernel[(B,)](
         tree.tokens_BN, tree.parents_BN, target_tokens_BN, state.lens_B, state.bonus_B, state.active_B, state.speculates_B,
         path, accepted, valid, emitted, base_lens, N, E,
-        *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0),
+        *tree.tokens_BN.stride(), tree.parents_BN.stride(0), target_tokens_BN.stride(0), tree.is_chain or N == 1,
         BLOCK=block, num_warps=max(1, min(8, block // 64)), **chained(device),
     )  # fmt: skip
     return path, accepted, valid, emitted, base_lens

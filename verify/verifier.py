@@ -37,7 +37,7 @@ class VerifyResult(NamedTuple):
     tokens_BE: int64, the emitted tokens: accepted ones, then the bonus token, then padding.
     accepted_B: int64, how many draft tokens were accepted.
     base_lens_B: int32, the committed lengths before the round.
-    emitted_BX: int64, what the host reads: the accepted count, then the tokens; -1 where the target's logits were not finite.
+    emitted_BX: int64, what the host reads, see `Accepted`: tokens are -1 where the target's logits were not finite.
     features_BEF: the target's features along the path, for the drafter's extend; None if they were not asked for.
     logprobs_BEX: float64, of the emitted tokens (see logprobs.py); None if they were not asked for.
     """

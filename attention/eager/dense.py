@@ -84,7 +84,7 @@ def attend_rows(
     chosen_BTT: bool; if given, to those of them alone for which it is True.
     """
     plain = scoring.softcap is None and scoring.sinks_H is None and scoring.slopes_H is None
-    if plain and kind.span is None and chosen_BTT is None:
+    if plain and kind.reads_all and chosen_BTT is None:
         return F.scaled_dot_product_attention(q_BQTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True, scale=scoring.scale)
     mask_TT = visible(q_BQTD.shape[2], kind, q_BQTD.device)
     if chosen_BTT is not None:
@@ -109,4 +109,4 @@ def visible(tokens: int, kind: LayerKind, device: torch.device) -> Tensor:
     """[T, T] bool: entry [q, k] says whether token q reads token k."""
     keys = torch.arange(tokens, device=device)
     mask = keys <= keys[:, None]
-    return mask if kind.span is None else mask & (keys >= kind.first_keys(keys)[:, None])
+    return mask if kind.reads_all else mask & (keys >= kind.first_keys(keys)[:, None])

@@ -29,6 +29,7 @@ from specdec.attention.state import AttentionState
 from specdec.ops.launch import chained
 from specdec.ops.products.numerics import INVARIANT
 
+MOST_NODES = 4  # that a program computes
 WARPS, STAGES = 4, 3  # of every product: with other numbers of warps tensor cores would add up in another order
 
 
@@ -88,12 +89,24 @@ def _attend_heads(
         )  # fmt: skip
     if suffix is not None:
         assert suffix.rows == T == paged.rows * nodes and not paged.causal and not paged.ragged
-        path_kernel[(T, K, triton.cdiv(H // K, BLOCK_M))](
+        nodes_each = nodes_a_program(T * K, H // K, programs)
+        path_kernel[(paged.rows * triton.cdiv(nodes, nodes_each), K, triton.cdiv(H // K, BLOCK_M))](
             q_THD, view.heads[0], paged.pages.table, paged.cache_seqlens, suffix.pages.table, suffix.cache_seqlens,
             starts_T, values, sums, *state, *numbers, suffix.pages.table.stride(0), shares.states, nodes,
-            **reads, num_warps=WARPS, num_stages=1, **chained(q_THD.device),
+            NODES=nodes_each, **reads, num_warps=WARPS, num_stages=1, **chained(q_THD.device),
         )  # fmt: skip
     return state
+
+
+def nodes_a_program(pairs: int, group: int, programs: int) -> int:
+    """How many nodes a program of path_kernel computes: so many that all programs run at once, two on an SM.
+
+    pairs: of a node and a kv head.  group: query heads of a kv head.  programs: of the GPU.
+    """
+    most, nodes = max(1, BLOCK_M // group), 1
+    while nodes < MOST_NODES and 2 * nodes <= most and pairs > 2 * programs * nodes:
+        nodes *= 2
+    return nodes
 
 
 def block_n(D: int) -> int:

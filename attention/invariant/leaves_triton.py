@@ -7,8 +7,8 @@ exactly 0.
 
 A draft tree's nodes read keys of their own at the same positions.  `leaves_kernel` then stops at the last border of a block
 before the tree (TREE), `join_kernel` joins the leaves that are complete, and `path_kernel` goes on from the state of the leaf
-that is not: a program for each node, which takes the key at position p from the node's own path where p is in the tree.  So a
-node's sums are those of a plain decoding step.
+that is not: for each node it takes the key at position p from the node's own path where p is in the tree.  So a node's sums are
+those of a plain decoding step.  Where there are many nodes a program computes several, as its tile has room for their states.
 
 latents_triton.py has the same kernels for latents.
 
@@ -23,7 +23,6 @@ import triton.language as tl
 
 from specdec.attention.invariant.states_triton import (
     add_block,
-    complete_leaves,
     first_key,
     joined_sums,
     leaf_of,
@@ -205,64 +204,66 @@ def path_kernel(
     HAS_STARTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ONE: tl.constexpr,
+    NODES: tl.constexpr,  # that a program computes, one after the other
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
     OCTAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tiles = (nodes + NODES - 1) // NODES
+    row, first, kv_head = tl.program_id(0) // tiles, tl.program_id(0) % tiles * NODES, tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    group_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    ok_M, head_M = group_M < GROUP, group_M + kv_head * GROUP
+    packed_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    node_M, head_M = packed_M // GROUP, kv_head * GROUP + packed_M % GROUP
+    ok_M = (node_M < NODES) & (first + node_M < nodes)
+    token_M = row.to(tl.int64) * nodes + first + node_M
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_DIM)
     ok_D = d < HEAD_DIM
-    length = tl.load(cache_seqlens + token // nodes)
-    end = length + tl.load(path_lens + token)
-    begin = length * 0
+    length = tl.load(cache_seqlens + row)
+    begin_M = node_M * 0
     if HAS_STARTS:
-        begin = tl.maximum(tl.load(starts + token), 0)
+        begin_M = tl.maximum(tl.load(starts + token_M, mask=ok_M, other=0), 0)
     base = length // BLOCK_N * BLOCK_N
     leaf = leaf_of(base, LEAST, OCTAVES)
     border = first_key(leaf + 1, LEAST, OCTAVES)
-    complete = complete_leaves(tl.program_id(0), cache_seqlens, starts, nodes, HAS_STARTS, BLOCK_N, LEAST, OCTAVES)
-    at_MD, ok_MD = own_part(group_M, d, GROUP, HEAD_DIM, KEY_PARTS)
-    q_MD = tl.load(q + token * stride_qt + head_M[:, None] * stride_qh + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
-    # The state of the leaves before the one that is being read stays in memory: in registers it would leave no room for another
-    # program on the SM.
-    at_M = token * (KV_HEADS * GROUP) + head_M
-    is_joined = (complete > 0) | ONE
-    begun = 1 if ONE else complete
-    is_there_M = ok_M & (begun >= 0) & (begun < states)
-    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + begun, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
+    complete_M = leaf - leaf_of(begin_M, LEAST, OCTAVES)  # leaves that join_kernel has joined into the first state
+    at_MD, ok_MD = own_part(packed_M % GROUP, d, GROUP, HEAD_DIM, KEY_PARTS)
+    at_MD += (token_M * stride_qt + head_M * stride_qh)[:, None]
+    q_MD = tl.load(q + at_MD, mask=ok_MD & ok_M[:, None], other=0.0)
+    at_M = token_M * (KV_HEADS * GROUP) + head_M
+    begun_M = complete_M * 0 + 1 if ONE else complete_M
+    is_there_M = ok_M & (begun_M >= 0) & (begun_M < states)
+    all_top_M, all_total_M, all_acc_MD = load_sums(
+        sums, accs, at_M * states, ok_M & ((complete_M > 0) | ONE), ok_D, PADDED_DIM, HEAD_DIM
+    )
+    top_M, total_M, acc_MD = load_sums(sums, accs, at_M * states + begun_M, is_there_M, ok_D, PADDED_DIM, HEAD_DIM)
 
-    pages, path = page_table + token // nodes * stride_row, paths + token * stride_path
+    pages = page_table + row.to(tl.int64) * stride_row
     kv += kv_head.to(tl.int64) * stride_kv_head
-    for start in range(base, end, BLOCK_N):
+    token = row.to(tl.int64) * nodes + first
+    last = tl.max(length + tl.load(path_lens + token_M, mask=ok_M, other=0), 0)
+    for start in range(base, last, BLOCK_N):
         if start == border:
-            all_top_M, all_total_M, all_acc_MD = load_sums(
-                sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM
-            )
-            top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-            store_sums(sums, accs, at_M * states, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
-            tl.debug_barrier()  # what is stored may be loaded by another thread
-            is_joined |= True
+            all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
             top_M, total_M = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             acc_MD = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
             leaf += 1
             border = first_key(leaf + 1, LEAST, OCTAVES)
         key_N = start + n
-        ok_N, is_own_N = key_N < end, key_N >= length
-        page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N & (is_own_N == 0), other=0)
-        own_N = tl.load(path + (key_N - length), mask=ok_N & is_own_N, other=0)
-        slot_N = tl.where(is_own_N, own_N.to(tl.int64), slots_on(page_N, key_N, PAGE_SIZE))
-        at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
-        ok_ND = ok_N[:, None] & ok_D[None, :]
-        k_ND, v_ND = tl.load(at_ND, mask=ok_ND, other=0.0), tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
-        visible_MN = (ok_N & (key_N >= begin))[None, :] & ok_M[:, None]
-        top_M, total_M, acc_MD = read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP)
-    all_top_M, all_total_M, all_acc_MD = load_sums(sums, accs, at_M * states, ok_M & is_joined, ok_D, PADDED_DIM, HEAD_DIM)
-    top_M, total_M, acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
-    store_answer(out, lse, at_M, top_M, total_M, acc_MD, ok_M, ok_D, HEAD_DIM)
+        is_own_N = key_N >= length
+        for node in range(NODES):  # the states of all others stay as they are, bit for bit
+            end = length + tl.load(path_lens + token + node, mask=first + node < nodes, other=-2147483648)
+            ok_N = key_N < end
+            page_N = tl.load(pages + key_N // PAGE_SIZE, mask=ok_N & (is_own_N == 0), other=0)
+            own_N = tl.load(paths + (token + node) * stride_path + (key_N - length), mask=ok_N & is_own_N, other=0)
+            slot_N = tl.where(is_own_N, own_N.to(tl.int64), slots_on(page_N, key_N, PAGE_SIZE))
+            at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
+            ok_ND = ok_N[:, None] & ok_D[None, :]
+            k_ND, v_ND = tl.load(at_ND, mask=ok_ND, other=0.0), tl.load(at_ND + stride_v, mask=ok_ND, other=0.0)
+            visible_MN = ok_N[None, :] & (key_N[None, :] >= begin_M[:, None]) & (ok_M & (node_M == node))[:, None]
+            top_M, total_M, acc_MD = read_block(q_MD, k_ND, v_ND, visible_MN, top_M, total_M, acc_MD, scale, softcap, SOFTCAP)
+    all_top_M, all_total_M, all_acc_MD = joined_sums(all_top_M, all_total_M, all_acc_MD, top_M, total_M, acc_MD)
+    store_answer(out, lse, at_M, all_top_M, all_total_M, all_acc_MD, ok_M, ok_D, HEAD_DIM)

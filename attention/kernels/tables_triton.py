@@ -122,8 +122,9 @@ def first_keys_kernel(
     first_keys,  # [T] int32
     total,  # T
     per_base,  # T / B
-    span,
+    span,  # the window, the chunk, or the keys that are skipped
     CHUNKS: tl.constexpr,
+    SKIPS: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,7 +137,9 @@ def first_keys_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
-    if CHUNKS:
+    if SKIPS:
+        first = position * 0 + span
+    elif CHUNKS:
         first = position - position % span
     else:
         first = tl.maximum(position - (span - 1), 0)
@@ -148,18 +151,18 @@ def first_keys_kernel(
 
 
 def launch_first_keys(kind: LayerKind, positions_T: Tensor, base_B: Tensor | None, least_T: Tensor | None) -> Tensor:
-    """`segment.first_keys` for windows and chunks.
+    """`segment.first_keys`.
 
     The two are equal where positions are not negative; queries at negative positions read no key.
     """
     T, device = positions_T.shape[0], positions_T.device
-    assert all(x is None or x.is_contiguous() for x in (positions_T, base_B, least_T)) and kind.span is not None
+    assert all(x is None or x.is_contiguous() for x in (positions_T, base_B, least_T)) and not kind.reads_all
     first_T = torch.empty(T, dtype=torch.int32, device=device)
     if T:
         first_keys_kernel[(triton.cdiv(T, 128),)](
             positions_T, first_T if base_B is None else base_B, first_T if least_T is None else least_T, first_T,
-            T, T if base_B is None else T // base_B.shape[0], kind.span,
-            CHUNKS=kind.chunk is not None, HAS_BASE=base_B is not None, HAS_LEAST=least_T is not None,
+            T, T if base_B is None else T // base_B.shape[0], kind.skip or kind.span,
+            CHUNKS=kind.chunk is not None, SKIPS=kind.skip > 0, HAS_BASE=base_B is not None, HAS_LEAST=least_T is not None,
             BLOCK=128, num_warps=1, **chained(device),
         )  # fmt: skip
     return first_T

@@ -73,14 +73,14 @@ class LatentInputs(LayerInputs):
     def paged(self, call: LayerCall) -> Tensor:
         view, q_THQ, up_HXC, N = call.view, self.q_THQ, self.up_HXC, self.nope_dim
         assert isinstance(view, LatentView), f"layers of latent attention need a cache of latents, got {type(view).__name__}"
-        may_expand = call.rows_R is None and not self.numerics.is_invariant
+        whole = call.rows_R is None and call.kind.reads_all
+        may_expand = whole and not self.numerics.is_invariant
         prompt = call.once("expanded prompt", ExpandedPrompt.of) if may_expand else None
         if prompt is not None:
             store_latent(view, q_THQ[..., N:], self.latent_TL, call.slots_T, self.prep)
-            assert call.kind.span is None
             return call.finish(prompt.state(call.backend, view, call.slots_T, q_THQ, up_HXC, call.scoring)).out_THD
         q_RHL, workspace = self.absorbed(call, view), None
-        if call.rows_R is None and call.kind.span is None and call.plan.divided is None:
+        if whole and call.plan.divided is None:
             workspace = call.once("workspace", lambda plan: Workspace.of_plan(plan, view, q_THQ.dtype))
         if workspace is None:
             return absorbed_values(call.attend(q_RHL), up_HXC[:, N:], self.numerics)

@@ -1,27 +1,23 @@
-"""EAGLE draft heads, EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077), with one interface.
+"""EAGLE draft heads: EAGLE-3 (arXiv 2503.01840) and EAGLE-1/2 (arXiv 2401.15077).
 
-A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, stands at rotary position i,
-and predicts token i + 2.  Its hidden output takes the place of the next pair's feature.  This module knows no tree, cache or
-verifier.
+Pair i (step_head.py) stands at rotary position i.  This module knows no tree, cache or verifier.
 
 Shapes: T pairs, H hidden, F the target's features of one token, concatenated, V draft vocabulary.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
-from specdec.config import SpecConfig
 from specdec.draft.drafter import Place
 from specdec.draft.eagle.worker import DraftWorker
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
-from specdec.limits import MAX_PAUSE
+from specdec.draft.step_head import StepHead
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
@@ -30,8 +26,12 @@ from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
 
 
-class EagleHead(DraftHead):
-    """What the draft worker needs of a head."""
+class EagleHead(StepHead, DraftHead):
+    """An EAGLE head."""
+
+    def __init__(self, config: HeadSpec, max_positions: int) -> None:
+        super().__init__(config, max_positions)
+        self.hidden_size, self.feature_size = config.model.hidden_size, config.feature_size
 
     def worker(self, place: Place) -> DraftWorker:
         return DraftWorker(self, place)
@@ -40,25 +40,6 @@ class EagleHead(DraftHead):
         from specdec.draft.eagle.smoke import EagleLook  # which knows heads, too
 
         return EagleLook().complaint(self, target, ids_T)
-
-    def slots(self, spec: SpecConfig) -> int:
-        branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
-        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0)
-
-    def passes(self, spec: SpecConfig) -> int:
-        return spec.max_steps
-
-    @abstractmethod
-    def forward(
-        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
-    ) -> Tensor:
-        """One step over pairs: hidden [T, H], which is the next pair's feature and the input of `logits`.
-
-        ids_T: int64, each pair's token.
-        hidden_TH: each pair's feature, fused.
-        positions_T: int64 rotary positions.
-        rows_R: int64.  If given, only these rows' hidden states are returned: [R, H].
-        """
 
 
 class Eagle3Head(EagleHead):

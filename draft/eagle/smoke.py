@@ -23,27 +23,34 @@ from specdec.draft.smoke import (
     misread_residual,
     variant,
 )
+from specdec.draft.step_head import StepHead
 from specdec.models.target import Target
 
 
-class EagleLook(Look):
-    """A place's score is that of the step from the target's true features, and of the step from the head's own output one place
+class StepLook(Look):
+    """Of heads that draft a level a pass.
+
+    A place's score is that of the step from the target's true features, and of the step from the head's own output one place
     before.
     """
 
-    def score(self, seen: Seen, head: EagleHead, layers: tuple[int, ...]) -> Score:
+    def score(self, seen: Seen, head: StepHead, layers: tuple[int, ...]) -> Score:
         P = len(seen.chosen_P)
         next_P, positions_P = seen.ids_T[1:], torch.arange(P, device=seen.ids_T.device)
         hidden_PH, agreement = head.fuse(seen.features(layers)[:P]), 0.0
         total_P = torch.zeros(P, device=seen.ids_T.device)
         for step in range(2):
-            hidden_PH = head(next_P, hidden_PH, positions_P, DenseAttention(head.config.model.layer_kinds))
+            hidden_PH = head(next_P, hidden_PH, positions_P, DenseAttention(head.needs.models[0].layer_kinds))
             own_P, right_P = logp_of(head, head.logits(hidden_PH), seen.chosen_P)
             total_P = total_P + own_P.where(positions_P >= step, 0.0)
             if not step:
                 agreement = float(right_P.float().mean())
             hidden_PH = torch.cat((hidden_PH[:1], hidden_PH[:-1]))
         return Score(agreement, total_P)
+
+
+class EagleLook(StepLook):
+    """Of EAGLE heads."""
 
     def misreadings(self, head: EagleHead, target: Target) -> Iterator[Misreading]:
         spec, layers = head.config, head.config.aux_layers

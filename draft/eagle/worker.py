@@ -12,7 +12,6 @@ Shapes: B sequences, K topk, S num_steps, E = S + 1 extend rows, T packed tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from specdec.config import SpecConfig
 from specdec.draft.drafter import Drafter, Place
 from specdec.draft.eagle.rows import EagleRows
 from specdec.draft.shared_noise import noise_of
+from specdec.draft.step_head import StepHead
 from specdec.draft.tree.branches import fork
 from specdec.draft.tree.build_tree import best_nodes
 from specdec.draft.tree.expand import Candidates, expand, first_level
@@ -36,9 +36,6 @@ from specdec.ops.index import arange
 from specdec.ops.noise.gumbel import Noise
 from specdec.ops.rows import take_rows
 from specdec.steps import Needs
-
-if TYPE_CHECKING:
-    from specdec.draft.eagle.head import EagleHead
 
 # Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
 # nothing, and no second plan is made to leave them out.
@@ -52,16 +49,17 @@ class DraftWorker(Drafter):
     shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
     """
 
-    def __init__(self, head: EagleHead, place: Place, shares_noise: bool = True) -> None:
-        self.head, self.backend, self.topk = head, place.backend, place.spec.topk
+    def __init__(self, head: StepHead, place: Place, shares_noise: bool = True) -> None:
+        self.head, self.backend = head, place.backend
+        self.topk = place.most_topk  # of the first level that rows keep
         self.shares_noise = shares_noise
         (self.cache,) = self.caches = place.caches
         self.rows: EagleRows = EagleRows.empty(
             place.rows,
             self.topk,
-            head.config.model.hidden_size,
+            head.hidden_size,
             max_pause=place.max_pause,
-            features=head.config.feature_size,
+            features=head.feature_size,
             device=place.device,
             dtype=place.dtype,
         )
@@ -73,7 +71,7 @@ class DraftWorker(Drafter):
         extend or prefill computed them.
         """
         noise = self._noise(state.lens_B, state.sampling, needs)
-        return self._draft_chain(state, spec.max_steps - 1, noise) if self.topk == 1 else self._draft_tree(state, spec, noise)
+        return self._draft_chain(state, spec.max_steps - 1, noise) if spec.topk == 1 else self._draft_tree(state, spec, noise)
 
     def _draft_chain(self, state: BatchState, steps: int, noise: Noise | None) -> DraftTree:
         """A tree without branches.  Each step's token is the head's most likely one, so no scores are needed."""
@@ -99,11 +97,12 @@ class DraftWorker(Drafter):
         """A branching tree.  Every branch of a level is one row of the head's batch; the best K of their K * K children
         continue.
         """
-        S, K, B = spec.max_steps, self.topk, state.rows
+        S, K, B = spec.max_steps, spec.topk, state.rows
         device, groups, first = state.lens_B.device, self._groups(state), self._rows(state)
         prefixes = [split_shared(prefix_segment(group.pages, group.lens_B, K), group.shared) for group in groups]
         candidates = Candidates.empty(B, K, S, device)
-        beam = first_level(candidates, first.level1_tokens_BK, first.level1_logp_BK)
+        level1_tokens_BK, level1_logp_BK = (t[:, :K].contiguous() for t in (first.level1_tokens_BK, first.level1_logp_BK))
+        beam = first_level(candidates, level1_tokens_BK, level1_logp_BK)
         hidden, ancestors = first.level1_hidden_BH, [torch.empty(B, 0, dtype=torch.int32, device=device)] * len(groups)
         for level in range(2, S + 1):
             rows = [
@@ -145,22 +144,12 @@ class DraftWorker(Drafter):
         (B, E), rows = tokens_BE.shape, self._rows(state)
         few = B * E <= FEW_ROWS
         tables = [self._extend_tables(group, base_lens_B, E, last_rows=not few) for group in self._groups(state)]
-        features_TH = self.head.fuse(features_BEF.flatten(0, 1))
-        positions_T = tables[0].plan.positions_T
-        assert positions_T is not None
-        inputs, attn = (tokens_BE.flatten(), features_TH, positions_T), self._attention(tables)
-        if few:
-            hidden_TH = self.head(*inputs, attn)
-            take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
-        else:
-            rows.level1_hidden_BH.copy_(self.head(*inputs, attn, last_B + arange(B, last_B.device, E)))
+        self._read_round(rows, tables, tokens_BE, self.head.fuse(features_BEF.flatten(0, 1)), last_B)
         self._set_first_level(rows, self._noise(state.lens_B, state.sampling, needs))
 
     def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
         """Runs the head over parts of prompts, with the target's features [T, F], like `extend`."""
-        attn = self._attention(prompts.tables_of(self.cache.group_numbers))
-        next_ids_T = prompts.next_ids(first_B)
-        hidden_BH = self.head(next_ids_T, self.head.fuse(features_TF), prompts.positions_T, attn, prompts.last_B)
+        hidden_BH = self._read_prompts(prompts, prompts.next_ids(first_B), self.head.fuse(features_TF))
         noise = self._noise(prompts.lens_B, state.sampling, needs, prompts.rows_B)
         logp_BK, tokens_BK = self.head.vocabulary.top(self.head.logits(hidden_BH), self.topk, self.head.d2t_V, noise=noise)
         for target, source in zip(self.rows.first_level, (tokens_BK, logp_BK, hidden_BH), strict=True):
@@ -187,6 +176,24 @@ class DraftWorker(Drafter):
 
     def clear_rows(self, rows_R: Tensor) -> None:
         self.rows.pending_B.index_fill_(0, rows_R, 0)
+
+    def _read_round(
+        self, rows: EagleRows, tables: list[PassTables], tokens_BE: Tensor, features_TH: Tensor, last_B: Tensor
+    ) -> None:
+        """Runs the head over emitted tokens and keeps each row's hidden state at column last_B.  features_TH: fused."""
+        (B, E), positions_T, attn = tokens_BE.shape, tables[0].plan.positions_T, self._attention(tables)
+        assert positions_T is not None
+        inputs = tokens_BE.flatten(), features_TH, positions_T, attn
+        if tables[0].rows_plan is None:
+            hidden_TH = self.head(*inputs)
+            take_rows(hidden_TH.view(B, E, -1), last_B[:, None], out=rows.level1_hidden_BH[:, None])
+        else:
+            rows.level1_hidden_BH.copy_(self.head(*inputs, last_B + arange(B, last_B.device, E)))
+
+    def _read_prompts(self, prompts: PackedPrompts, next_ids_T: Tensor, features_TH: Tensor) -> Tensor:
+        """Runs the head over parts of prompts: the hidden state [B, H] of each part's last token.  features_TH: fused."""
+        attn = self._attention(prompts.tables_of(self.cache.group_numbers))
+        return self.head.begin(next_ids_T, features_TH, prompts.positions_T, attn, prompts.last_B)
 
     def _rows(self, state: BatchState) -> EagleRows:
         """The rows of the state, which are the batch's first ones."""

@@ -50,11 +50,12 @@ def measure_cell(
     for warm_up in range(WARM_UPS):
         graphs, done = session.num_graphs, 0
         both("warm-up" + (f" {warm_up + 1}" if warm_up else ""), (False, True), _SideRun.warm_up)
+        session.make_ready()
         if warm_up + 1 >= least and session.num_graphs == graphs:
             break
     for repeat in range(repeats):  # in alternating order, so that a machine that slows down hits both sides
         both(f"repeat {repeat + 1} of {repeats}", (False, True) if repeat % 2 == 0 else (True, False), _SideRun.time)
-    memory = _memory(session)  # before phases get graphs of their own
+    memory, reasons = _memory(session), session.reasons  # before phases get graphs of their own
     both("phases", (False, True), _SideRun.time_phases)
     baseline, speculative = sides[False], sides[True]
     spec = session.settings.spec
@@ -67,6 +68,7 @@ def measure_cell(
         _compare(session, prompts, params, baseline.passes, speculative.passes),
         repeat_ratio([output.token_ids for output in baseline.passes[0]]),
         memory,
+        reasons,
     )
 
 

@@ -162,7 +162,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size with one tree shape (S, k, nd); S may be "auto"."""
+    """One batch size with one tree shape (S, k, nd); S may be "auto".
+
+    reasons: for each number of rows, which shape "auto" ran in the end, and why; nothing for a fixed shape.
+    """
 
     batch_size: int
     spec: tuple[int | str, int, int]
@@ -171,6 +174,7 @@ class Cell:
     outputs: Outputs
     repeat_ratio: float
     memory: Memory
+    reasons: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:

@@ -275,7 +275,7 @@ def _load(options: BenchOptions, longest_prompt: int, ranks: Ranks) -> tuple[Tar
     model, head, settings, _ = ranks.load(WantedPair(options.target, options.draft, widest, engine))
     for spec in options.specs:
         assert head is not None
-        head.check(spec)
+        head.shapes(spec)
         if options.synthetic_acceptance is not None and spec.topk >= model.config.vocab_size:
             raise ValueError(
                 f"synthetic_acceptance needs a token that no branch holds: topk must be below the vocabulary "

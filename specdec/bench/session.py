@@ -145,6 +145,18 @@ class Session:
             matcher.take([token])
         return masks_IX
 
+    # ---- SpecConfig("auto") ----
+
+    def make_ready(self, sizes: Sequence[int] = ()) -> None:
+        """Captures whatever "auto" may run later, for options that have occurred.  sizes: numbers of rows; none: all."""
+        with self.decoder.owner.turn:
+            self.decoder.engine.make_ready(sizes)
+
+    @property
+    def reasons(self) -> list[str]:
+        """For each number of rows that has run, which shape "auto" runs and why."""
+        return self.decoder.reasons
+
     # ---- forced acceptance ----
 
     @property

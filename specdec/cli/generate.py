@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
         draft = f"\ndraft: {drafter_line(decoder.head, decoder.settings)}" if decoder.head is not None else ""
         about = _about(decoder, generations, seconds)
+        draft += "".join(f"\nauto chose for {reason}" for reason in decoder.reasons)
         print(f"{about}{draft}\nstart-up, first passes included: {STARTUP.report()}", file=sys.stderr)
     return 0
 

@@ -14,7 +14,8 @@ USED = ("draft_format", "draft_pickle")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("head", metavar="HEAD", type=not_empty, help="folder or hub id of the draft head")
+    head = "folder or hub id of the draft head, or mtp: the MTP layers in the folder of the target"
+    parser.add_argument("head", metavar="HEAD", type=not_empty, help=head)
     target = "folder or hub id of its target, whose sizes the head is held against"
     parser.add_argument("--target", type=not_empty, metavar="DIR", help=target)
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
@@ -22,11 +23,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
+    options = EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
     from specdec.draft.formats.open import HowToRead
-    from specdec.loading.inspect_head import head_facts, print_facts
+    from specdec.draft.kinds import MTP, refuse_idle
+    from specdec.loading.inspect_head import head_facts, mtp_facts, print_facts
 
-    facts = head_facts(args.head, args.target, HowToRead(args.draft_format, args.draft_pickle))
+    if args.head == MTP:
+        refuse_idle(options, MTP)
+        facts = mtp_facts(args.target)
+    else:
+        facts = head_facts(args.head, args.target, HowToRead(args.draft_format, args.draft_pickle))
     if args.json:
         import json
 

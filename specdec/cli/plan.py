@@ -20,7 +20,7 @@ UNITS = {"G": 10**9, "GB": 10**9, "GIB": 2**30, "M": 10**6, "MB": 10**6, "MIB": 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=not_empty, required=True, metavar="DIR", help="folder or hub id of the model")
-    add("--draft", type=not_empty, metavar="DIR", help="folder or hub id of its draft head")
+    add("--draft", type=not_empty, metavar="DIR", help="folder or hub id of its draft head, or mtp or ngram")
     add("--spec", type=tree_shape, metavar="S,k,nd", help=f"{SPEC_HELP}; default: that of generate")
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")

@@ -17,7 +17,7 @@ from specdec.engine.request import Request
 from specdec.engine.scheduler import Launch, Scheduler
 from specdec.engine.totals import Totals
 from specdec.startup import STARTUP
-from specdec.steps import Pending, RunChunk, Runner
+from specdec.steps import Pending, RunChunk, Runner, Step, Try
 
 R = TypeVar("R", bound=Runner)
 
@@ -34,7 +34,7 @@ class Engine(Generic[R]):
 
     def __init__(self, scheduler: Scheduler, runner: R, depth: int) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
-        self._unread: deque[tuple[Pending, Launch]] = deque()
+        self._unread: deque[tuple[Pending, Launch, list[tuple[Pending, Try]]]] = deque()  # with what was tried before each
         self._silent: deque[Pending] = deque()
         self._is_busy = False
 
@@ -118,8 +118,7 @@ class Engine(Generic[R]):
     def _launch(self, launch: Launch) -> bool:
         """Gives the launch's steps to the runner.  Returns whether the launch will emit tokens."""
         self._copy_pages()
-        for step in launch.before:
-            self.runner.run(step)
+        tries = self._run_before(launch.before)
         while len(self._silent) >= MOST_SILENT and not launch.emits:
             self._silent.popleft().read()
         try:
@@ -133,10 +132,32 @@ class Engine(Generic[R]):
         self.scheduler.launched(launch)
         assert pending is not None, "chunks and rounds can be waited for"
         if launch.emits:
-            self._unread.append((pending, launch))
+            self._unread.append((pending, launch, tries))
         else:
             self._silent.append(pending)
         return launch.emits
+
+    def make_ready(self, sizes: Sequence[int] = ()) -> None:
+        """Captures what rounds of SpecConfig("auto") may need later, so that no text waits for it.  Nothing while texts run.
+
+        sizes: numbers of rows; none: all that may occur.  Only needs (see `Needs`) that have occurred are thought of.
+        """
+        with self._all_or_none():
+            self._settle()
+            if self.scheduler.is_idle:
+                for pending, step in self._run_before(self.scheduler.make_ready(sizes)):
+                    pending.read()
+                    self.scheduler.speculation.tried(step, pending.seconds())
+
+    def _run_before(self, steps: list[Step]) -> list[tuple[Pending, Try]]:
+        """Runs steps that emit nothing.  Returns what they measure."""
+        tries = []
+        for step in steps:
+            pending = self.runner.run(step)
+            if isinstance(step, Try):
+                assert pending is not None, "what is tried can be waited for"
+                tries.append((pending, step))
+        return tries
 
     def _copy_pages(self) -> None:
         """Launches the copies of pages that are due."""
@@ -151,8 +172,10 @@ class Engine(Generic[R]):
 
     def _collect(self) -> None:
         """Waits for the oldest unread launch, and hands its tokens to the requests."""
-        pending, launch = self._unread.popleft()
+        pending, launch, tries = self._unread.popleft()
         emitted = pending.read()
+        for tried, step in tries:  # they ran before the launch, so that nobody waits for them
+            self.scheduler.speculation.tried(step, tried.seconds())
         is_chunk = isinstance(launch.step, RunChunk)
         STARTUP.lap("first prefill" if is_chunk else "first round")
         timed = not isinstance(launch.step, RunChunk) and launch.step.timed
@@ -161,7 +184,7 @@ class Engine(Generic[R]):
     def _settle(self) -> None:
         """Tells the runner which rows have ended.  Once no row is left, unread launches belong to nobody and are dropped."""
         if not self.scheduler.seats:
-            for pending in (*(pending for pending, _ in self._unread), *self._silent):
+            for pending in (*(pending for pending, *_ in self._unread), *self._silent):
                 pending.drop()
             self._unread.clear()
             self._silent.clear()

@@ -8,7 +8,7 @@ pages and counts: no tensor, no device, no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, repeat
 
@@ -213,6 +213,11 @@ class Scheduler:
                     request = seat.request
                     self.admission.keep(request, request.prompt_ids[: part.end + 1], self._speculates(request), part.end)
 
+    def make_ready(self, sizes: Sequence[int]) -> list[Step]:
+        """The steps that capture what rounds of so many rows may need; none given: of any number.  To be run while idle."""
+        assert not self.seats
+        return self.speculation.make_ready(sizes or sorted({self._padded(rows + 1) for rows in range(self.rows)}))
+
     def take(self, launch: Launch, emitted: Emitted, drafted: int, depths: int, seconds: float | None) -> None:
         """Hands a launch's tokens to its requests.  Requests that have ended since the launch take none.
 
@@ -223,8 +228,9 @@ class Scheduler:
         self.totals.rounds += isinstance(step, RunRound)
         self.totals.chunks += isinstance(step, RunChunk)
         if isinstance(step, RunRound) and seconds is not None:
-            accepted = [len(tokens) - 1 for tokens, drafts in zip(emitted.tokens, launch.speculates, strict=False) if drafts]
-            self.speculation.observe(step, depths, seconds, accepted)
+            drafting = [row for row, drafts in enumerate(launch.speculates) if drafts]
+            best = None if emitted.best is None else [emitted.best[row] for row in drafting]
+            self.speculation.observe(step, seconds, [len(emitted.tokens[row]) - 1 for row in drafting], best)
         rows = zip(launch.seats, launch.speculates or (False,) * len(launch.seats), strict=True)
         logprobs = emitted.logprobs or repeat(())
         for (seat, speculates), tokens, numbers in zip(rows, emitted.tokens, logprobs, strict=False):
@@ -264,7 +270,7 @@ class Scheduler:
         seats = [seat if seat.runs else None for seat in self.seats]
         while seats[-1] is None:  # rows after the last running one need not be computed
             seats.pop()
-        rows = min(self.rows, 1 << (len(seats) - 1).bit_length()) if self.pads_rows else len(seats)
+        rows = self._padded(len(seats))
         before: list[Step] = self._stop_drafting(seats)
         running = [seat.request for seat in seats if seat is not None]
         speculates = tuple(seat is not None and self._speculates(seat.request) for seat in seats)
@@ -276,13 +282,16 @@ class Scheduler:
             if share := self.sharing.choose(pages):
                 before.append(share)
         shared = bool(self.sharing and self.sharing.shares)
-        catch_up, step = self.speculation.next_round(rows, self._needs(running), shared, speculating / len(running))
-        if catch_up is not None:
-            before.append(catch_up)
+        first, step = self.speculation.next_round(rows, self._needs(running), shared, speculating / len(running))
+        before += first
         for seat in seats:
             if seat is not None:
                 seat.unread += 1
         return Launch(before, step, seats, speculates)
+
+    def _padded(self, rows: int) -> int:
+        """How many rows a round computes for so many running ones."""
+        return min(self.rows, 1 << (rows - 1).bit_length()) if self.pads_rows else rows
 
     def _stop_drafting(self, seats: list[Seat | None]) -> list[Step]:
         """The step by which rows whose texts have become too long for the drafter go on plainly, if there are any."""
@@ -321,7 +330,7 @@ class Scheduler:
 
     def _speculates(self, request: Request) -> bool:
         """Whether draft tokens may be accepted for the request, so that the drafter must know its text."""
-        return request.speculate and self.speculation.spec is not None and request.drafted_until is None
+        return request.speculate and self.speculation.drafts and request.drafted_until is None
 
     # ---- endings ----
 

@@ -1,62 +1,128 @@
-"""Decides which kind of round comes next: plain, paused, or speculative with a number of levels.
+"""Decides which kind of round comes next: plain, paused, or speculative with a tree of some shape.
 
-A round in which no row speculates is plain.  With num_steps="auto", another round of no levels is a paused round.  It keeps
+A round in which no row speculates is plain.  With SpecConfig("auto"), another round of no levels is a paused round.  It keeps
 the tokens that the drafter has not seen, at most MAX_PAUSE for each row that speculates, until the drafter catches up.  This
-module knows numbers and the shapes of trees.
+module knows numbers and the shapes of trees; `control/` chooses among them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from specdec.config import SpecConfig
-from specdec.engine.auto_steps import StepChooser
+from specdec.engine.control.controller import Controller
+from specdec.engine.control.costs import Shape
 from specdec.limits import MAX_PAUSE
-from specdec.steps import CatchUp, Needs, RunRound
+from specdec.steps import CatchUp, Needs, RunRound, Step, Try
+
+
+class Batch(NamedTuple):
+    """What a round's graph depends on, besides the shape of the tree.
+
+    rows: of the batch, padding included.  needs: see RunRound.  shared: whether rows read common pages together.
+    """
+
+    rows: int
+    needs: Needs
+    shared: bool
 
 
 class Speculation:
     """Chooses the kind of each round.
 
-    spec: the tree's shape; None: there is no drafter.
-    new_shape_seconds: see StepChooser.
+    shapes: those that a round's tree may have; none: there is no drafter; several: the controller chooses.
+    ready_seconds: how long it takes to capture a shape's round; 0: nothing is captured, so that any shape may run at any time.
     most_tokens: of a text, beyond which nothing is drafted; None: there is no such length.
     pause: paused rounds since the drafter last caught up; no row that speculates has more tokens than this that the drafter
         has not seen.  Whoever takes rows away sets it to 0 once no running row speculates, since no such token is left then.
     """
 
-    def __init__(self, spec: SpecConfig | None, new_shape_seconds: float, most_tokens: int | None = None) -> None:
-        self.spec, self.most_tokens = spec, most_tokens
-        self.chooser = StepChooser(spec.max_steps, new_shape_seconds) if spec and spec.is_auto else None
+    def __init__(
+        self,
+        shapes: Sequence[SpecConfig],
+        ready_seconds: float = 0.0,
+        most_tokens: int | None = None,
+        is_auto: bool = False,
+    ) -> None:
+        self.shapes, self.most_tokens = tuple(shapes), most_tokens
+        self.controller = Controller(shapes, ready_seconds > 0, ready_seconds) if is_auto else None
         self.pause = 0
+        self._ready: dict[Batch, set[Shape]] = {}  # what has been captured, where anything is
 
-    def next_round(self, rows: int, needs: Needs, shared: bool, share: float) -> tuple[CatchUp | None, RunRound]:
-        """The next round, and the drafter's catching up if that must come before it.
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a drafter."""
+        return bool(self.shapes)
 
-        rows: of the batch, padding included.  needs: see RunRound.  shared: whether rows read common pages together.
-        share: the share of the running rows that speculate, from 0 to 1.
+    def next_round(self, rows: int, needs: Needs, shared: bool, share: float) -> tuple[list[Step], RunRound]:
+        """The next round, and what must run before it.
+
+        rows, needs, shared: see Batch.  share: the share of the running rows that speculate, from 0 to 1.
         """
         if not share:
             assert not self.pause, "tokens that the drafter has not seen belong to a row that speculates"
-            return None, RunRound(rows, "plain", None, needs, shared)
-        spec = self._shape(rows, share)
-        catch_up = None
-        if self.pause and (spec is not None or self.pause == MAX_PAUSE):
-            catch_up, self.pause = CatchUp(rows, needs, shared), 0
-        timed = self.chooser is not None
-        if spec is not None:
-            return catch_up, RunRound(rows, "speculative", spec, needs, shared, timed)
-        self.pause += 1
-        return catch_up, RunRound(rows, "paused", None, needs, shared, timed)
+            return [], RunRound(rows, "plain", None, needs, shared)
+        batch = Batch(rows, needs, shared)
+        if self.controller is None:
+            (spec,) = self.shapes
+            return [], RunRound(rows, "speculative", spec, needs, shared)
+        wanted, ready = list[Shape](), None
+        if self.controller.tries:
+            ready = self._ready.setdefault(batch, set())
+            wanted = self.controller.wanted(rows, share, ready)
+            ready.update(wanted)
+        shape = self.controller.choose(rows, share, self.pause, ready)
+        before = list[Step]()
+        if self.pause and (shape is not None or wanted or self.pause == MAX_PAUSE):
+            before.append(CatchUp(*batch))
+            self.pause = 0
+        before += self._tries(batch, wanted)
+        if shape is None:
+            self.pause += 1
+        return before, _round(batch, shape)
 
-    def observe(self, step: RunRound, depths: int, seconds: float, accepted: list[int]) -> None:
-        """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted."""
-        if self.chooser is not None:
-            self.chooser.observe_cost(step.rows, depths, seconds)
-            self.chooser.observe_acceptance(depths, accepted)
+    def make_ready(self, sizes: Sequence[int]) -> list[Step]:
+        """The steps that capture whatever may run later in batches of these numbers of rows, with needs that have occurred.
 
-    def _shape(self, rows: int, share: float) -> SpecConfig | None:
-        """The shape of the next round's tree; None: the round is paused."""
-        assert self.spec is not None, "without a drafter no row speculates"
-        if self.chooser is None:
-            return self.spec
-        steps = self.chooser.choose(rows, share)
-        return self.spec.at(steps) if steps else None
+        To be run while no row is taken.
+        """
+        if self.controller is None or not self.controller.tries:
+            return []
+        assert not self.pause
+        steps = list[Step]()
+        for needs in list(dict.fromkeys(batch.needs for batch in self._ready)):
+            for rows in sizes:
+                batch = Batch(rows, needs, shared=False)
+                ready = self._ready.setdefault(batch, set())
+                missing = [shape for shape in (None, *self.shapes) if shape not in ready]
+                ready.update(missing)
+                steps += self._tries(batch, missing)
+        return steps
+
+    def observe(self, step: RunRound, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None = None) -> None:
+        """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted.
+
+        best: of these rows, see Emitted; None for a chain.
+        """
+        if self.controller is not None:
+            self.controller.observe(step.rows, step.spec, seconds, accepted, best)
+
+    def tried(self, step: Try, seconds: float) -> None:
+        """Records the seconds of a step that was tried."""
+        if self.controller is not None and isinstance(step.step, RunRound):
+            self.controller.tried(step.step.rows, step.step.spec, seconds)
+
+    def reasons(self) -> list[str]:
+        """For each number of rows that has run: which shape runs, and why.  Nothing where the shape is fixed."""
+        return [] if self.controller is None else [self.controller.reason(rows) for rows in sorted(self.controller.books)]
+
+    def _tries(self, batch: Batch, shapes: Sequence[Shape]) -> list[Step]:
+        steps = [Try(_round(batch, shape)) for shape in shapes]
+        return [*steps, Try(CatchUp(*batch))] if None in shapes else [*steps]
+
+
+def _round(batch: Batch, shape: Shape) -> RunRound:
+    """A timed round of a batch."""
+    rows, needs, shared = batch
+    return RunRound(rows, "speculative" if shape else "paused", shape, needs, shared, timed=True)

@@ -32,7 +32,7 @@ class Grammars:
         self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, tuple(sorted(eos_ids))
         self._tokenizer: Any = None
         self._compiled: OrderedDict[tuple[GrammarKind, str], Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def check(self, kind: GrammarKind, text: str) -> None:
         """ValueError if no text of the model can be held to the grammar, with the library's reason."""
@@ -56,11 +56,12 @@ class Grammars:
             if (kind, text) in self._compiled:
                 self._compiled.move_to_end((kind, text))
                 return self._compiled[kind, text]
-            compiled = self._new(kind, text)
+        compiled = self._new(kind, text)  # outside of the lock: a large grammar takes a second, and the engine must not wait
+        with self._lock:
             self._compiled[kind, text] = compiled
             if len(self._compiled) > MOST_KEPT:
                 self._compiled.popitem(last=False)
-            return compiled
+        return compiled
 
     def _new(self, kind: GrammarKind, text: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -81,14 +82,15 @@ class Grammars:
 
     def _read_tokenizer(self, kind: GrammarKind) -> Any:
         """The library's own form of the tokenizer, which takes about a second for 100,000 tokens."""
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
+        from llguidance import LLTokenizer
 
-            try:
-                source = self._tokenizer_json()
-                self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=self._eos_ids[0])
-            except Exception as error:  # of any kind: the library's own checks of what the file holds
-                raise ValueError(
-                    f"{kind} needs a tokenizer that llguidance can read, of at most {self._vocab_size} ids: {error}"
-                ) from error
+        with self._reading:
+            if self._tokenizer is None:
+                try:
+                    source = self._tokenizer_json()
+                    self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=self._eos_ids[0])
+                except Exception as error:  # of any kind: the library's own checks of what the file holds
+                    raise ValueError(
+                        f"{kind} needs a tokenizer that llguidance can read, of at most {self._vocab_size} ids: {error}"
+                    ) from error
         return self._tokenizer

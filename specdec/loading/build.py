@@ -61,17 +61,27 @@ def build_engine(model: Target, head: DraftModel | None, settings: EngineSetting
     """
     plan = plan_pool(model, head, settings)
     runner = build_runner(model, head, settings, plan)
-    spec, device, graphs = settings.spec if head else None, settings.device.type, settings.cuda_graphs
+    device, graphs = settings.device.type, settings.cuda_graphs
     admission = plan.admission(settings, settings.options.max_batch_size if model.config.encoder else 0)
     scheduler = Scheduler(
         admission,
         chunk_budget(model.config, settings, admission.max_chunk_tokens),
-        Speculation(spec, CAPTURE_SECONDS if graphs else 0.0, _most_drafted(head, settings)),
+        speculation(head, settings),
         settings.options.max_batch_size,
         pads_rows=bool(graphs),
         sharing=None if runner.shared is None else RowSharing(settings.page_tokens, LEAST_SAVED[device]),
     )
     return Engine(scheduler, runner, DEPTH[device])
+
+
+def speculation(head: DraftModel | None, settings: EngineSettings) -> Speculation:
+    """What decides about rounds.  ValueError if the drafter can't grow what was asked for."""
+    if head is None:
+        return Speculation(())
+    spec = settings.spec
+    assert spec is not None
+    seconds = CAPTURE_SECONDS if settings.cuda_graphs else 0.0
+    return Speculation(head.shapes(spec), seconds, _most_drafted(head, settings), spec.is_auto)
 
 
 def _most_drafted(head: DraftModel | None, settings: EngineSettings) -> int | None:
@@ -84,18 +94,12 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
     memory = model.group.least(pool_bytes(settings.device), settings.device)
     if head is None:
         return pool_plan([model.config], settings, memory)
-    return pool_plan([model.config, *head.needs.models], settings, memory, head.needs.slot_bytes)
+    needs = head.needs
+    return pool_plan([model.config, *needs.models], settings, memory, needs.slot_bytes, needs.page_bytes)
 
 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
-    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`; or if
-    rows are to be independent of each other, and the ranks' exchanges don't keep them so.
-    """
-    if settings.numerics.is_invariant and not model.group.rows_are_independent:
-        raise ValueError(
-            "deterministic=True needs ranks whose GPUs reach each other's memory, where every sum has one order, but these "
-            "exchange over NCCL; nearest setting that works: tensor_parallel_size=1"
-        )
+    """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     use_numerics(model, settings.numerics)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
@@ -134,14 +138,15 @@ def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, p
 def _place(head: DraftModel, backend: Backend, settings: EngineSettings, plan: PoolPlan, rows: int) -> Place:
     spec = settings.spec
     assert spec is not None
-    head.check(spec)
     # A round may begin a round's tokens later than the host knows.
     assert head.slots(spec) + spec.max_steps + 1 <= settings.lookahead, "this drafter needs more look-ahead"
     return Place(
         spec=spec,
+        shapes=head.shapes(spec),
         backend=backend,
         caches=tuple(_cache(head, config, plan, settings) for config in head.needs.models),
         slots=plan.num_pages[0] * settings.page_tokens,
+        page_size=settings.page_tokens,
         span=plan.groups[0].span,
         rows=rows,
         max_pause=MAX_PAUSE if spec.is_auto else 0,

@@ -25,16 +25,17 @@ from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, prob
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
 from specdec.draft.formats.detect import FORMATS
-from specdec.draft.kinds import WITHOUT_CHECKPOINT
+from specdec.draft.kinds import NAMES
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
+from specdec.ops.products.gpus import match_of
 from specdec.options import EngineOptions, setting_of, usable_cpus
 from specdec.parallel import nccl
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "rich", "matplotlib",
-    "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flash-attn", "flash-attn-3", "flash-attn-4", "llguidance",
 )  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def run_doctor(console: Console) -> None:
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
+        *((f"tiles of GPU {i}", match_of(torch.device("cuda", i)).why) for i in range(len(facts["gpus"]))),
         ("driver", facts["driver"] or "no NVIDIA driver found"),
         ("ranks", _ranks_line(len(facts["gpus"]))),
         *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
@@ -98,9 +100,9 @@ def run_doctor(console: Console) -> None:
 
 
 def drafter_rows() -> list[tuple[str, str]]:
-    """What can be named as a draft: each layout of heads with the kinds that are read, and each kind without a checkpoint."""
+    """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
-    return [*layouts, *((name, "without a checkpoint, by this name") for name in WITHOUT_CHECKPOINT)]
+    return [*layouts, *NAMES.items()]
 
 
 def _settings_table() -> Table:

@@ -16,8 +16,12 @@ from rich.text import Text
 from specdec.draft.formats.open import HowToRead, OpenHead, open_head
 from specdec.draft.formats.reading import wanted_tensors
 from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.mtp.load import open_mtp
+from specdec.draft.mtp.tensors import copies
+from specdec.draft.mtp.tensors import wanted_tensors as wanted_tensors_of_mtp
 from specdec.models.checkpoints.checkpoint import resolve_folder
-from specdec.models.config import ModelConfig
+from specdec.models.config import MTP_COUNT, ModelConfig
+from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.registry import choose_target
 
 UNKNOWN = "not known without --target"
@@ -38,6 +42,47 @@ def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> d
         "meanings": dict(opened.reading.meanings),
         "tensors": _tensors(opened),
         "beside": dict(opened.reading.beside),
+    }
+
+
+def mtp_facts(target: str | Path | None) -> dict[str, Any]:
+    """Everything of a target's own MTP layers.  ValueError as when they are loaded."""
+    if target is None:
+        raise ValueError("inspect mtp needs --target, whose own layers these are; or give the folder of a head")
+    folder = resolve_folder(target, "--target")
+    config = choose_target(folder).config
+    checkpoint, spec = open_mtp(folder, config)
+    model, experts, rules = spec.model, spec.experts, spec.rules
+    latent = model.rank if isinstance(model, DeepseekConfig) else None
+    held = {name: own for name, own in copies(spec).items() if name in checkpoint}
+    return {
+        "folder": str(folder),
+        "format": spec.family,
+        "format_named": False,
+        "published_by": "the target's publisher, with the target",
+        "head": {
+            "kind": "mtp",
+            "layers": model.num_layers,
+            "levels beyond the layers": "drafted by the last layer again",
+            "hidden_size": model.hidden_size,
+            "attention": f"latent, rank {latent}" if latent else "heads",
+            "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
+            "mlp": "dense"
+            if experts is None
+            else f"{experts.count} experts, {experts.chosen} a token, {experts.shared} shared",
+            "features": "final hidden state, after the target's final norm",
+            "join": "hidden state, embedding" if rules.hidden_first else "embedding, hidden state",
+            "first embedding": "zero" if rules.zeroes_first else "kept",
+            "recycled": "normed output" if rules.recycles_normed else "raw output",
+            "vocab_size": model.vocab_size,
+            "embeddings": "the target's",
+            "lm_head": "the target's",
+            "rms_norm_eps": model.rms_norm_eps,
+            "rope": {"type": model.rope.kind, "theta": model.rope.theta, "rotated": model.rope.rotated or "all"},
+        },
+        "meanings": {MTP_COUNT: f"{model.num_layers}, in {', '.join(f'{prefix}.*' for prefix in spec.prefixes)}"},
+        "tensors": {name: list(shape) for name, shape in wanted_tensors_of_mtp(spec).items()},
+        "beside": {name: f"repeats {own}" for name, own in held.items()},
     }
 
 

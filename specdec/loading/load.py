@@ -35,7 +35,8 @@ def load_pair(
     """
     require_spec(spec)
     STARTUP.lap("imports")
-    folder, load_drafter = resolve_folder(target, "target"), find_drafter(draft, options)
+    folder = resolve_folder(target, "target")
+    load_drafter = find_drafter(draft, options, folder)
     chosen = choose_target(folder, options.backend)
     settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
     device, dtype = settings.device, settings.dtype

@@ -59,20 +59,22 @@ class PoolPlan(NamedTuple):
         return Admission(pools[0], settings.lookahead, caching, pools[1], span, sources)
 
 
-def pool_plan(configs: Sequence[ModelConfig], settings: EngineSettings, memory: float, slot_bytes: int = 0) -> PoolPlan:
+def pool_plan(
+    configs: Sequence[ModelConfig], settings: EngineSettings, memory: float, slot_bytes: int = 0, more: int = 0
+) -> PoolPlan:
     """The KV pool for a full batch of longest sequences, or as much as the memory holds; then requests wait for pages.
 
     With prefix caching there are more pages, if the memory holds them, so that pages can outlive their requests: up to
     KEPT_TOKENS, and on a CPU at most HOST_KEPT_BATCHES full batches.
 
     configs: of the target, and of the drafter if there is one.  memory: bytes for the pool; such as `pool_bytes` gives.
-    slot_bytes: what a drafter keeps of each token beside keys and values, in the first group.
+    slot_bytes, more: what a drafter keeps of each token and of each page beside keys and values, in the first group.
     ValueError if the memory holds no page.
     """
     options, longest = settings.options, settings.pages_per_sequence
     groups = layer_groups(configs, settings)
     first, *others = kv_page_bytes(configs, settings, groups)
-    page_bytes = (first + slot_bytes * settings.page_tokens, *others)
+    page_bytes = (first + slot_bytes * settings.page_tokens + more, *others)
     needed = [(group.ring or longest) + 1 for group in groups]
     wanted = [options.max_batch_size * (group.ring or longest) + 1 for group in groups]
     if options.prefix_caching:

@@ -12,7 +12,7 @@ import torch
 
 from specdec.config import SpecConfig
 from specdec.draft.drafter import DraftModel
-from specdec.draft.kinds import WITHOUT_CHECKPOINT, head_config
+from specdec.draft.kinds import head_config, is_name
 from specdec.loading.load import load_pair, require_spec
 from specdec.loading.resolve import EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import resolve_folder
@@ -48,17 +48,16 @@ class WantedPair(NamedTuple):
         try:
             return load_pair(self.target, self.draft, self.spec, options, group)
         except torch.OutOfMemoryError as error:
-            folders = [
-                folder for folder in (self.target, self.draft) if folder is not None and folder not in WITHOUT_CHECKPOINT
-            ]
+            folders = [folder for folder in (self.target, self.draft) if folder is not None and not is_name(folder)]
             whole = sum(weights_bytes(resolve_folder(folder, "folder")) for folder in folders)
             raise RuntimeError(no_room(whole, group, torch.device(options.device), self._configs())) from error
 
     def _configs(self) -> list[ModelConfig]:
         """Of the target, and of the head if there is one.  ValueError if ranks can't share such a target."""
-        chosen = choose_target(resolve_folder(self.target, "target"), self.options.backend)
+        folder = resolve_folder(self.target, "target")
+        chosen = choose_target(folder, self.options.backend)
         refuse_ranks(chosen, self.options.tensor_parallel_size)
-        head = head_config(self.draft, self.options, chosen.config)
+        head = head_config(self.draft, self.options, chosen.config, folder)
         return [chosen.config] if head is None else [chosen.config, head]
 
 

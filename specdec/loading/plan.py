@@ -17,11 +17,14 @@ import torch
 from specdec.config import SpecConfig
 from specdec.draft.formats.open import open_head
 from specdec.draft.formats.spec import BlockSpec
-from specdec.draft.kinds import WITHOUT_CHECKPOINT
+from specdec.draft.kinds import MTP, is_name
+from specdec.draft.mtp.load import open_mtp
+from specdec.draft.mtp.tensors import wanted_tensors
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
 from specdec.models.checkpoints.loader import DTYPES, open_target
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 from specdec.options import EngineOptions
@@ -34,12 +37,14 @@ class Models(NamedTuple):
     """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
 
     features: how many numbers of each token the drafter reads of the target.  block: of a head of one pass.
+    page_bytes: what the drafter keeps of each page besides keys and values.
     """
 
     configs: tuple[ModelConfig, ...]
     weights: tuple[int, ...]
     features: int = 0
     block: BlockSpec | None = None
+    page_bytes: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -115,6 +120,7 @@ def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:
     groups = layer_groups(models.configs, settings)
     pages = [options.max_batch_size * (group.ring or settings.pages_per_sequence) + 1 for group in groups]
     kv = sum(count * size for count, size in zip(pages, kv_page_bytes(models.configs, settings, groups), strict=True))
+    kv += models.page_bytes * pages[0]
     target, spec = models.configs[0], settings.spec
     queries = options.max_batch_size * (spec.num_draft_tokens if spec else 1)
     chunk = min(CHUNK_COST["cuda"][2], options.max_batch_size * settings.max_seq_len)
@@ -142,11 +148,17 @@ def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tup
 
 
 def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
-    tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    weights = [tensor_bytes(open_target(folder), settings.dtype, tied)]
+    own, mtp = open_target(folder), mtp_prefixes(config)
+    without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
+    weights = [tensor_bytes(own, settings.dtype, without)]
     if draft is None:
         return Models((config,), tuple(weights))
-    if draft in WITHOUT_CHECKPOINT:  # such a drafter keeps a few bytes of each token, and reads no weights
+    if draft == MTP:
+        spec = open_mtp(folder, config).spec
+        weights.append(sum(map(math.prod, wanted_tensors(spec).values())) * settings.dtype.itemsize)
+        kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
+        return Models((config, spec.model), tuple(weights), spec.model.hidden_size, page_bytes=kept)
+    if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights
         return Models((config,), tuple(weights))
     files, _, reading = open_head(resolve_folder(draft, "draft"), config)
     head, without = reading.spec, {"d2t", "t2d", *reading.beside}

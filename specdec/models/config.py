@@ -28,12 +28,17 @@ from specdec.models.kv_source import KEY, parse_kv_source
 from specdec.parallel.shard import Shard
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
+QWEN2 = ("qwen2", "mimo")  # MiMo's own layers are Qwen2's
+MTP_COUNT = "num_nextn_predict_layers"  # the key that says how many layers of multi-token prediction a checkpoint has
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3)."""
+    """Rotary embedding: theta, and Llama-3.1's or a linear scaling (`kind`: default | linear | llama3).
+
+    rotated: how many values of a head are turned, where not all are; 0: all.  They lie as `ops.rope.by_halves` says.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -41,6 +46,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: float = 8192
+    rotated: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class ModelConfig:
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
+    mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
     kv_copies: how many neighbouring ranks hold the same key/value heads.
     """
@@ -99,6 +106,7 @@ class ModelConfig:
     has_experts: bool = False
     value_width: int = 0
     encoder: EncoderConfig | None = None
+    mtp_layers: int = 0
     shard: Shard = Shard()
     kv_copies: int = 1
 
@@ -178,7 +186,7 @@ def parse_rope(raw: dict[str, Any], where: str = "config.json", default: RopeCon
     missing = [key for key in wanted if merged.get(key) is None]
     if missing:
         raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)} in rope_parameters (or rope_scaling)")
-    numbers = {name: number(merged, key, where) for key, name in wanted.items()}
+    numbers: dict[str, Any] = {name: number(merged, key, where) for key, name in wanted.items()}
     if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         raise ValueError(
             f"{where}: high_freq_factor must be above low_freq_factor, got {numbers['high_freq_factor']:g} and "
@@ -206,7 +214,9 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     if (act := raw.get("hidden_act", "silu")) != "silu":
         kind = NotComputedHere if isinstance(act, str) else ValueError
         raise kind(f"{where}: hidden_act must be 'silu', got {act!r}")
-    refuse_unknown(raw, NATIVE_KEYS | {KEY}, where)
+    refuse_unknown(raw, NATIVE_KEYS | {KEY} | (_MIMO_KEYS if family == "mimo" else frozenset()), where)
+    if flag(raw, "use_mrope", where):
+        raise NotComputedHere(f"{where}: use_mrope must be false: no native module turns heads by several positions")
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
@@ -235,7 +245,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         rope=parse_rope(raw, where),
         max_position=whole(raw, "max_position_embeddings", where, 2048, most=MOST_POSITIONS),
         tie_embeddings=flag(raw, "tie_word_embeddings", where),
-        qkv_bias=attention_bias or family == "qwen2",
+        qkv_bias=attention_bias or family in QWEN2,
         o_bias=attention_bias and family in ("llama", "qwen3"),
         mlp_bias=flag(raw, "mlp_bias", where),
         qk_norm=family == "qwen3",
@@ -243,6 +253,7 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         kv_source=parse_kv_source(raw, kinds, where),
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
         dtype=dtype_name(raw, where),
+        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
     )
 
 
@@ -276,13 +287,14 @@ NATIVE_KEYS = frozenset(
     "tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id unsloth_fixed unsloth_version "
     "use_bfloat16 use_cache use_sliding_window vocab_size".split()
 )
+_MIMO_KEYS = frozenset({MTP_COUNT, "use_mrope"})
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKind, ...]:
     """What each layer reads, by the rules of transformers' own class of the family."""
     count, types = raw["num_hidden_layers"], raw.get("layer_types")
-    is_qwen = family in ("qwen2", "qwen3")
+    is_qwen = family in (*QWEN2, "qwen3")
     window = sliding_window(raw, where)  # read in every family, so that a broken value is refused in every one
     is_on = flag(raw, "use_sliding_window", where)
     first = whole({"max_window_layers": 28, **raw}, "max_window_layers", where, 28 if not is_qwen else None, least=0)

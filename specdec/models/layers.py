@@ -8,6 +8,7 @@ Shapes: T tokens, R rows asked for, H hidden size, Q query heads, K key/value he
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """
     if isinstance(rope, YarnRope):
         return yarn_frequencies(rope, head_dim)
+    if rope.rotated:
+        turned = inverse_frequencies(replace(rope, rotated=0), rope.rotated)
+        return torch.cat((turned, turned.new_zeros(head_dim // 2 - len(turned))))  # in the order of `by_halves`
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "linear":
         return inv_freq / rope.factor

@@ -18,14 +18,10 @@ from specdec.ops.norm import add_rms_norm
 
 
 class Group(ABC):
-    """The ranks of one model, and which of them this process is.
-
-    rows_are_independent: whether a row's sum over the ranks, and its norm, have the same bits whatever rows are beside it.
-    """
+    """The ranks of one model, and which of them this process is."""
 
     rank: int
     size: int
-    rows_are_independent = False
 
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
@@ -78,7 +74,6 @@ class Alone(Group):
     """One rank that holds the whole model: nothing is exchanged."""
 
     rank, size = 0, 1
-    rows_are_independent = True
 
     def gather(self, x: Tensor) -> Tensor:
         return x[None]

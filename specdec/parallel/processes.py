@@ -33,6 +33,7 @@ HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)  # that ranks wait for each other when they connect
 END_SECONDS = 5.0  # that a rank is given to leave by itself
 WORD_SECONDS = 3.0  # that the word of a rank's end may take to arrive, once an exchange with it has failed
+SILENCE_SECONDS = 0.3  # that the end of a rank may take to be seen, once another one has told an error
 END = None  # the message after the last one
 
 T = TypeVar("T")
@@ -75,10 +76,16 @@ class Line:
             self._pipe.send((word, text))
 
     def messages(self) -> Iterator[Any]:
-        """The first rank's messages, until it sends the last one or its process ends."""
-        with contextlib.suppress(EOFError, OSError):
+        """The first rank's messages, until it sends the last one.
+
+        If the first rank is gone before, this process ends at once: its device may wait for that rank, and Python's own end
+        would wait for the device.
+        """
+        try:
             while (message := self._pipe.recv()) is not END:
                 yield message
+        except (EOFError, OSError):
+            os._exit(1)
 
     def _watch(self) -> None:
         """Ends this process soon after the first rank is gone: its own thread may wait for that rank's device for ever."""
@@ -193,6 +200,8 @@ class Followers:
         while rank_of:
             for pipe in wait(list(rank_of)):
                 assert isinstance(pipe, Connection)
+                if pipe not in rank_of:  # its end was seen while another rank's error was looked into
+                    continue
                 try:
                     word, text = pipe.recv()
                 except (EOFError, OSError):
@@ -204,10 +213,31 @@ class Followers:
                 else:
                     rank = rank_of[pipe]
                 if word == "failed":
-                    self._fail(f"rank {rank} failed: {text}")
+                    self._fail(self._ended_silently(rank_of, rank) or f"rank {rank} failed: {text}")
                 with self._news:
                     self._words[word] += 1
                     self._news.notify_all()
+
+    def _ended_silently(self, rank_of: dict[Connection, int], first: int) -> str:
+        """The rank that has ended without a word; empty if none has.  first: a rank that has told an error.
+
+        That error may come of the other's end, and be told sooner.  A rank that has told an error ends too.
+        """
+        told, until = {first}, time.monotonic() + SILENCE_SECONDS
+        while not self.failure and (left := until - time.monotonic()) > 0:
+            for pipe in wait(list(rank_of), left):
+                assert isinstance(pipe, Connection)
+                rank = rank_of[pipe]
+                try:
+                    pipe.recv()
+                    told.add(rank)
+                except (EOFError, OSError):
+                    del rank_of[pipe]
+                    if rank not in told:
+                        return f"rank {rank} failed: it has ended without a word{self._exit_code(rank)}"
+            if not rank_of:
+                break
+        return ""
 
     def _fail(self, reason: str) -> None:
         with self._news:
@@ -267,7 +297,7 @@ def _run(work: Work, rank: int, size: int, port: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which ends the others
     store = dist.TCPStore(HOST, port, size, is_master=False, timeout=PATIENCE, wait_for_workers=False)
     follow_line(work, Seat(rank, size, store), Line(pipe))
-    os._exit(0)  # the device may wait for a rank that is gone, and Python's own end would wait for the device
+    os._exit(0)  # Python's own end would give back the device's memory piece by piece, while the first rank waits
 
 
 def follow_line(work: Work, seat: Seat, line: Line) -> None:

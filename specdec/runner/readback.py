@@ -47,6 +47,15 @@ class Readback:
         view.copy_(source, non_blocking=True)
         return Ticket(self, view, begun, self.mark(), pinned)
 
+    def wait(self, mark: Any) -> None:
+        """Waits until the device has passed the mark."""
+        if self.device.type == "cuda":
+            mark.synchronize()
+
+    def seconds(self, begun: Any, done: Any) -> float:
+        """Seconds between two marks that the device has passed."""
+        return begun.elapsed_time(done) / 1e3 if self.device.type == "cuda" else done - begun
+
     def mark(self) -> Any:
         """The present point in the device's time: a recorded event on a GPU, seconds elsewhere."""
         if self.device.type != "cuda":
@@ -57,10 +66,10 @@ class Readback:
 
 
 class Ticket:
-    """One copy that is under way."""
+    """One copy that is under way.  done: the mark after it."""
 
     def __init__(self, owner: Readback, host: Tensor, begun: Any, done: Any, pinned: Tensor | None = None) -> None:
-        self._owner, self._host, self._begun, self._done, self._pinned = owner, host, begun, done, pinned
+        self._owner, self._host, self._begun, self.done, self._pinned = owner, host, begun, done, pinned
 
     def read(self) -> list[Any]:
         """Waits for the tensor's values and returns them as nested lists.  To be called once only."""
@@ -77,7 +86,7 @@ class Ticket:
 
     def _wait(self) -> None:
         try:
-            self._done.synchronize()
+            self.done.synchronize()
         except RuntimeError as error:  # the device has failed, perhaps because another rank has
             if self._owner.followers is not None:
                 raise self._owner.followers.explain(error) from error
@@ -91,6 +100,4 @@ class Ticket:
     def seconds(self) -> float:
         """Device seconds from `begun` to the end of the copy.  To be called only after `read`."""
         assert self._begun is not None
-        if self._pinned is None:
-            return self._done - self._begun
-        return self._begun.elapsed_time(self._done) / 1e3
+        return self._owner.seconds(self._begun, self.done)

@@ -27,7 +27,8 @@ RunPhase = Callable[[Hashable, Callable[[], Any], list[Tensor]], Any]
 class Round(NamedTuple):
     """What a round emitted.
 
-    emitted_BX: int64; each row holds the count of its accepted draft tokens, and then the emitted tokens.
+    emitted_BX: int64; each row holds the count of its accepted draft tokens, the emitted tokens, and in the last two places how
+        many draft tokens of the tree's best path were accepted, and how many that path has.
     drafted, depths: how many draft tokens and levels the round's tree had.
     logprobs_BEX: float64, of the emitted tokens; None if they were not asked for.
     """

@@ -21,7 +21,7 @@ from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.readback import OtherRanks, Readback, Ticket
-from specdec.runner.rounds import RoundRunner
+from specdec.runner.rounds import Round, RoundRunner
 from specdec.runner.workers import Workers
 from specdec.steps import (
     CatchUp,
@@ -38,10 +38,13 @@ from specdec.steps import (
     Step,
     StopDrafting,
     TimePhases,
+    Try,
 )
 from specdec.verify.synthetic import SyntheticAcceptance
 
 R = TypeVar("R")
+
+TRIES = 3  # runs of a step that is tried; the last of them is measured
 
 
 class Call(NamedTuple):
@@ -74,14 +77,15 @@ class DeviceRunner:
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.clock = PhaseClock(self.device)
         self.readback = Readback(self.device)
+        self._last_round: Any = None  # the mark after the last step, if that was a round
         self.grammars = GrammarRows(self.readback, workers.verifier.model.vocabulary.size)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
         self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
         self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
             EnterRows: self._enter,
             RunChunk: self._chunk,
-            RunRound: self._round,
             CatchUp: self._catch_up,
+            Try: self._try,
             ShareRows: self._share,
             LeaveRows: self._leave,
             StopDrafting: self._stop_drafting,
@@ -127,6 +131,9 @@ class DeviceRunner:
 
     def _run(self, step: Step) -> Pending | None:
         with launching(self.device), on_device(self.device), torch.cuda.stream(self._stream):
+            last_round, self._last_round = self._last_round, None
+            if isinstance(step, RunRound):
+                return self._round(step, last_round)
             return self._actions[type(step)](step)
 
     # ---- what emits tokens ----
@@ -144,22 +151,43 @@ class DeviceRunner:
         logprobs = None if first.logprobs_BX is None else self.readback.start(first.logprobs_BX[:parts, None])
         return ChunkPending(self.readback.start(first.tokens_B[:parts]), logprobs, [part.is_last for part in step.parts])
 
-    def _round(self, step: RunRound) -> Pending:
+    def _round(self, step: RunRound, last_round: Any) -> Pending:
+        """last_round: the mark after the step before this one, if that was a round."""
         if step.needs.rules:
             self._need_tables()
-        state = self._rows(step.rows, step.shared)
-        begun = self.readback.mark() if step.timed else None
-        if step.kind == "speculative":
-            assert step.spec is not None
-            launched = self.rounds.speculative(state, step.spec, step.needs)
-        elif step.kind == "paused":
-            launched = self.rounds.paused(state, step.needs)
-        else:
-            launched = self.rounds.plain(state, step.needs)
+        begun = None if not step.timed else self.readback.mark() if last_round is None else last_round
+        launched = self._launch_round(step)
         if step.needs.grammar:
             self.grammars.follow_round(launched.emitted_BX)
         logprobs = None if launched.logprobs_BEX is None else self.readback.start(launched.logprobs_BEX)
-        return RoundPending(self.readback.start(launched.emitted_BX, begun), logprobs, launched.drafted, launched.depths)
+        emitted = self.readback.start(launched.emitted_BX, begun)
+        self._last_round = emitted.done
+        return RoundPending(emitted, logprobs, launched.drafted, launched.depths)
+
+    def _launch_round(self, step: RunRound) -> Round:
+        state = self._rows(step.rows, step.shared)
+        if step.kind == "speculative":
+            assert step.spec is not None
+            return self.rounds.speculative(state, step.spec, step.needs)
+        return self.rounds.paused(state, step.needs) if step.kind == "paused" else self.rounds.plain(state, step.needs)
+
+    def _try(self, step: Try) -> Pending:
+        tried = step.step
+        if tried.needs.rules:
+            self._need_tables()
+        state = self._rows(tried.rows, tried.shared)
+        changed = [*state.written(tried.needs), *self.workers.need_drafter().changed(state)]
+        saved = [tensor.clone() for tensor in changed]
+        for _ in range(TRIES):  # the first of them captures
+            begun = self.readback.mark()
+            if isinstance(tried, CatchUp):
+                self._catch_up(tried)
+            else:
+                self._launch_round(tried)
+            done = self.readback.mark()
+            for tensor, value in zip(changed, saved, strict=True):
+                tensor.copy_(value)
+        return TryPending(self.readback, begun, done)
 
     # ---- what changes rows ----
 
@@ -276,8 +304,9 @@ class RoundPending:
 
     def read(self) -> Emitted:
         # A row holds the count of its accepted draft tokens, then those tokens, then the target's own token.
-        tokens = [row[1 : row[0] + 2] for row in self._tokens.read()]
-        return Emitted(tokens, None if self._logprobs is None else self._logprobs.read())
+        rows = self._tokens.read()
+        tokens, best = [row[1 : row[0] + 2] for row in rows], [(row[-2], row[-1]) for row in rows]
+        return Emitted(tokens, None if self._logprobs is None else self._logprobs.read(), best)
 
     def drop(self) -> None:
         for ticket in filter(None, (self._tokens, self._logprobs)):
@@ -285,6 +314,25 @@ class RoundPending:
 
     def seconds(self) -> float:
         return self._tokens.seconds()
+
+
+class TryPending:
+    """What a step that was tried took."""
+
+    drafted = depths = 0
+
+    def __init__(self, readback: Readback, begun: Any, done: Any) -> None:
+        self._readback, self._begun, self._done = readback, begun, done
+
+    def read(self) -> Emitted:
+        self._readback.wait(self._done)
+        return Emitted([])
+
+    def drop(self) -> None:
+        """Nothing is kept for it."""
+
+    def seconds(self) -> float:
+        return self._readback.seconds(self._begun, self._done)
 
 
 def shared_room(state: BatchState, most_packed: int, heads_a_key: int) -> SharedPrefix | None:

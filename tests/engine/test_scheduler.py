@@ -104,7 +104,7 @@ def engine_of(
     rows: int, budget: ChunkBudget, depth: int = 1, pages: int = 200, pads_rows: bool = False, seed: int = 0
 ) -> Engine[RowsOnly]:
     admission = Admission(PagePool(pages, 4), CHAIN.lookahead, prefix_caching=False)
-    scheduler = Scheduler(admission, budget, Speculation(CHAIN, 0.0), rows, pads_rows)
+    scheduler = Scheduler(admission, budget, Speculation((CHAIN,)), rows, pads_rows)
     return Engine(scheduler, RowsOnly(rows, random.Random(seed)), depth)
 
 
@@ -276,7 +276,7 @@ def test_nobody_waits_for_another_prompts_pages_but_who_shares_them() -> None:
     shares pages with the long one; and that prompt waiting for more than the pages that it shares."""
     admission = Admission(PagePool(3000, 4), CHAIN.lookahead, prefix_caching=True)
     budget = ChunkBudget(64, 64, 64)
-    engine = Engine(Scheduler(admission, budget, Speculation(CHAIN, 0.0), 4, False), RowsOnly(4, random.Random(0), True), 0)
+    engine = Engine(Scheduler(admission, budget, Speculation((CHAIN,)), 4, False), RowsOnly(4, random.Random(0), True), 0)
     long = [i % 37 for i in range(4000)]
     requests = [new_request(long, 2), new_request(long[:400] + [38] * 8, 2), new_request([39] * 9, 2)]
     engine.submit(requests)

@@ -18,6 +18,7 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "minimum": 0, "maximum": 999}},
     "required": ["name", "n"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": ""},
 }
 EACH: list[dict[str, Any]] = [
     dict(json_schema=SCHEMA),
@@ -40,7 +41,7 @@ def prompts() -> list[str]:
 
 
 def params() -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=90, **each) for each in EACH]
+    return [SamplingParams(max_tokens=36, **each) for each in EACH]
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,10 @@ HELD = [case for case in HELD if not (case[0] == torch.float8_e4m3fn and abs(cas
 
 @pytest.mark.parametrize(("dtype", "value"), HELD, ids=str)
 def test_one_bad_number_among_many_is_seen(dtype: torch.dtype, value: float) -> None:
-    """Keeps out: a check of sums, which large numbers overflow, of a sample, or one that 8-bit dtypes have no kernel for."""
+    """Keeps out: a check of sums, which large numbers overflow, of a sample, or one that 8-bit dtypes have no kernel for; and
+    an error for a rank's run of a vocabulary that is empty."""
     check, largest = FiniteCheck(), torch.finfo(dtype).max
+    check.see("empty", torch.empty(0, 5, dtype=dtype))
     for name, last in (("fine", largest), ("least", -largest), ("bad", value), ("zero", 0.0)):
         tensor = torch.full((3, 5), largest, dtype=torch.float64)
         tensor[-1, -1] = last

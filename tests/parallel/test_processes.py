@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from specdec.loading.ranks import Ranks, start_ranks
 from specdec.options import EngineOptions
 from specdec.parallel import processes
 from specdec.parallel.group import Group
-from specdec.parallel.processes import Followers, RankFailed
+from specdec.parallel.processes import Followers, Line, RankFailed
 from specdec.prompts import Tokenizer
 from specdec.runner.readback import Readback, Ticket
 
@@ -91,6 +92,29 @@ def test_an_error_of_one_rank_ends_all(rank: int, call: int, reason: str, zoo: Z
     started.close()
 
 
+def follows(first: Connection, pipe: Connection, reads: bool) -> None:
+    first.close()
+    processes.END_SECONDS = 0.2
+    line = Line(pipe)
+    if reads:
+        list(line.messages())
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["idle", "busy"])
+def test_a_rank_leaves_when_the_first_one_is_gone(reads: bool) -> None:
+    """Keeps out: processes that stay, each on a GPU, after the program that started them was killed."""
+    context = multiprocessing.get_context("fork")
+    first, pipe = context.Pipe()
+    rank = context.Process(target=follows, args=(first, pipe, reads), daemon=True)
+    with ended_within(5):
+        rank.start()
+        pipe.close()
+        first.close()
+        rank.join(4)
+        assert rank.exitcode == 1
+
+
 class Blocked:
     """A place whose other ranks never come."""
 
@@ -110,6 +134,24 @@ def test_a_rank_that_fails_while_ranks_connect_is_named() -> None:
     with ended_within(5), pytest.raises(RankFailed, match="rank 1 failed: no room"):
         followers.join(torch.device("cpu"))
     theirs.close()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_rank_that_ended_is_named_and_not_one_that_noticed(silent: bool) -> None:
+    """Keeps out: with more than two ranks, "connection reset" of a rank that is well; a wait for a rank that is well too."""
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    followers = Followers(Blocked(), [mine for mine, _ in pipes], [])  # type: ignore[arg-type]
+    (_, first), (_, second) = pipes
+    first.send(("failed", "connection reset"))
+    first.close()
+    if silent:
+        threading.Timer(0.05, second.close).start()
+    with (
+        ended_within(5),
+        pytest.raises(RankFailed, match="rank 2 failed: it has ended" if silent else "rank 1 failed: connection"),
+    ):
+        followers.wait("here")
+    second.close()
 
 
 def test_a_device_that_fails_with_another_rank_names_it() -> None:

@@ -11,9 +11,9 @@ import torch
 from toolkit.parallel.inboxes import inboxes, on_processes
 from toolkit.parallel.interleavings import Protocol, fault
 
+from specdec.attention.context import swap_triton
 from specdec.attention.context.exchange import packed
 from specdec.attention.context.exchange_triton import launch_merge
-from specdec.attention.context.swap_triton import launch_swap_states, takes_states
 from specdec.attention.state import AttentionState
 from specdec.ops.norm import rms_norm
 from specdec.parallel.group import Group
@@ -131,29 +131,26 @@ def test_channels_that_send_several_blocks() -> None:
     assert on_processes(2, several_blocks, row_bytes=8192, channels=2) == [[True] * 6] * 2
 
 
-def states_of_all(group: SymmetricGroup) -> list[str]:
-    """What is wrong with heads gathered and states swapped by one kernel: against the other way, bit for bit."""
-    wrong: list[str] = []
-    for T, H, E, dtype in ((3, 2, 16, torch.float16), (5, 3, 8, torch.float32), (9, 4, 64, torch.float16)):
-        q = [term(rank, T, T, H, E).to(dtype) for rank in range(group.size)]
-        if not torch.equal(group.gather_heads(q[group.rank]), torch.cat(q, dim=1)):
-            wrong.append(f"rank {group.rank}: heads {T} x {H} x {E} {dtype}")
-        outs = [term(rank, 2 * T, T, group.size * H, E).to(dtype) for rank in range(group.size)]
-        lses = [term(rank, 3 * T, T, group.size * H) * 9 for rank in range(group.size)]
-        outs[1][0], lses[1][0], lses[0][1], lses[1][1] = torch.nan, -torch.inf, -torch.inf, -torch.inf
-        states = [AttentionState(out, lse) for out, lse in zip(outs, lses)]
-        assert takes_states(group.inbox, states[0])
-        want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), E)
-        got = launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
-        if not (torch.equal(got.out_THD, want.out_THD) and torch.equal(got.lse_TH, want.lse_TH)):
-            wrong.append(f"rank {group.rank}: states {T} x {H} x {E} {dtype}")
-    return wrong
+def states_of_all(group: SymmetricGroup, T: int, H: int, E: int, dtype: torch.dtype) -> list[bool]:
+    """Whether heads are gathered, and states swapped by one kernel, as the other ways do it, bit for bit."""
+    q = [term(rank, 1, T, H, E).to(dtype) for rank in range(group.size)]
+    heads = torch.equal(group.gather_heads(q[group.rank]), torch.cat(q, dim=1))
+    outs = [term(rank, 2, T, group.size * H, E).to(dtype) for rank in range(group.size)]
+    lses = [term(rank, 3, T, group.size * H) * 9 for rank in range(group.size)]
+    outs[1][0], lses[1][0], lses[0][1], lses[1][1] = torch.nan, -torch.inf, -torch.inf, -torch.inf
+    states = [AttentionState(out, lse) for out, lse in zip(outs, lses)]
+    want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), E)
+    swap_triton.BLOCK, swap_triton.MOST_TURNS = E * dtype.itemsize // 4, 9  # two rows at once: a channel has several turns
+    assert swap_triton.takes_states(group.inbox, states[0])
+    got = swap_triton.launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
+    return [heads, torch.equal(got.out_THD, want.out_THD), torch.equal(got.lse_TH, want.lse_TH)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_states_are_swapped_and_merged_in_one_launch(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "T", "H", "E", "dtype"), [(2, 5, 3, 16, torch.float16), (3, 2, 3, 4, torch.float32)])
+def test_states_are_swapped_and_merged_in_one_launch(ranks: int, T: int, H: int, E: int, dtype: torch.dtype) -> None:
     """Keeps out: a row in another's place, an lse of another row, NaN of a rank without a key, another order of ranks."""
-    assert on_processes(ranks, states_of_all, row_bytes=4096, channels=4) == [[]] * ranks
+    found = on_processes(ranks, lambda group: states_of_all(group, T, H, E, dtype), row_bytes=1024, channels=2)
+    assert found == [[True] * 3] * ranks
 
 
 def waits_in_vain(group: SymmetricGroup) -> str:

@@ -60,6 +60,7 @@ class StubSession(Session):
 
     model = settings = head = as_stored = None
     num_graphs, kv_pool_bytes = 0, 1536
+    reasons: list[str] = []
 
     def __init__(
         self,
@@ -101,6 +102,9 @@ class StubSession(Session):
             yield self.phases
         finally:
             self.is_timing = False
+
+    def make_ready(self, sizes=()) -> None:
+        """Nothing is captured here."""
 
     def generate(self, prompts, sampling, *, speculate):
         self.calls.append((speculate, self.is_timing))

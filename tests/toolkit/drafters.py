@@ -101,17 +101,20 @@ class Substitute(Drafter):
 
 
 class Script:
-    """A chooser of levels that gives a list's levels for round 0, 1, ... and then always the last one."""
+    """A controller that gives a list's shapes for round 0, 1, ... and then always the last one."""
 
-    def __init__(self, *steps: int) -> None:
-        self.steps = list(steps)
+    tries = False
 
-    def choose(self, rows: int, share: float) -> int:
-        assert 0 < share <= 1
-        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+    def __init__(self, *shapes: SpecConfig | None) -> None:
+        self.shapes = list(shapes)
 
-    def observe_cost(self, rows: int, steps: int, seconds: float) -> None:
-        assert seconds > 0
+    def choose(self, rows: int, share: float, pause: int, ready: object) -> SpecConfig | None:
+        assert 0 < share <= 1 and ready is None
+        return self.shapes.pop(0) if len(self.shapes) > 1 else self.shapes[0]
 
-    def observe_acceptance(self, steps: int, accepted: list[int]) -> None:
-        assert all(0 <= a <= steps for a in accepted)
+    def observe(
+        self, rows: int, shape: SpecConfig | None, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None
+    ) -> None:
+        assert seconds > 0 and all(0 <= a <= (shape.max_steps if shape else 0) for a in accepted)
+        for a, (first, length) in zip(accepted, best or (), strict=best is not None):
+            assert 0 <= first <= a and first <= length <= (shape.max_steps if shape else 0)

@@ -326,8 +326,24 @@ class Driver(Hooks):
         self._scheduler.sharing.least_saved = tokens
 
     def script_levels(self, *steps: int) -> None:
-        """Makes num_steps="auto" choose these levels for the next rounds, and then always the last of them."""
-        self._scheduler.speculation.chooser = Script(*steps)
+        """`script_shapes` with trees of so many levels, of as many branches and nodes as the decoder's spec allows."""
+        topk, most = self.decoder.settings.spec.topk, self.decoder.settings.spec.num_draft_tokens
+        nodes = [min(most, s + 1 if topk == 1 else 1 + topk + topk * topk * (s - 1)) for s in steps]
+        self.script_shapes(*[SpecConfig(s, topk, n) if s else None for s, n in zip(steps, nodes, strict=True)])
+
+    def script_shapes(self, *shapes: SpecConfig | None) -> None:
+        """Makes num_steps="auto" choose these shapes for the next rounds, None for no levels, and then always the last."""
+        self._scheduler.speculation.controller = Script(*shapes)
+
+    def controller_that_tries(self) -> Any:
+        """The controller of num_steps="auto", which tries shapes from now on, as it does where graphs are captured."""
+        controller = self._scheduler.speculation.controller
+        controller.tries, controller.ready_seconds = True, 0.2
+        return controller
+
+    def make_ready(self) -> None:
+        """Captures, or tries, whatever num_steps="auto" may run later."""
+        self._engine.make_ready()
 
     def replace_drafter(self, drafter: Any) -> None:
         self._workers.drafter = drafter

@@ -58,6 +58,24 @@ def test_equals_a_walk(nd: int, steps: int) -> None:
     assert len(lengths) > min(steps, 3)
 
 
+@pytest.mark.parametrize(("nd", "steps"), [(2, 1), (6, 5), (16, 3), (33, 6)])
+def test_the_path_of_first_choices_equals_a_walk(nd: int, steps: int) -> None:
+    """Keeps out: a chain's acceptance told wrongly by trees, which no text shows."""
+    rng = random.Random(nd)
+    vocab = max(20, nd)
+    tree = random_trees(40, nd, steps, vocab, rng)
+    rows = list(zip(tree.parents_BN.tolist(), tree.tokens_BN.tolist(), strict=True))
+    targets = [likely_target(parents, tokens, vocab, rng) for parents, tokens in rows]
+    got = accept_path(tree, torch.tensor(targets), ones(40)).emitted_BX[:, -2:].tolist()
+    for (parents, tokens), target, (best, length) in zip(rows, targets, got, strict=True):
+        node, is_on, want = 0, True, [0, 0]
+        while children := [child for child in range(node + 1, nd) if parents[child] == node]:
+            is_on = is_on and tokens[children[0]] == target[node]
+            node, want = children[0], [want[0] + is_on, want[1] + 1]
+        assert [best, length] == want
+    assert len({best for best, _ in got}) > 1
+
+
 def test_chain_and_its_tree_are_one() -> None:
     """Keeps out: a rule for chains that differs from the rule for trees."""
     rng = random.Random(1)

@@ -33,5 +33,5 @@ class BlockRows(PausedRows):
             pending_B=zeros(place.rows, dtype=torch.int64),
             pending_tokens_BP=zeros(place.rows, place.max_pause, dtype=torch.int64),
             pending_features_BPF=zeros(place.rows, place.max_pause, features),
-            hidden_BSH=zeros(place.rows, place.spec.max_steps, hidden),
+            hidden_BSH=zeros(place.rows, place.most_steps, hidden),
         )

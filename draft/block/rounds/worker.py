@@ -43,9 +43,9 @@ class BlockWorker(Drafter):
     """Runs a head of one pass over the running batch."""
 
     def __init__(self, head: PEagleHead | DFlashHead, place: Place) -> None:
-        self.head, self.topk = head, place.spec.topk
+        self.head = head
         (self.cache,) = self.caches = place.caches
-        steps = place.spec.max_steps
+        steps = place.most_steps
         self.run: BlockPass
         if isinstance(head, PEagleHead):
             self.run = PairPass(head, place.backend, self.cache, steps)
@@ -60,14 +60,14 @@ class BlockWorker(Drafter):
         noise = self._noise(state, needs)
         if isinstance(self.head, DSparkHead):
             walk = Walk(self.head, hidden_BSH, noise)
-            return walk.chain(state.bonus_B) if self.topk == 1 else walk.tree(state.bonus_B, self.topk, spec)
+            return walk.chain(state.bonus_B) if spec.topk == 1 else walk.tree(state.bonus_B, spec)
         logits_TW, head = self.head.logits(hidden_BSH.flatten(0, 1)), self.head
         noise = noise and noise_of_levels(noise, S)
-        if self.topk == 1:
+        if spec.topk == 1:
             tokens_BS = head.vocabulary.greedy(logits_TW, head.d2t_V, noise=noise).view(-1, S)
             return DraftTree.chain(torch.cat((state.bonus_B[:, None], tokens_BS), dim=1))
-        logp_TK, tokens_TK = head.vocabulary.top(logits_TW, self.topk, head.d2t_V, noise=noise)
-        logp_BSK, tokens_BSK = logp_TK.view(-1, S, self.topk), tokens_TK.view(-1, S, self.topk)
+        logp_TK, tokens_TK = head.vocabulary.top(logits_TW, spec.topk, head.d2t_V, noise=noise)
+        logp_BSK, tokens_BSK = logp_TK.view(-1, S, spec.topk), tokens_TK.view(-1, S, spec.topk)
         return best_paths(logp_BSK, tokens_BSK, state.bonus_B, spec.num_draft_tokens)
 
     def extend(
@@ -132,9 +132,9 @@ class Walk:
             tokens.append(self.head.vocabulary.greedy(logits_BW, self.head.d2t_V, noise=noise))
         return DraftTree.chain(torch.stack(tokens, dim=1))
 
-    def tree(self, bonus_B: Tensor, topk: int, spec: SpecConfig) -> DraftTree:
+    def tree(self, bonus_B: Tensor, spec: SpecConfig) -> DraftTree:
         """The best K branches of a level go on, and the best nodes of all are the tree."""
-        head, (B, S, _), K = self.head, self.hidden_BSH.shape, topk
+        head, (B, S, _), K = self.head, self.hidden_BSH.shape, spec.topk
         candidates = Candidates.empty(B, K, S, bonus_B.device)
         embedded_Rr = head.markov.embed(bonus_B)
         logits_BW, state_Rr = self._logits(0, embedded_Rr, None)

@@ -12,7 +12,7 @@ from specdec.bench.measurement import REPEAT_FLAG, REPEAT_N, Measurement
 NARROW = 60  # columns below which a term stands above its meaning
 
 SHAPE = [
-    ("S", "num_steps: levels of the draft tree; auto: chosen for every round, 0 for none"),
+    ("S", "num_steps: levels of the draft tree; auto: the whole shape is chosen for every round"),
     ("k", "topk: branches that the draft keeps on each level"),
     ("nd", "num_draft_tokens: tokens that the target checks in a round, 1 of them known"),
     ("batch", "sequences that run at once"),

@@ -45,6 +45,9 @@ def _print_cells(measurement: Measurement, console: Console) -> None:
     _print(console, f"{tag}Speed", _speed_table(cells))
     for line in _warnings(cells, _router_note(measurement.settings)):
         console.print(line)
+    for cell in cells:
+        for reason in cell.reasons:
+            console.print(Text(f"batch {cell.batch_size}, {cell.name} chose in the end for {reason}", "cyan"))
     if any(cell.speed_up_factors for cell in cells):
         _print(console, f"{tag}Why the speed-up is not the predicted one: predicted x all three = measured", _why_table(cells))
     phases = _phase_table(cells, phases_shown(measurement))

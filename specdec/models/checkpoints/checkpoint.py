@@ -117,6 +117,14 @@ class Checkpoint:
         """Declares tensors with that ending as known and harmless."""
         self._untaken = {name for name in self._untaken if not name.endswith(suffix)}
 
+    def leave(self, prefixes: tuple[str, ...]) -> None:
+        """Declares tensors whose names begin so as another model's, which reads them itself."""
+        self._untaken = {name for name in self._untaken if not name.startswith(prefixes)}
+
+    def leave_all_but(self, prefixes: tuple[str, ...]) -> None:
+        """The same of all others."""
+        self._untaken = {name for name in self._untaken if name.startswith(prefixes)}
+
     def finish(self) -> None:
         """ValueError for tensors nobody took, which would change the model if they were used, and for values not finite."""
         if self._untaken:

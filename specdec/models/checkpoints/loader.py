@@ -14,6 +14,7 @@ from specdec.models.causal_lm import CausalLM, DecoderLayer
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import DTYPE_NAMES, token_ids
 from specdec.models.checkpoints.kv_scales import take_kv_scale
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.checkpoints.swapped import refuse_head_tensors
 from specdec.models.config import ModelConfig, parse_config, read_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
@@ -66,6 +67,7 @@ def load_target(
     for index, layer in enumerate(model.layers):
         fill_layer(layer, checkpoint, f"model.layers.{index}")
     fill_ends(model, checkpoint)
+    checkpoint.leave(mtp_prefixes(config))
     checkpoint.finish()
     return model
 
@@ -164,17 +166,19 @@ def fill_norm(norm: RMSNorm, checkpoint: Checkpoint, prefix: str) -> None:
     copy_(norm.weight, checkpoint, f"{prefix}.weight")
 
 
-def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str) -> None:
+def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str, turned: Arrange | None = None) -> None:
     """Stacks the rows of q, k and v in one weight, repeats q/k norms for each head, and takes fp8 KV scales, if any.
 
     Attention that reads another layer's keys and values has queries only.
+    turned: brings the rows of queries and keys into our order, which their rotation needs.
     """
     if not attention.shares_kv:
         keys, D = attention.qkv_proj.tensors("k_proj")["weight"], attention.head_dim
         first = keys.start // D
         own = slice(first, first + attention.num_kv_heads)
         attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, keys.shape[0] // D, own)
-    fill_parts(attention.qkv_proj, checkpoint, prefix)
+    for part in attention.qkv_proj.parts.sizes:
+        fill_linear(attention.qkv_proj, checkpoint, {part: f"{prefix}.{part}"}, None if part == "v_proj" else turned)
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     if attention.qk_norm is not None:
         weight, Q = attention.qk_norm.weight, attention.num_heads
@@ -182,8 +186,9 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
             if not len(heads):
                 continue
             name = f"{prefix}.{letter}_norm.weight"
+            norm_D = checkpoint.take(name, (attention.head_dim,))
             with torch.no_grad():
-                heads.copy_(checkpoint.take(name, (attention.head_dim,)).expand_as(heads))
+                heads.copy_((norm_D if turned is None else turned(norm_D)).expand_as(heads))
             checkpoint.landed(name, heads)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 _HEAD_KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "speculators_model_type")
 _HEAD_TENSORS = ("fc.weight", "d2t")  # no target has them at its top
+_MTP = (".hnorm.", ".mtp_layers.")  # in the names of MTP layers
 _TARGET_PREFIXES = ("model.embed_tokens.", "model.layers.", "transformer.", "gpt_neox.")
 
 
@@ -38,8 +39,11 @@ def refuse_target_tensors(names: Iterable[str], folder: Path) -> None:
     held = set(names)
     marks = [name for name in sorted(held) if name.startswith(_TARGET_PREFIXES)]
     if marks and not held & set(_HEAD_TENSORS):
+        own = (
+            " (a target's own MTP layers are named draft='mtp')" if any(part in name for name in held for part in _MTP) else ""
+        )
         raise ValueError(
-            f"{folder}: expected a draft head, got a whole model's weights ({marks[0]}); are target and draft swapped?"
+            f"{folder}: expected a draft head, got a whole model's weights ({marks[0]}); are target and draft swapped?{own}"
         )
 
 

@@ -15,7 +15,7 @@ from specdec.models.checkpoints.config_values import (
     token_ids,
     whole,
 )
-from specdec.models.config import ModelConfig, refuse_unknown
+from specdec.models.config import MTP_COUNT, ModelConfig, refuse_unknown
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
 from specdec.models.experts import ExpertsConfig
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
@@ -28,7 +28,7 @@ class DeepseekConfig(ModelConfig):
     """head_dim is that of the rotated part.  rank C: of the latent; q_rank: of the queries' own, None: they have none.
 
     nope_dim: of a head's queries and keys that is not rotated.  interleaved: rotated pairs lie side by side in the
-    checkpoint.  first_dense: layers before the first with experts.  extra_layers: of multi-token prediction, not loaded.
+    checkpoint.  first_dense: layers before the first with experts.
     indexer: of sparse attention; None: a query reads all keys.
     """
 
@@ -39,7 +39,6 @@ class DeepseekConfig(ModelConfig):
     interleaved: bool = True
     first_dense: int = 0
     experts: ExpertsConfig | None = None
-    extra_layers: int = 0
     indexer: IndexerConfig | None = None
 
     @property
@@ -96,9 +95,9 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         value_dim=value,
         interleaved=family == "deepseek_v2" or is_sparse or flag(raw, "rope_interleave", where, True),
         first_dense=first_dense,
-        experts=_experts(raw, where) if first_dense < layers else None,
+        experts=parse_experts(raw, where) if first_dense < layers else None,
         has_experts=first_dense < layers,
-        extra_layers=whole(raw, "num_nextn_predict_layers", where, 0, least=0, most=MOST_LAYERS),
+        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
         indexer=parse_indexer(raw, layers, rope_dim, where) if is_sparse else None,
     )
 
@@ -109,7 +108,8 @@ def _required(raw: dict[str, Any]) -> tuple[str, ...]:
     return (*_SIZES, "num_hidden_layers", *first, *(("q_lora_rank", *REQUIRED) if raw["model_type"] in SPARSE else ()))
 
 
-def _experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
+def parse_experts(raw: dict[str, Any], where: str) -> ExpertsConfig:
+    """The mixture of experts of these models, and of others whose configs have the same keys."""
     is_v3 = raw["model_type"] != "deepseek_v2"  # V3, or a model with the same experts
     grouped = is_v3 or raw.get("topk_method") == "group_limited_greedy"
     needed = [*_EXPERTS, *(("n_group", "topk_group") if grouped else ())]

@@ -21,6 +21,7 @@ from specdec.models.checkpoints.loader import (
     fill_stack,
     open_target,
 )
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.modules import DeepseekLayer, DeepseekLM, LatentAttention
@@ -36,8 +37,6 @@ def load_deepseek(
     """A target with the folder's weights.  ValueError names any tensor that is missing, left over or of another shape.
 
     config: the whole model's.  shard: this rank's share of it.
-
-    Layers of multi-token prediction, which the config counts after the others, are left where they are.
     """
     assert isinstance(config, DeepseekConfig)
     checkpoint = open_target(folder)
@@ -45,12 +44,9 @@ def load_deepseek(
     model = build(lambda: DeepseekLM(cast(DeepseekConfig, share_of(config, shard)), max_positions), device, dtype)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DeepseekLayer)
-        _fill_layer(layer, checkpoint, f"model.layers.{index}", config)
+        fill_latent_layer(layer, checkpoint, f"model.layers.{index}", config)
     fill_ends(model, checkpoint)
-    extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.extra_layers))
-    for name in checkpoint.names():
-        if name.startswith(extra):
-            checkpoint.ignore(name)
+    checkpoint.leave(mtp_prefixes(config))
     checkpoint.finish()
     return model
 
@@ -85,7 +81,8 @@ def _expect_sizes(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
         expect(f"{mlp}.shared_experts.gate_proj.weight", shared, "n_shared_experts and moe_intermediate_size")
 
 
-def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
+def fill_latent_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
+    """One decoder layer.  config: the whole model's."""
     fill_norm(layer.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
     fill_norm(layer.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
@@ -94,7 +91,7 @@ def _fill_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, confi
     if isinstance(mlp, MLP):
         fill_mlp(mlp, checkpoint, f"{prefix}.mlp")
     else:
-        _fill_experts(mlp, checkpoint, f"{prefix}.mlp")
+        fill_experts(mlp, checkpoint, f"{prefix}.mlp")
 
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
@@ -148,7 +145,7 @@ def halved(rows: Tensor, heads: int, rotated: int, first: bool = False) -> Tenso
     return torch.cat((turned, rest) if first else (rest, turned), dim=1).flatten(0, 1)
 
 
-def _fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
+def fill_experts(moe: MixtureOfExperts, checkpoint: Checkpoint, prefix: str) -> None:
     """Each expert's gate above its up in one weight.  The router's correction stays float32 in any dtype."""
     copy_(moe.gate.weight, checkpoint, f"{prefix}.gate.weight")
     if moe.gate.config.gate == "sigmoid":

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from specdec.attention.kinds import FULL, LayerKind
 from specdec.models.checkpoints.config_values import MOST_LAYERS, dtype_name, one_line, token_ids, whole
-from specdec.models.config import NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.config import MTP_COUNT, NATIVE_KEYS, EncoderConfig, ModelConfig, RopeConfig, parse_rope, read_json
 from specdec.models.kv_source import check_shared_kinds
 from specdec.models.transformers_backend.encoder_parts import ENCODER_DECODERS, decoder_config, num_decoder_layers
 from specdec.models.transformers_backend.raw_values import refuse_values
@@ -30,6 +30,7 @@ _OWN_HARMLESS_KEYS = {
     "gemma3n_text": frozenset({"altup_lr_multiplier", "query_pre_attn_scalar"}),  # of training; its attention has no scale
     "gemma4_text": frozenset({"global_head_dim", "num_global_key_value_heads"}),
 }
+_WITH_MTP = ("glm4_moe",)  # whose layers of multi-token prediction a drafter can load
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _HARMLESS_KEYS = frozenset(  # what published configs hold beyond their class's own keys: read under another name, or by nobody
     "activation_dropout cache_implementation experts_per_token for_llm_compressor full_attn_mod initial_context_length "
@@ -91,6 +92,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         eos_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id", where, config.vocab_size),
         dtype=dtype_name(raw, where),
         encoder=_encoder(config, folder, traced.encoder_head_dim) if has_encoder else None,
+        mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS) if config.model_type in _WITH_MTP else 0,
     )
 
 
@@ -116,6 +118,8 @@ def load_hf_config(folder: Path) -> Any:
 def unknown_keys(folder: Path) -> list[str]:
     """Keys of config.json that transformers' class of the model does not know, and so ignores; known noise left out."""
     raw = read_json(folder / "config.json")
+    if raw["model_type"] not in CONFIG_MAPPING:
+        return []  # whoever reads the config refuses it
     made = CONFIG_MAPPING[raw["model_type"]]()
     own = _OWN_HARMLESS_KEYS.get(raw["model_type"], frozenset())
     known = {*made.to_dict(), *made.attribute_map, *NATIVE_KEYS, *_HARMLESS_KEYS, *own}

@@ -25,6 +25,7 @@ from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.config_values import one_line
 from specdec.models.checkpoints.loader import open_target
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding
 from specdec.models.linear import Linear
@@ -158,14 +159,14 @@ def load_transformers_target(
     checkpoint, hf_config = open_target(folder), load_hf_config(folder)
     expect_sizes(checkpoint, hf_config)
     try:
-        with _no_progress_bar():
+        with _no_progress_bar(), _no_report(config.mtp_layers > 0):
             model, report = auto_class(hf_config).from_pretrained(
                 folder, config=hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
                 output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
             )  # fmt: skip
     except Exception as error:  # of any kind: the code that loads is the model's own
         raise ValueError(f"{folder}: transformers can't load its weights: {one_line(error)}") from error
-    _refuse_tensors(report, str(folder))
+    _refuse_tensors(report, str(folder), mtp_prefixes(config))
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():  # their names may be transformers' own, as for experts that it fuses
         checkpoint.landed(name, weight)
@@ -207,13 +208,13 @@ def expect_sizes(checkpoint: Checkpoint, hf_config: Any) -> None:
         )
 
 
-def _refuse_tensors(report: dict[str, Any], where: str) -> None:
-    """What transformers would make up or leave out, with a warning."""
+def _refuse_tensors(report: dict[str, Any], where: str, elsewhere: tuple[str, ...]) -> None:
+    """What transformers would make up or leave out, with a warning.  elsewhere: how names of a drafter's tensors begin."""
     if wrong := sorted((name, tuple(got), tuple(wanted)) for name, got, wanted in report["mismatched_keys"]):
         name, got, wanted = wrong[0]
         raise ValueError(f"{where}: tensor {name!r} must have shape {wanted}, got {got} ({len(wrong)} tensors are wrong)")
     for key, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture")):
-        if names := sorted(report[key]):
+        if names := sorted(name for name in report[key] if key == "missing_keys" or not name.startswith(elsewhere)):
             raise ValueError(f"{where}: {len(names)} tensors are {what}: {', '.join(names[:8])}")
 
 
@@ -227,6 +228,18 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _no_report(is_off: bool) -> Iterator[None]:
+    """Inside, if it is off, transformers lists no tensors that it leaves out: here they are a drafter's, or refused by name."""
+    level = logging.get_verbosity()
+    if is_off:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @torch.inference_mode()

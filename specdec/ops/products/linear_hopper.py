@@ -233,8 +233,9 @@ def launch_hopper_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None,
         assert num_tiles <= ARRIVALS
         partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
+    x_low = _rows_of(x_TI, low, tiles)
     hopper_linear_kernel[(num_tiles * triton.cdiv(T, tiles.block_t), tiles.splits)](
-        _rows_of(x_TI, low, tiles), _rows_of(x_TI, high or low, tiles), _groups_of(weight_OI, parts, tiles),
+        x_low, _rows_of(x_TI, high, tiles) if high else x_low, _groups_of(weight_OI, parts, tiles),
         weight_OI if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I,
         LOW=low, HIGH=high, BLOCK_O=tiles.block_o, BLOCK_I=tiles.block_i, SPLITS=tiles.splits, STAGES=tiles.stages,
         PARTS=parts, LAG=tiles.lag, MANY=T > tiles.block_t, TOGETHER=TOGETHER, HAS_BIAS=bias_O is not None,

@@ -103,7 +103,7 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
     if O % (16 if gated else 8) or I % 8:
         return None
     if T > FEW:
-        if not (192 < T <= 256 and gated and O >= 16384 and _fills_waves(-(-O // 128))):
+        if not (192 < T <= 256 and gated and O >= 16384 and _fills_waves(-(-O // 128) * -(-T // 256))):
             return None
         return ProductTiles(256, 128, 64, 1, 8, 4, lag=1)
     if T == 0:

@@ -36,7 +36,6 @@ class SymmetricGroup(Group):
         assert inbox.layout.ranks == base.size > 1
         self.base, self.inbox, self.rank, self.size = base, inbox, base.rank, base.size
         self.patience = PATIENCE
-        self.rows_are_independent = self.size == 2  # then the kernels take any number of rows
 
     def gather(self, x: Tensor) -> Tensor:
         if not self._has_words(x, self.inbox.layout.words):

@@ -218,7 +218,7 @@ def test_random_traffic_reads_its_own_text(
     local = PagePool(rows * ring + 1 + rng.choice([40, 900]) // page_size, page_size, ring)
     admission = Admission(PagePool(1500 // page_size, page_size), SPEC.lookahead, caching, local, span)
     budget = ChunkBudget(40, 60, 80, most=admission.max_chunk_tokens)
-    scheduler = Scheduler(admission, budget, Speculation(SPEC, 0.0), rows, pads_rows=False)
+    scheduler = Scheduler(admission, budget, Speculation((SPEC,)), rows, pads_rows=False)
     memory = Memory([LayerKind(), kind], page_size, rng, vocab)
     engine = Engine(scheduler, memory, depth=rng.choice([0, 1, 2]))
     requests: list[Request] = []

@@ -71,13 +71,17 @@ def test_auto_writes_the_same_text(zoo: Zoo, topk: int) -> None:
     Driver(decoder).assert_nothing_leaked()
 
 
-def test_what_auto_means_for_a_tree() -> None:
-    """Keeps out: a level count whose tree asks for more nodes than there are candidates."""
-    spec = SpecConfig("auto", 4, 40)
-    assert spec.max_steps == 7 and [spec.at(s).num_draft_tokens for s in (1, 2, 3, 7)] == [5, 21, 37, 40]
-    chain = SpecConfig("auto", 1, 5)
-    assert chain.max_steps == 4 and chain.at(3) == SpecConfig(3, 1, 4)
-    assert all(spec.lookahead >= max(spec.at(s).lookahead, MAX_PAUSE) for s in range(1, 8))
+@pytest.mark.parametrize(("topk", "nodes"), [(1, 2), (1, 5), (1, None), (2, 2), (4, None), (4, 40), (10, 60), (64, 1024)])
+def test_what_auto_chooses_from(topk: int, nodes: int | None) -> None:
+    """Keeps out: a shape that asks for more nodes than its tree has or than was allowed, and more look-ahead than was kept."""
+    spec = SpecConfig("auto", topk, nodes)
+    chains = [shape.max_steps for shape in spec.shapes if shape.topk == 1]
+    assert chains == [levels for levels in (1, 2, 3, 4, 5, 7, 10) if levels < spec.num_draft_tokens]
+    assert len(set(spec.shapes)) == len(spec.shapes) and SpecConfig(5, 1).shapes == (SpecConfig(5, 1),)
+    for shape in spec.shapes:
+        assert shape.topk <= topk and shape.num_draft_tokens <= spec.num_draft_tokens and shape.max_steps <= spec.max_steps
+        assert spec.lookahead >= max(shape.lookahead, MAX_PAUSE)
+    assert (SpecConfig(5, 4, 16) in spec.shapes) == (topk > 1 and spec.num_draft_tokens in (16, 64, 1024))
     with pytest.raises(ValueError, match="num_steps must be an int or 'auto', got 'best'; nearest setting: 'auto'"):
         SpecConfig("best")  # type: ignore[arg-type]
 

@@ -149,17 +149,18 @@ def test_the_chooser_sees_rows_that_speculate_alone(zoo: Zoo) -> None:
     """Keeps out: levels chosen by the acceptance of rows that may accept nothing, or for rows that gain nothing."""
     decoder = zoo.decoder("llama", "eagle3", AUTO, **SETTINGS)
     driver = Driver(decoder)
-    chooser = driver._scheduler.speculation.chooser
+    controller = driver._scheduler.speculation.controller
     shares, observed = [], []
 
-    def choose(rows: int, share: float) -> int:
+    def choose(rows: int, share: float, pause: int, ready: object) -> SpecConfig:
         shares.append(share)
-        return 2
+        return SpecConfig(2, 1)
 
-    chooser.choose, chooser.observe_acceptance = choose, lambda steps, accepted: observed.append(len(accepted))
+    controller.choose = choose
+    controller.observe = lambda rows, shape, seconds, accepted, best: observed.append((len(accepted), len(best)))
     requests = [driver.add(new_request([3, row], 12, speculate=row == 1)) for row in range(3)]
     driver.run_until_idle()
-    assert shares[0] == pytest.approx(1 / 3) and observed and set(observed) == {1}
+    assert shares[0] == pytest.approx(1 / 3) and observed and set(observed) == {(1, 1)}
     assert [request.stats.drafted > 0 for request in requests] == [False, True, False]
 
 

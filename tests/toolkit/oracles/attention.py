@@ -51,6 +51,8 @@ def of_kind(kind: LayerKind, at_N: Tensor, at_X: Tensor) -> Tensor:
     seen = torch.ones(len(at_N), len(at_X), dtype=torch.bool, device=at_N.device)
     if kind.window:
         seen &= at_X > at_N[:, None] - kind.window
+    if kind.skip:
+        seen &= at_X >= kind.skip
     if kind.chunk:
         seen &= at_X // kind.chunk == at_N[:, None] // kind.chunk
     return seen

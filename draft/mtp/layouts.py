@@ -1,0 +1,104 @@
+"""Reads from a target's config.json what its MTP layers are, family by family.  Knows keys and names, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specdec.attention.kinds import FULL, LayerKind
+from specdec.draft.mtp.spec import MtpNames, MtpRules, MtpSpec
+from specdec.models.checkpoints.config_values import flag, number
+from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.config import MTP_COUNT, ModelConfig, RopeConfig, parse_rope, read_json
+from specdec.models.deepseek.config import DeepseekConfig, parse_experts
+from specdec.models.experts import ExpertsConfig
+
+
+class _Family(NamedTuple):
+    """read: the sizes of one layer and its experts, from the config.json's object, the target's config and the path."""
+
+    names: MtpNames
+    rules: MtpRules
+    read: Callable[[dict[str, Any], ModelConfig, str], tuple[ModelConfig, ExpertsConfig | None]]
+
+
+def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
+    """The MTP layers of the target in the folder.  ValueError says why there are none, or what can't be computed."""
+    path = folder / "config.json"
+    family, where = FAMILIES.get(target.family), str(path)
+    if family is None:
+        raise ValueError(
+            f"draft='mtp' runs the MTP layers of {', '.join(FAMILIES)} targets, got a {target.family} target ({where}); "
+            "nearest setting that works: draft='ngram', or the folder of a draft head"
+        )
+    if target.mtp_layers == 0:
+        raise ValueError(
+            f"{where}: draft='mtp' needs a target with MTP layers, got {MTP_COUNT} 0 or none; nearest setting that works: "
+            "draft='ngram', or the folder of a draft head"
+        )
+    layer, experts = family.read(read_json(path), target, where)
+    kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
+    model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)
+    prefixes = tuple(prefix.removesuffix(".") for prefix in mtp_prefixes(target))
+    return MtpSpec(target.family, model, experts, prefixes, family.names, family.rules)
+
+
+def _deepseek(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[ModelConfig, ExpertsConfig | None]:
+    """Latent attention, always with experts; with sparse attention each layer has an indexer of its own."""
+    assert isinstance(target, DeepseekConfig)
+    experts = parse_experts(raw, where) if target.experts is None else target.experts
+    index = target.indexer
+    if index is not None and target.mtp_layers > 1:
+        raise ValueError(
+            f"{where}: draft='mtp' runs one MTP layer with an indexer, got {MTP_COUNT} {target.mtp_layers}: an indexer chooses "
+            "among all keys, and later layers have none of the first tokens; nearest setting that works: draft='ngram'"
+        )
+    if index is not None:
+        index = replace(index, sources=tuple(range(target.mtp_layers)))
+    return replace(target, first_dense=0, experts=experts, has_experts=True, indexer=index), experts
+
+
+def _glm4(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[ModelConfig, ExpertsConfig | None]:
+    """Ordinary heads, of which a part is rotated, always with experts.  The target itself runs through transformers' code."""
+    parameters = raw.get("rope_parameters") or {}
+    share = number({"partial_rotary_factor": 0.5, **raw, **parameters}, "partial_rotary_factor", where)
+    rotated = int(target.head_dim * share)
+    if rotated % 2 or not 0 < rotated <= target.head_dim:
+        raise ValueError(
+            f"{where}: partial_rotary_factor must rotate an even number of the {target.head_dim} values of a head, got {share}"
+        )
+    plain = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
+    if parameters:
+        plain["rope_parameters"] = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+    rope: RopeConfig = replace(parse_rope(plain, where), rotated=0 if rotated == target.head_dim else rotated)
+    defaults = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    experts = parse_experts({**defaults, **raw}, where)
+    biased, normed = flag(raw, "attention_bias", where), flag(raw, "use_qk_norm", where)
+    eps = number(raw, "rms_norm_eps", where, 1e-5)
+    layer = replace(target, rope=rope, qkv_bias=biased, qk_norm=normed, rms_norm_eps=eps, has_experts=True)
+    return layer, experts
+
+
+def _dense(raw: dict[str, Any], target: ModelConfig, where: str) -> tuple[ModelConfig, ExpertsConfig | None]:
+    """A layer as the target's own."""
+    if set(target.layer_kinds) != {FULL}:
+        raise ValueError(
+            f"{where}: draft='mtp' needs a target without windows, got {', '.join(sorted(map(str, set(target.layer_kinds))))} "
+            "layers: which of them the MTP layers are is not known"
+        )
+    return target, None
+
+
+_EH_COPIES = (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", "lm_head.weight"))
+_EH = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", _EH_COPIES)
+_MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+# transformers' MTP path is the reference of DeepSeek and GLM.  It has none for MiMo: there vLLM and SGLang agree, whose code
+# came from the publisher.
+_BY_TRANSFORMERS = MtpRules(hidden_first=False, zeroes_first=False)
+FAMILIES = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _Family(_EH, _BY_TRANSFORMERS, _deepseek)),
+    "glm4_moe": _Family(_EH, _BY_TRANSFORMERS, _glm4),
+    "mimo": _Family(_MIMO, MtpRules(hidden_first=True, zeroes_first=True), _dense),
+}

@@ -1,0 +1,106 @@
+"""Loads a target's MTP layers from the target's own folder, strictly.
+
+Every tensor below the layers' prefixes is checked by its header before memory is taken, and used or refused by name; what the
+layers repeat of the target must be the target's, number for number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from specdec.draft.mtp.head import MtpHead, MtpLayer
+from specdec.draft.mtp.layouts import read_mtp
+from specdec.draft.mtp.spec import MtpSpec
+from specdec.draft.mtp.tensors import check_tensors, copies
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.loader import build, copy_run, fill_attention, fill_mlp, fill_norm
+from specdec.models.config import ModelConfig
+from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.loader import fill_experts, fill_latent_layer
+from specdec.models.deepseek.modules import DeepseekLayer
+from specdec.models.experts import MixtureOfExperts
+from specdec.models.layers import MLP, SelfAttention
+from specdec.models.registry import choose_target
+from specdec.models.sharding import join, share_of
+from specdec.models.target import Target
+from specdec.ops.rope import by_halves
+
+
+class OpenMtp(NamedTuple):
+    """A target's folder whose MTP layers are understood and checked, and of which no weight was read."""
+
+    checkpoint: Checkpoint
+    spec: MtpSpec
+
+
+def open_mtp(folder: Path, target: ModelConfig) -> OpenMtp:
+    """Reads config and headers.  ValueError names what is missing, unknown, or not computed here."""
+    spec = read_mtp(folder, target)
+    checkpoint = Checkpoint(folder)
+    check_tensors(checkpoint, spec)
+    return OpenMtp(checkpoint, spec)
+
+
+def load_mtp(
+    folder: Path, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype, backend: str = "auto"
+) -> MtpHead:
+    """The MTP layers of the target in the folder, with their weights, or with this rank's share of them.
+
+    max_positions: length of the rotary table.  backend: as whose the target's config is read.
+    """
+    whole = target.config if target.config.shard.size == 1 else choose_target(folder, backend).config
+    checkpoint, spec = open_mtp(folder, whole)
+    own = replace(spec, model=share_of(spec.model, target.config.shard))
+    if isinstance(own.model, DeepseekConfig):
+        own = replace(own, experts=own.model.experts)
+    head = build(lambda: MtpHead(own, max_positions), device, dtype)
+    for layer, prefix in zip(head.layers, spec.prefixes, strict=True):
+        assert isinstance(layer, MtpLayer)
+        _fill(layer, checkpoint, prefix, spec)
+    for name, of_target in copies(spec).items():
+        if name in checkpoint:
+            _expect_copy(checkpoint, name, of_target, target.config)
+    checkpoint.leave_all_but(tuple(f"{prefix}." for prefix in spec.prefixes))
+    checkpoint.ignore("rotary_emb.inv_freq")
+    checkpoint.finish()
+    head.borrow(target)
+    join(head, target.group)
+    return head
+
+
+def _fill(layer: MtpLayer, checkpoint: Checkpoint, prefix: str, spec: MtpSpec) -> None:
+    names, block = spec.names, layer.block
+    for norm, name in ((layer.embed_norm, names.embed_norm), (layer.hidden_norm, names.hidden_norm), (layer.norm, names.norm)):
+        fill_norm(norm, checkpoint, f"{prefix}.{name}")
+    halves = (lambda rows: rows.roll(rows.shape[1] // 2, dims=1)) if spec.rules.hidden_first else None
+    copy_run(layer.join.tensors()["weight"], checkpoint, f"{prefix}.{names.join}.weight", halves)
+    if isinstance(block, DeepseekLayer):
+        assert isinstance(spec.model, DeepseekConfig)
+        fill_latent_layer(block, checkpoint, prefix, spec.model)
+        return
+    rope, attention, mlp = spec.model.rope, block.get_submodule("self_attn"), block.get_submodule("mlp")
+    turned = partial(by_halves, head_dim=spec.model.head_dim, rotated=rope.rotated) if rope.rotated else None
+    assert isinstance(attention, SelfAttention)
+    fill_norm(block.input_layernorm, checkpoint, f"{prefix}.input_layernorm")
+    fill_norm(block.post_attention_layernorm, checkpoint, f"{prefix}.post_attention_layernorm")
+    fill_attention(attention, checkpoint, f"{prefix}.self_attn", turned)
+    if isinstance(mlp, MLP):
+        fill_mlp(mlp, checkpoint, f"{prefix}.mlp")
+    else:
+        assert isinstance(mlp, MixtureOfExperts)
+        fill_experts(mlp, checkpoint, f"{prefix}.mlp")
+
+
+def _expect_copy(checkpoint: Checkpoint, name: str, of_target: str, target: ModelConfig) -> None:
+    """ValueError if a tensor that repeats one of the target's differs from it."""
+    of_target = "model.embed_tokens.weight" if target.tie_embeddings else of_target
+    if not torch.equal(checkpoint.take(name), checkpoint.take(of_target)):
+        raise ValueError(
+            f"{checkpoint.file(name)}: tensor {name!r} must repeat the target's {of_target!r}, whose embedding and "
+            "language-model head MTP layers share, but differs from it"
+        )

@@ -1,0 +1,82 @@
+"""The normal form of a target's MTP layers, whatever its family calls them.
+
+Readers (`layouts.py`) make an `MtpSpec`; modules, the loader and `specdec inspect` know nothing else of the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.models.config import ModelConfig
+from specdec.models.experts import ExpertsConfig
+
+
+@dataclass(frozen=True)
+class MtpRules:
+    """Where runtimes differ, by what the family's own reference does.
+
+    Every family reads the target's state after its final norm as the feature of its first layer.
+    hidden_first: the checkpoint's join reads [hidden, embedding]; else [embedding, hidden].
+    zeroes_first: the embedding of a text's first pair, which belongs to its second token, is zero.
+    recycles_normed: the feature of the next pair is the layer's output after its own final norm; else the output before it.
+    """
+
+    hidden_first: bool
+    zeroes_first: bool
+    recycles_normed: bool = True
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """How a family calls the parts of an MTP layer, below the layer's own prefix.
+
+    copies: tensors that repeat one of the target's, by the name of the target's.
+    """
+
+    embed_norm: str
+    hidden_norm: str
+    join: str
+    norm: str
+    copies: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class MtpSpec:
+    """model: the sizes of the layers alone; num_layers is their number.  experts: None where their MLP is dense.
+
+    prefixes: how the names of each layer's tensors begin, up to the last dot.
+    """
+
+    family: str
+    model: ModelConfig
+    experts: ExpertsConfig | None
+    prefixes: tuple[str, ...]
+    names: MtpNames
+    rules: MtpRules
+
+    @property
+    def state_size(self) -> int:
+        """The width of what the pass of the next token needs of a token (see MtpHead)."""
+        return max(1, self.model.num_layers - 1) * self.model.hidden_size
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the state of each page's last token is kept, too."""
+        return self.model.num_layers > 1
+
+    @property
+    def description(self) -> str:
+        """One line for whoever loads the layers."""
+        count = self.model.num_layers
+        what = "its own MTP layer" if count == 1 else f"its own {count} MTP layers"
+        return f"{what}, as {self.family} has them: {', '.join(self.said)}"
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What the rules mean, in words."""
+        rules = self.rules
+        return (
+            f"join of {'hidden state and embedding' if rules.hidden_first else 'embedding and hidden state'}",
+            f"embedding of the first pair {'zeroed' if rules.zeroes_first else 'kept'}",
+            f"recycled {'after' if rules.recycles_normed else 'before'} the layer's final norm",
+        )

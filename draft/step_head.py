@@ -1,0 +1,72 @@
+"""What the draft worker needs of a head that drafts one level of a tree in each of its passes: EAGLE heads, MTP layers.
+
+A head reads pairs.  Pair i consists of the embedding of token i + 1 and the feature of token i, and predicts token i + 2.  Its
+hidden output takes the place of the next pair's feature.  This module knows no tree, cache or verifier.
+
+Shapes: T pairs, H hidden, F the target's features of one token, concatenated, R rows asked for, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from specdec.attention.inputs import AttentionFn
+from specdec.config import SpecConfig
+from specdec.draft.drafter import DraftModel
+from specdec.limits import MAX_PAUSE
+from specdec.parallel.group import ALONE, Group
+from specdec.parallel.vocabulary import Vocabulary
+
+
+class StepHead(DraftModel):
+    """hidden_size, feature_size: H and F.
+
+    vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
+    d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
+    """
+
+    hidden_size: int
+    feature_size: int
+    vocabulary: Vocabulary
+    group: Group = ALONE
+    d2t_V: Tensor | None
+
+    def check(self, spec: SpecConfig) -> None:
+        most = self.vocabulary.size
+        if spec.topk > most:
+            raise ValueError(
+                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
+            )
+
+    def slots(self, spec: SpecConfig) -> int:
+        branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
+        return max(branches, super().slots(spec), MAX_PAUSE if spec.is_auto else 0)
+
+    def passes(self, spec: SpecConfig) -> int:
+        return spec.max_steps
+
+    @abstractmethod
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """Target features to the head's own width [T, H].  The worker does this once, when features come from the target."""
+
+    @abstractmethod
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """One step over pairs: hidden [T, H], which is the next pair's feature and the input of `logits`.
+
+        ids_T: int64, each pair's token.
+        hidden_TH: each pair's feature, fused.
+        positions_T: int64 rotary positions.
+        rows_R: int64.  If given, only these rows' hidden states are returned: [R, H].
+        """
+
+    def begin(self, ids_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attn: AttentionFn, rows_R: Tensor) -> Tensor:
+        """`forward` over pairs of prompts, among which a text's first pair may be."""
+        return self(ids_T, hidden_TH, positions_T, attn, rows_R)
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V]: logits over the draft vocabulary."""

@@ -1,0 +1,231 @@
+"""SpecConfig("auto"): chooses the shape of each round (no levels, a chain or a tree) for the most tokens a second.
+
+A shape is worth its expected tokens (`acceptance.py`) over its cost at the batch's number of rows (`costs.py`).  What is chosen
+depends on verified rounds and their measured seconds alone.  Other shapes than the best one run now and then, because what is
+known of them grows old; such a round is a look.  A look loses some time, which an account pays for: a small share of all time
+goes into it, and a share that halves with every look that changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from specdec.config import SpecConfig
+from specdec.engine.control.acceptance import Acceptance
+from specdec.engine.control.costs import Costs, Shape
+from specdec.limits import MAX_PAUSE
+
+GAIN = 0.015  # the threshold for another shape: it must promise this share more tokens per second
+# The share of time that looks may lose: after a change of shape, and after looks that changed nothing.
+PAUSED_LOOKING, DRAFTING_LOOKING = (0.004, 0.001), (0.01, 0.002)
+MOST_SAVED = 3.0  # rounds' time that the account holds at most
+JUDGE_EVERY = 4  # rounds from one judgement of all shapes to the next
+LEAST_WAIT = 24  # rounds between two looks, at least
+TRUST = 30.0  # what was observed before a pause counts as so many observations when the drafter is looked at again
+CATCH_UP = 0.1  # what a drafter's catching up is taken to cost, as a share of a round of no levels
+FIRST_RUNS = 3  # where shapes can't be tried on the side, the first ones run so often to be measured; the first compiles
+
+
+@dataclass
+class Book:
+    """What is known of one number of rows.
+
+    first: the shapes that are measured before anything is chosen.  best: the one last found the best; a look is none.
+    account: seconds that looks may lose.  share: of all time, which goes there.  since: rounds since the last look.
+    turn: which kind of look is next.  missed: seconds that a shape would have saved, if it had been ready.
+    rounds: so many were chosen.  rates: as last judged, tokens a second and row.  judged: the share of rows and the
+    shapes for which that was.
+    """
+
+    costs: Costs
+    first: list[SpecConfig]
+    best: Shape = None
+    account: float = 0.0
+    share: float = DRAFTING_LOOKING[0]
+    since: int = 0
+    turn: int = 0
+    missed: dict[Shape, float] = field(default_factory=dict)
+    rounds: int = 0
+    rates: dict[Shape, float] = field(default_factory=dict)
+    judged: tuple[float, list[Shape]] | None = None
+
+    @property
+    def knows_enough(self) -> bool:
+        """Whether the first shapes and that of no levels have run or were tried."""
+        return all(self.costs.is_known(shape) for shape in (None, *self.first))
+
+
+class Controller:
+    """Chooses among shapes.
+
+    shapes: all but that of no levels.
+    tries: whether shapes are tried on the side before they run, as where a graph must be captured first.
+    ready_seconds: how long it takes to make a shape ready, where shapes are tried.
+    """
+
+    def __init__(self, shapes: Sequence[SpecConfig], tries: bool = False, ready_seconds: float = 0.0) -> None:
+        assert shapes, "a drafter can grow some shape"
+        self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
+        self.acceptance = Acceptance(max(shape.max_steps for shape in shapes))
+        self.books: dict[int, Book] = {}
+
+    # ---- what rounds have shown ----
+
+    def observe(
+        self, rows: int, shape: Shape, seconds: float, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """A round was verified.
+
+        seconds: from the end of the round before it to its own end.  accepted: of each row that speculates, how many draft
+        tokens it took.  best: of each of these rows, see Emitted; None for a chain.
+        """
+        self._book(rows).costs.observe(shape, seconds)
+        if shape is not None and accepted:
+            self.acceptance.observe(shape, accepted, best)
+
+    def tried(self, rows: int, shape: Shape, seconds: float) -> None:
+        """A shape was tried on the side."""
+        self._book(rows).costs.tried(shape, seconds)
+
+    # ---- what runs next ----
+
+    def wanted(self, rows: int, share: float, ready: Collection[Shape]) -> list[Shape]:
+        """The shapes to make ready before the next round: the first ones, and later one that is worth it.
+
+        A shape is worth it once the rounds without it have lost as much time as it takes to make ready.  So no more is ever
+        paid than twice what the best choice in hindsight would have paid.
+        """
+        book = self._book(rows)
+        if first := [shape for shape in dict.fromkeys((None, *book.first, book.best)) if shape not in ready]:
+            return first
+        if not book.knows_enough:
+            return []
+        if len(ready) > len(self.shapes) or book.rounds % JUDGE_EVERY:
+            return []
+        rates = self.rates(rows, share, (None, *self.shapes))
+        best = max(rates, key=lambda shape: rates[shape])
+        if best in ready:
+            return []
+        gain = book.costs.of(best) * (rates[best] / max(rates[shape] for shape in ready) - 1)
+        missed = book.missed[best] = book.missed.get(best, 0.0) + JUDGE_EVERY * max(0.0, gain)
+        if missed < self.ready_seconds:
+            return []
+        book.missed.clear()
+        return [best]
+
+    def choose(self, rows: int, share: float, pause: int, ready: Collection[Shape] | None = None) -> Shape:
+        """The shape of the next round; None: no levels.
+
+        share: of the running rows, those that speculate; the others gain nothing from a draft and wait for it.
+        pause: rounds of no levels since the drafter last caught up.  ready: shapes that may run; None: all.
+        """
+        usable = [shape for shape in (None, *self.shapes) if ready is None or shape in ready]
+        book = self._book(rows)
+        if unmeasured := self._unmeasured(book, usable):
+            return unmeasured[0]
+        if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
+            book.judged, book.rates = (share, usable), self.rates(rows, share, usable)
+            best = max(usable, key=lambda shape: book.rates[shape])
+            is_better = book.best not in book.rates or book.rates[best] >= (1 + GAIN) * book.rates[book.best]
+            if is_better and best != book.best:
+                book.best, book.share = best, _looking(best)[0]
+        book.rounds += 1
+        return self._look(book, share, pause)
+
+    def rates(self, rows: int, share: float, shapes: Sequence[Shape]) -> dict[Shape, float]:
+        """Expected tokens a second and row."""
+        costs, lengths = self._book(rows).costs, self.acceptance.accept_lengths(shapes)
+        return {shape: (1 + share * (length - 1)) / costs.of(shape) for shape, length in zip(shapes, lengths, strict=True)}
+
+    def reason(self, rows: int, share: float = 1.0) -> str:
+        """What runs at that number of rows, and why."""
+        book = self.books.get(rows)
+        if book is None or not book.costs.is_known(book.best):
+            return f"{_rows(rows)}: nothing was measured yet"
+        rates = self.rates(rows, share, [shape for shape in (None, *self.shapes) if shape != book.best])
+        second = max(rates, key=lambda shape: rates[shape])
+        levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
+        return (
+            f"{_rows(rows)}: {self._line(rows, book.best, share)}; next best {self._line(rows, second, share)}; "
+            f"a chain's levels are accepted with {levels}"
+        )
+
+    def _line(self, rows: int, shape: Shape, share: float) -> str:
+        tokens, cost = self._tokens(shape, share), self._book(rows).costs.of(shape)
+        return f"{label(shape)} with {tokens:.2f} tokens in {1e3 * cost:.2f} ms"
+
+    def _tokens(self, shape: Shape, share: float) -> float:
+        return 1 + share * (self.acceptance.accept_lengths([shape])[0] - 1)
+
+    def _book(self, rows: int) -> Book:
+        if rows not in self.books:
+            near = min(self.books, key=lambda other: abs(math.log(other / rows)), default=None)
+            if near is None:
+                self.books[rows] = Book(Costs(first_counts=self.tries), first_shapes(self.shapes))
+            else:
+                book = self.books[near]
+                self.books[rows] = Book(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
+        return self.books[rows]
+
+    def _unmeasured(self, book: Book, usable: Sequence[Shape]) -> list[Shape]:
+        """The shapes to run because too little is known of costs; none if enough is."""
+        if self.tries:  # what was tried is read a round late
+            return [] if book.knows_enough else [shape for shape in book.first if shape in usable]
+        return [shape for shape in (*book.first, None) if book.costs.runs(shape) < FIRST_RUNS]
+
+    def _look(self, book: Book, share: float, pause: int) -> Shape:
+        """The best shape, or another one to be looked at."""
+        best, rates = book.best, book.rates
+        cost = book.costs.of(best)
+        book.account, book.since = min(book.account + book.share * cost, MOST_SAVED * cost), book.since + 1
+        if book.since < LEAST_WAIT or (best is None and pause < MAX_PAUSE):
+            return best  # a look after a pause waits until the drafter has to catch up anyway
+        turns = _TURNS[_kind(best)]
+        kinds = turns[book.turn % len(turns)]
+        looks = [shape for shape in rates if _kind(shape) in kinds]
+        if not looks:
+            book.turn += 1
+            return best
+        look = max(looks, key=lambda shape: rates[shape])
+        price = book.costs.of(look) - self._tokens(look, share) / rates[best]
+        if look is None:
+            price += CATCH_UP * book.costs.of(None)
+        if price > book.account:
+            return best
+        book.account, book.since, book.turn = 0.0, 0, book.turn + 1
+        book.share = max(_looking(best)[1], book.share / 2)
+        if best is None:
+            self.acceptance.trust(TRUST)
+        return look
+
+
+# What is looked at in turn while a shape of some kind runs.  A tree tells of chains, too, so no chain is looked at then.
+_TURNS = {"none": (("chain", "tree"),), "chain": (("tree",), ("none",), ("tree",)), "tree": (("none",),)}
+
+
+def _kind(shape: Shape) -> str:
+    return "none" if shape is None else "chain" if shape.topk == 1 else "tree"
+
+
+def _looking(best: Shape) -> tuple[float, float]:
+    return PAUSED_LOOKING if best is None else DRAFTING_LOOKING
+
+
+def _rows(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
+def label(shape: Shape) -> str:
+    """How a reason names a shape."""
+    return "no levels" if shape is None else f"{'chain' if shape.topk == 1 else 'tree'} {shape.label}"
+
+
+def first_shapes(shapes: Sequence[SpecConfig]) -> list[SpecConfig]:
+    """Those from which the costs of all others can be told: a long and a short chain, and the widest tree."""
+    chains, trees = ([shape for shape in shapes if (shape.topk == 1) == is_chain] for is_chain in (True, False))
+    found = [min(chains, key=lambda shape: abs(shape.max_steps - levels)) for levels in (5, 2)] if chains else []
+    if trees:
+        found.append(max(trees, key=lambda shape: (shape.num_draft_tokens, -shape.max_steps)))
+    return list(dict.fromkeys(found))

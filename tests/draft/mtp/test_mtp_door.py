@@ -1,0 +1,127 @@
+"""What users are told of MTP layers: `inspect`, `plan`, `doctor`, and what is refused by name before anything is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toolkit.families import save_family
+from toolkit.models import Zoo
+from toolkit.mtp_layers.targets import COUNT, MtpZoo
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.cli.entry import main
+from specdec.loading.doctor import drafter_rows
+from specdec.loading.plan import plan_memory
+from specdec.options import EngineOptions
+
+
+@pytest.mark.parametrize("name", ["v3-two", "v32", "glm4", "mimo"])
+def test_inspect(mtp_zoo: MtpZoo, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a table that leaves out a tensor or a rule."""
+    folder = mtp_zoo.target(name)
+    capsys.readouterr()
+    assert main(["inspect", "mtp", "--target", str(folder), "--json"]) == 0
+    facts, raw = json.loads(capsys.readouterr().out), json.loads((folder / "config.json").read_text())
+    own = [key for key in load_file(folder / "model.safetensors") if is_mtp(key, raw)]
+    assert set(facts["tensors"]) | set(facts["beside"]) == set(own)
+    assert facts["head"]["layers"] == raw[COUNT] and facts["format"] == raw["model_type"]
+    assert main(["inspect", "mtp", "--target", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("join hidden state, embedding" if name == "mimo" else "join embedding, hidden state") in said
+
+
+def is_mtp(name: str, raw: dict[str, Any]) -> bool:
+    if "mtp_layers" in name:
+        return True
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return number.isdecimal() and int(number) >= raw["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("name", ["v3-two", "mimo"])
+def test_plan_counts_each_weight_once(mtp_zoo: MtpZoo, name: str) -> None:
+    folder = mtp_zoo.target(name)
+    plan = plan_memory(folder, "mtp", SpecConfig(3, 1, 4), EngineOptions(dtype="float32"), 10**10)
+    decoder = mtp_zoo.decoder(name, "mtp", SpecConfig(3, 1, 4))
+    model, head = decoder.model, decoder.head
+    assert head is not None
+    sizes = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers())}
+    more = {x.data_ptr(): x.nbytes for x in (*head.parameters(), *head.buffers()) if x.data_ptr() not in sizes}
+    tables = sum(module.rotary.table.nbytes for module in (model, head))  # which no checkpoint holds
+    target, layers = (plan.parts[key] for key in ("weights of the target", "weights of the draft head"))
+    assert target + layers == sum(sizes.values()) + sum(more.values()) - tables
+    assert len(plan.kv_token) == 2 and plan.kv_token[1] < plan.kv_token[0]
+
+
+def test_doctor_names_the_kind() -> None:
+    assert "deepseek_v3" in dict(drafter_rows())["mtp"] and "glm4_moe" in dict(drafter_rows())["mtp"]
+
+
+def changed(folder: Path, to: Path, **keys: Any) -> Path:
+    """The same model with other keys in its config; None leaves one out."""
+    to.mkdir()
+    raw = json.loads((folder / "config.json").read_text()) | keys
+    (to / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    (to / "model.safetensors").hardlink_to(folder / "model.safetensors")
+    return to
+
+
+def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: layers that are counted wrongly, or of a family whose rules are not known here."""
+    v3, v32 = mtp_zoo.target("v3"), mtp_zoo.target("v32")
+    next_like = dict(
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (zoo.target("llama"), {}, "draft='mtp' runs the MTP layers of deepseek_v3, .* got a llama target .* draft='ngram'"),
+        (
+            changed(mtp_zoo.target("mimo"), tmp_path / "none", **{COUNT: None}),
+            {},
+            "tensors are not part of this architecture: model.mtp_layers",
+        ),
+        (changed(v3, tmp_path / "two", **{COUNT: 2}), {}, r"layers\.4\..*is missing .* counts 2 MTP layers"),
+        (changed(v32, tmp_path / "sparse", **{COUNT: 2}), {}, "one MTP layer with an indexer, got num_nextn_predict_layers 2"),
+        (save_family(tmp_path / "next", "qwen3_next", 0, **next_like), {}, "layers of type linear_attention"),
+        (v3, {"draft_format": "specforge"}, "draft_format='specforge' would do nothing with draft='mtp'"),
+        (v3, {"beyond_trained": "stop"}, "beyond_trained='stop' would do nothing with draft='mtp'"),
+    ]
+    for folder, options, said in cases:
+        with pytest.raises(ValueError, match=said):
+            SpecDecoder.from_pretrained(folder, "mtp", SpecConfig(2, 1, 3), device="cpu", max_seq_len=64, **options)
+    with pytest.raises(ValueError, match="topk must be at most the draft vocabulary, 40, got 41"):
+        mtp_zoo.decoder("v3", "mtp", SpecConfig(2, 41, 42))
+    assert main(["inspect", "mtp"]) == 2 and main(["inspect", "mtp", "--target", str(zoo.target("llama"))]) == 2
+
+
+def test_targets_load_without_their_layers(mtp_zoo: MtpZoo, tmp_path: Path) -> None:
+    """Keeps out: a target that needs the layers, and a count of 0 beside their tensors that nobody reads."""
+    for name in ("v3", "mimo", "glm4"):
+        folder = mtp_zoo.target(name)
+        raw = json.loads((folder / "config.json").read_text())
+        own = {key: x for key, x in load_file(folder / "model.safetensors").items() if not is_mtp(key, raw)}
+        (bare := tmp_path / name).mkdir()
+        (bare / "config.json").write_text(json.dumps(raw))
+        save_file(own, bare / "model.safetensors", metadata={"format": "pt"})
+        decoder = SpecDecoder.from_pretrained(bare, device="cpu", max_seq_len=64)
+        assert decoder.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
+        with pytest.raises(ValueError, match="is missing for draft='mtp'"):
+            SpecDecoder.from_pretrained(bare, "mtp", SpecConfig(2, 1, 3), device="cpu", max_seq_len=64)
+        none = changed(folder, tmp_path / f"{name}-none", **{COUNT: 0})
+        with pytest.raises(ValueError, match="tensors are not part of this architecture"):
+            SpecDecoder.from_pretrained(none, device="cpu", max_seq_len=64)
+
+
+def test_copies_of_the_target_s_tables_must_be_equal(mtp_zoo: MtpZoo, tmp_path: Path) -> None:
+    """Keeps out: a head that drafts from another table than the one it was trained with."""
+    folder = mtp_zoo.target("v3")
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for key in [key for key in tensors if "layers.3.embed_tokens" in key or "shared_head.head" in key]:
+        broken = {**tensors, key: tensors[key] + torch.eye(*tensors[key].shape) * 1e-3}
+        save_file(broken, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="must repeat the target's"):
+            SpecDecoder.from_pretrained(tmp_path, "mtp", SpecConfig(2, 1, 3), device="cpu", max_seq_len=64)

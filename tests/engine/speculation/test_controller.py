@@ -1,0 +1,180 @@
+"""SpecConfig("auto") in simulated time: close to the best fixed shape, and to plain decoding where drafts are never right."""
+
+import copy
+import pickle
+import random
+
+import pytest
+from toolkit.inside.simulated import Machine, Text, best_rate, cost, plain_cost
+
+from specdec import SpecConfig
+from specdec.engine.control.acceptance import Acceptance
+from specdec.engine.control.controller import PAUSED_LOOKING
+from specdec.engine.speculation import Speculation
+from specdec.limits import MAX_PAUSE
+from specdec.steps import Needs, RunRound, Try
+
+SHAPES = SpecConfig("auto", 4, 16).shapes
+
+
+def machine(ready: tuple[int, ...] = (), captures: bool = True, seed: int = 0) -> Machine:
+    """ready: numbers of rows for which everything is captured ahead."""
+    speculation = Speculation(SHAPES, 0.15 if captures else 0.0, is_auto=True)
+    made = Machine(speculation, seed)
+    if ready:
+        made.run(ready[0], 3, Text(0.5))
+        made.prepare(speculation.make_ready(ready)) if not speculation.pause else None
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+@pytest.mark.parametrize("tau", [1.5, 2, 3, 4.5, 6])
+@pytest.mark.parametrize("branches", [0.0, 0.5])
+def test_within_five_percent_of_the_best_fixed_shape(tau: float, rows: int, branches: float) -> None:
+    """Keeps out: a rule that stays with its first choice, takes luck for a trend, or looks around at too great a cost."""
+    text, made = Text.of(tau, branches), machine((rows,))
+    made.run(rows, 200, text)
+    assert made.run(rows, 300, text) > 0.95 * best_rate(rows, text, SHAPES)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
+def test_within_two_percent_of_plain_if_drafts_are_never_right(rows: int) -> None:
+    """Keeps out: looks so frequent, or so early, that speculation which is off still costs.  Catching up is counted too."""
+    made = machine((rows,))
+    made.run(rows, 200, Text(0.0))
+    rate = made.run(rows, 800, Text(0.0))
+    assert rate > 0.98 * rows / (1.01 * plain_cost(rows))
+    assert set(made.shapes[-800:]) != {None}, "the drafter is looked at now and then"
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_text_that_changes_is_followed(rows: int) -> None:
+    """Keeps out: a pause that never ends, and speculation that goes on when drafts have become worthless."""
+    made, good, bad = machine((rows,)), Text.of(4.5), Text(0.02)
+    for text in (bad, good, bad):
+        made.run(rows, 1500, text)
+        assert made.run(rows, 200, text) > 0.95 * best_rate(rows, text, SHAPES)
+
+
+def test_batch_sizes_are_judged_apart() -> None:
+    """Keeps out: the costs of a small batch taken for those of a large one, as rows come and go."""
+    made, text, rng = machine((1, 8, 64)), Text.of(3), random.Random(0)
+    sizes = [rng.choice([1, 8, 64]) for _ in range(60)]
+    spent = best = 0.0
+    for number, rows in enumerate(sizes):
+        before = made.seconds, made.tokens
+        made.run(rows, 10, text)
+        if number > 20:
+            spent += made.seconds - before[0]
+            best += (made.tokens - before[1]) / best_rate(rows, text, SHAPES)
+    assert best > 0.95 * spent
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_without_captures_ahead_it_comes_close_too(captures: bool) -> None:
+    """Keeps out: captures that are never made, or made for shapes that hardly gain; captures count as lost time here."""
+    made, text = machine(captures=captures), Text.of(4.5)
+    made.run(8, 1200, text)
+    assert made.run(8, 400, text) > 0.95 * best_rate(8, text, SHAPES)
+    captured = sum(book.costs.is_known(shape) for book in made.speculation.controller.books.values() for shape in SHAPES)
+    assert not captures or captured < len(SHAPES)
+
+
+def test_few_rows_that_speculate_do_not_slow_many_that_do_not() -> None:
+    """Keeps out: shapes chosen as though every row gained from them, while most rows only wait for the draft."""
+    made = machine((16,))
+    made.run(16, 300, Text.of(4.5))
+    controller = made.speculation.controller
+    assert controller is not None
+    alike = [controller.choose(16, 1.0, 0) for _ in range(20)]
+    few = [controller.choose(16, 1 / 16, 0) for _ in range(20)]
+    assert None not in alike and few.count(None) >= 19
+
+
+def test_a_disturbed_measurement_is_outlived() -> None:
+    """Keeps out: one round that a busy machine held up, which rules a shape out for good."""
+    made, text = machine((4,)), Text.of(4.5)
+    calm, calls = made.cost, iter(range(10**6))
+    made.cost = lambda rows, shape: calm(rows, shape) * (30 if next(calls) % 40 == 7 else 1)
+    made.run(4, 300, text)
+    made.cost = calm
+    made.run(4, 200, text)
+    assert made.run(4, 200, text) > 0.95 * best_rate(4, text, SHAPES)
+
+
+def test_looks_lose_no_more_than_their_share() -> None:
+    """Keeps out: an account that can be overdrawn.  Every round but the best one is a look, with drafts worth nothing."""
+    made = machine((32,))
+    made.run(32, 300, Text(0.0))
+    shapes, start = len(made.shapes), made.seconds
+    made.run(32, 2000, Text(0.0))
+    lost = sum(cost(32, shape) - cost(32, None) for shape in made.shapes[shapes:] if shape is not None)
+    assert 0 < lost < PAUSED_LOOKING[0] * (made.seconds - start)
+
+
+def test_looks_wait_for_the_drafter_to_catch_up_and_for_captures() -> None:
+    """Keeps out: a look that makes the drafter catch up early, or that captures a graph in the middle of a text."""
+    speculation = Speculation(SHAPES, 1e9, is_auto=True)
+    made = Machine(speculation)
+    made.run(8, 40, Text(0.0))
+    tried, pauses = list[Try](), list[int]()
+    for _ in range(1500):
+        pause = speculation.pause
+        before, step = speculation.next_round(8, Needs(), False, 1.0)
+        tried += [each for each in before if isinstance(each, Try)]
+        if step.spec is not None:
+            pauses.append(pause)
+        speculation.observe(step, cost(8, step.spec), [0] * 8, [(0, 1)] * 8)
+    assert not tried and pauses and set(pauses[2:]) <= {MAX_PAUSE}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decisions_follow_from_verified_rounds_alone(seed: int) -> None:
+    """The same verified rounds lead to the same decisions on a copy, whatever tokens are in flight, and whichever process
+    decides.  Keeps out: a clock, an order of sets or an unverified token in a decision."""
+    rng = random.Random(seed)
+    made = machine(captures=seed % 2 == 0, seed=seed)
+    made.run(4, 120, Text.of(rng.choice([1.2, 3, 5])))
+    twin = pickle.loads(pickle.dumps(made.speculation))
+    told, other = copy.deepcopy(made.speculation), Text.of(2)
+    for _ in range(60):
+        plans = [each.next_round(4, Needs(), False, 1.0) for each in (twin, told)]
+        assert plans[0] == plans[1]
+        step, seconds = plans[0][1], rng.random() * 1e-2
+        rows = [other.accept(step.spec, rng) for _ in range(4)]
+        for each in (twin, told):
+            each.observe(step, seconds, [a for a, _ in rows], [best for _, best in rows])
+
+
+def test_what_a_tree_accepts_tells_of_chains() -> None:
+    """Keeps out: a chain that has to be looked at, to see that a tree's branches are worth nothing or much."""
+    rng, tree = random.Random(0), SpecConfig(5, 4, 16)
+    for branches in (0.0, 0.6):
+        acceptance, text = Acceptance(10), Text(0.7, branches)
+        for _ in range(200):
+            rows = [text.accept(tree, rng) for _ in range(8)]
+            acceptance.observe(tree, [a for a, _ in rows], [best for _, best in rows])
+        chain, wide = acceptance.accept_lengths([SpecConfig(5, 1), tree])
+        assert chain == pytest.approx(text.accept_length(SpecConfig(5, 1)), rel=0.08)
+        assert wide == pytest.approx(text.accept_length(tree), rel=0.08)
+
+
+def test_a_level_that_was_not_asked_for_is_not_counted_as_refused() -> None:
+    """Keeps out: a path of first choices that ends early for want of nodes, taken for a refusal."""
+    acceptance = Acceptance(4)
+    for _ in range(50):
+        acceptance.observe(SpecConfig(3, 2, 8), [1], [(1, 1)])
+    assert acceptance.of_chain(2)[0] > 0.9 and acceptance.reached[1] == 0
+
+
+def test_the_reason_names_what_runs() -> None:
+    """Keeps out: a reason that says something else than what runs."""
+    made = machine((8,))
+    assert made.speculation.reasons()[0].startswith("8 rows: ")
+    made.run(8, 300, Text.of(4.5))
+    (reason,) = made.speculation.reasons()
+    shape = made.speculation.controller.books[8].best
+    assert shape is not None and made.shapes[-10:].count(shape) >= 9
+    assert reason.startswith(f"8 rows: chain {shape.label} with ") and "next best" in reason
+    assert Speculation((SpecConfig(5, 1),)).reasons() == []
+    assert isinstance(Speculation((SpecConfig(5, 1),)).next_round(8, Needs(), False, 1.0)[1], RunRound)

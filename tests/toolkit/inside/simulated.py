@@ -1,0 +1,127 @@
+"""Simulated rounds: known costs and known acceptance in place of a device, to see what the controller makes of them.
+
+Seconds are those of an 8B target on an H200, roughly.  Tokens are counted by expectation, so that luck does not blur a rate.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdec.config import SpecConfig
+from specdec.engine.speculation import Speculation
+from specdec.steps import CatchUp, Needs, RunRound, Step, Try
+
+Shape = SpecConfig | None
+CAPTURE_SECONDS = 0.15
+
+
+@dataclass(frozen=True)
+class Text:
+    """How drafts fare: a chain's level is accepted with this probability, given that the one above it was.
+
+    branches: what the nodes that a tree has more than a chain are worth; 0: nothing.
+    """
+
+    probability: float
+    branches: float = 0.0
+
+    @classmethod
+    def of(cls, tau: float, branches: float = 0.0) -> Text:
+        """A text in which a chain of 7 levels emits tau tokens a round."""
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(middle**level for level in range(8)) < tau else (low, middle)
+        return cls(low, branches)
+
+    def level(self, shape: SpecConfig) -> float:
+        more = 0.0 if shape.topk == 1 else shape.num_draft_tokens / (shape.max_steps + 1) - 1
+        return float(1 - (1 - self.probability) ** (1 + self.branches * more))
+
+    def accept_length(self, shape: Shape) -> float:
+        return 1.0 if shape is None else sum(self.level(shape) ** level for level in range(shape.max_steps + 1))
+
+    def accept(self, shape: Shape, rng: random.Random) -> tuple[int, tuple[int, int]]:
+        """Draft tokens accepted in one row, and what `Emitted.best` says of it."""
+        if shape is None or self.probability <= 0:
+            return 0, (0, 0 if shape is None else 1)
+        level = self.level(shape)
+        most = shape.max_steps if level >= 1 else int(math.log(1 - rng.random()) / math.log(level))
+        accepted, best = min(most, shape.max_steps), 0
+        while best < accepted and rng.random() * level < self.probability:
+            best += 1
+        return accepted, (best, min(shape.max_steps, best + 1) if shape.topk > 1 else shape.max_steps)
+
+
+def cost(rows: int, shape: Shape) -> float:
+    """Seconds of a round."""
+    levels, nodes = (shape.max_steps, shape.num_draft_tokens) if shape else (0, 1)
+    drafting = levels * (0.18 + 0.002 * rows) + 0.2 if levels else 0.02
+    return 1e-3 * (4.4 + 0.03 * rows + drafting + 0.0165 * rows * nodes)
+
+
+def plain_cost(rows: int) -> float:
+    """Seconds of a round without a drafter, which keeps nothing for one."""
+    return cost(rows, None) - 2e-5
+
+
+@dataclass
+class Machine:
+    """A device that runs what `speculation` asks for; a round's result is known one launch later.
+
+    cost: seconds of a round.  rounds: by shape.  seconds, tokens: so far.  history: what was told to the speculation.
+    """
+
+    speculation: Speculation
+    seed: int = 0
+    cost: Callable[[int, Shape], float] = cost
+    rounds: Counter[Shape] = field(default_factory=Counter)
+    seconds: float = 0.0
+    tokens: float = 0.0
+    shapes: list[Shape] = field(default_factory=list)
+    _late: deque[tuple[RunRound, float, list[tuple[int, tuple[int, int]]]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def run(self, rows: int, rounds: int, text: Text) -> float:
+        """Runs rounds; their tokens a second."""
+        seconds, tokens = self.seconds, self.tokens
+        for _ in range(rounds):
+            self.round(rows, text)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def round(self, rows: int, text: Text) -> Shape:
+        """One round; its shape."""
+        before, step = self.speculation.next_round(rows, Needs(), False, 1.0)
+        self.prepare(before)
+        seconds = self.cost(rows, step.spec) * (1 + 0.02 * self.rng.random())
+        self.seconds += seconds
+        self.tokens += rows * text.accept_length(step.spec)
+        self.rounds[step.spec] += 1
+        self.shapes.append(step.spec)
+        self._late.append((step, seconds, [text.accept(step.spec, self.rng) for _ in range(rows)]))
+        if len(self._late) > 1:
+            told, took, rows_of_it = self._late.popleft()
+            self.speculation.observe(told, took, [a for a, _ in rows_of_it], [best for _, best in rows_of_it])
+        return step.spec
+
+    def prepare(self, steps: list[Step]) -> None:
+        """Runs what comes before a round."""
+        for step in steps:
+            if isinstance(step, CatchUp):
+                self.seconds += 3e-4 + 3e-5 * step.rows
+            elif isinstance(step, Try):
+                self.seconds += CAPTURE_SECONDS
+                if isinstance(step.step, RunRound):
+                    self.speculation.tried(step, self.cost(step.step.rows, step.step.spec))
+
+
+def best_rate(rows: int, text: Text, shapes: tuple[SpecConfig, ...]) -> float:
+    """Tokens a second of plain decoding or of the best fixed shape, whichever is more."""
+    plain = rows / plain_cost(rows)
+    return max(plain, *(rows * text.accept_length(shape) / cost(rows, shape) for shape in shapes)) / 1.01  # the noise's mean

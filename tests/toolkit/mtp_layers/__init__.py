@@ -1,0 +1,1 @@
+"""Targets with MTP layers, and what such layers compute by definition."""

@@ -1,0 +1,172 @@
+"""MTP layers from their tensors alone: dense attention, no cache, float64.  The oracle of every MTP test, next to transformers.
+
+Shapes: T pairs, H hidden or heads, N part of a head that is not rotated, R rotated part, V value dim, E experts.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.attention.kinds import Scoring
+from toolkit.oracles.attention import causal_mask, dense_attention
+from toolkit.oracles.heads import linear, rms_norm, rotate
+
+
+class DenseMtp:
+    """A target's folder, and the target in transformers in float64, which lends its rope, its scale and its two tables."""
+
+    def __init__(self, folder: Path, target: PreTrainedModel) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.tensors = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
+        self.is_mimo = self.config["model_type"] == "mimo"
+        self.eps = self.config["rms_norm_eps"]
+        self.embed, self.lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+        self.target = target
+
+    @property
+    def layers(self) -> int:
+        return self.config["num_nextn_predict_layers"]
+
+    def features(self, target: PreTrainedModel, ids: list[int]) -> Tensor:
+        """[T, H]: the target's states after its final norm."""
+        with torch.no_grad():
+            return target.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def hidden(self, ids: Tensor, fused: Tensor, layer: int = 0) -> Tensor:
+        """[T, H] over pairs: pair i is (embedding of ids[i], feature i), and stands after all pairs before it."""
+        names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        if not self.is_mimo:
+            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        number = self.config["num_hidden_layers"] + layer
+        w = _Below(self.tensors, f"model.mtp_layers.{layer}" if self.is_mimo else f"model.layers.{number}")
+        embedded = self.embed[ids].detach().clone()
+        if self.is_mimo:
+            embedded[0] = 0.0  # of the text's first pair
+        embedded, state = rms_norm(embedded, w[names[0]], self.eps), rms_norm(fused, w[names[1]], self.eps)
+        x = linear(torch.cat((state, embedded) if self.is_mimo else (embedded, state), -1), w[names[2]])
+        attention = self._latent if "kv_lora_rank" in self.config else self._heads
+        x = x + attention(w, rms_norm(x, w["input_layernorm"], self.eps))
+        normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
+        x = x + (_mlp(w, "mlp", normed) if self.is_mimo else self._experts(w, normed))
+        return rms_norm(x, w[names[3]], self.eps)
+
+    def log_probs(self, hidden: Tensor) -> dict[int, float]:
+        return dict(enumerate(linear(hidden, self.lm_head.detach()).log_softmax(-1).tolist()))
+
+    def _heads(self, w: "_Below", x: Tensor) -> Tensor:
+        T, D = x.shape[0], self.config["head_dim"]
+        q, k, v = (linear(x, w[f"self_attn.{n}_proj"], w.get(f"self_attn.{n}_proj.bias")).view(T, -1, D) for n in "qkv")
+        if self.config.get("use_qk_norm"):
+            q, k = rms_norm(q, w["self_attn.q_norm"], self.eps), rms_norm(k, w["self_attn.k_norm"], self.eps)
+        inv_freq = self.target.model.rotary_emb.inv_freq.float()
+        R = 2 * len(inv_freq)
+        q, k = (torch.cat((rotate(heads[..., :R], inv_freq), heads[..., R:]), -1) for heads in (q, k))
+        return linear(dense_attention(q, k, v, causal_mask(T, T))[0].reshape(T, -1), w["self_attn.o_proj"])
+
+    def _latent(self, w: "_Below", x: Tensor) -> Tensor:
+        """Keys and values expanded for each head, as the paper writes it.  Every key is read: no indexer chooses."""
+        c, T = self.config, x.shape[0]
+        H, C, R, N = (c[key] for key in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
+        if c["q_lora_rank"] is None:
+            q = linear(x, w["self_attn.q_proj"])
+        else:
+            q = linear(x, w["self_attn.q_a_proj"], w.get("self_attn.q_a_proj.bias"))
+            q = linear(rms_norm(q, w["self_attn.q_a_layernorm"], 1e-6), w["self_attn.q_b_proj"])
+        latent = linear(x, w["self_attn.kv_a_proj_with_mqa"], w.get("self_attn.kv_a_proj_with_mqa.bias"))
+        up = linear(rms_norm(latent[:, :C], w["self_attn.kv_a_layernorm"], 1e-6), w["self_attn.kv_b_proj"]).view(T, H, -1)
+        q_THX, rope = q.view(T, H, N + R), self.target.model.rotary_emb
+        turn = [
+            rotate(_paired(part) if c.get("rope_interleave", True) else part, rope.inv_freq.float()) * rope.attention_scaling
+            for part in (q_THX[..., N:], latent[:, None, C:])
+        ]
+        queries = torch.cat((q_THX[..., :N], turn[0]), -1)
+        keys = torch.cat((up[..., :N], turn[1].expand(T, H, R)), -1)
+        scoring = Scoring(scale=self.target.model.layers[0].self_attn.scaling)
+        out = dense_attention(queries, keys, up[..., N:], causal_mask(T, T), scoring)[0]
+        return linear(out.reshape(T, -1), w["self_attn.o_proj"], w.get("self_attn.o_proj.bias"))
+
+    def _experts(self, w: "_Below", x: Tensor) -> Tensor:
+        """Every expert computes every token; each token chooses by itself."""
+        c, rows = self.config, []
+        E, G = c["n_routed_experts"], c["n_group"]
+        outputs_ETH = [_mlp(w, f"mlp.experts.{expert}", x) for expert in range(E)]
+        for t, logits_E in enumerate(linear(x, w["mlp.gate"])):
+            scores_E = logits_E.sigmoid()
+            ranks_GX = (scores_E + w["mlp.gate.e_score_correction_bias"]).view(G, -1)
+            best = ranks_GX.topk(2).values.sum(-1).topk(c["topk_group"]).indices.tolist()
+            allowed = [e for e in range(E) if e // (E // G) in best]
+            chosen = sorted(allowed, key=lambda e: -float(ranks_GX.flatten()[e]))[: c["num_experts_per_tok"]]
+            weights = scores_E[chosen]
+            if c.get("norm_topk_prob", True):
+                weights = weights / weights.sum()
+            rows.append(sum(weight * outputs_ETH[expert][t] for weight, expert in zip(weights, chosen, strict=True)))
+        return _mlp(w, "mlp.shared_experts", x) + c["routed_scaling_factor"] * torch.stack(rows)
+
+
+class MtpPaths:
+    """Runs MTP layers alone along any path after a committed text, with the target's true states up to the text's end.
+
+    Layer k reads (token i + k + 1, output k - 1 of pair i) over all of the text's pairs i; its last output drafts level k + 1.
+    Levels beyond the layers are drafted by the last one, whose pairs go on with the path's tokens and its own outputs.
+    """
+
+    def __init__(self, head: DenseMtp, target: PreTrainedModel, text: list[int]) -> None:
+        """text: all committed tokens, then the bonus token, which has no state yet."""
+        self.head, self.text = head, text
+        self.fused = head.features(target, text[:-1])
+        self._outputs: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+    def _output(self, path: tuple[int, ...], layer: int) -> Tensor:
+        """[L, H]: outputs of a layer over the text's pairs; it needs the first `layer` tokens of the path."""
+        key = path[:layer], layer
+        if key not in self._outputs:
+            before = self._output(path, layer - 1) if layer else self.fused
+            tokens = self.text + list(path)
+            self._outputs[key] = self.head.hidden(torch.tensor(tokens[1 + layer :][: len(before)]), before, layer)
+        return self._outputs[key]
+
+    def hidden(self, path: tuple[int, ...]) -> Tensor:
+        """What the next token after the path is drafted from."""
+        M = self.head.layers
+        if len(path) < M:
+            return self._output(path, len(path))[-1]
+        before = self._output(path, M - 2) if M > 1 else self.fused
+        drafted = [self.hidden(path[:level]) for level in range(M - 1, len(path))]
+        tokens = torch.tensor(self.text[M:] + list(path))
+        return self.head.hidden(tokens, torch.cat((before, torch.stack(drafted))), M - 1)[-1]
+
+    def log_probs(self, path: tuple[int, ...]) -> dict[int, float]:
+        return self.head.log_probs(self.hidden(path))
+
+
+class _Below:
+    """A layer's tensors by their names below its prefix; ".weight" may be left out."""
+
+    def __init__(self, tensors: dict[str, Tensor], prefix: str) -> None:
+        self._tensors, self._prefix = tensors, prefix
+
+    def get(self, name: str) -> Tensor | None:
+        at = f"{self._prefix}.{name}"
+        return self._tensors.get(at, self._tensors.get(f"{at}.weight"))
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self.get(name)
+        assert found is not None, name
+        return found
+
+
+def _mlp(w: _Below, at: str, x: Tensor) -> Tensor:
+    gate = linear(x, w[f"{at}.gate_proj"])
+    return linear(gate * gate.sigmoid() * linear(x, w[f"{at}.up_proj"]), w[f"{at}.down_proj"])
+
+
+def _paired(x: Tensor) -> Tensor:
+    """Values that are turned in pairs side by side, as two halves."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
