@@ -4,6 +4,7 @@
     python benchmarks/round_8b.py --out benchmarks/results/round_8b.json
     python benchmarks/round_8b.py --prefills 1:8192,1:32768 --attention triton,auto
     python benchmarks/round_8b.py --only 5,1,6:1 --deterministic
+    python benchmarks/round_8b.py --quantize fp8 --out benchmarks/results/round_8b_fp8_h200.json
 
 Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine,
 host included, as in `generate()`: first the wall time from one read of tokens to the next, then a profiler's trace of the
@@ -39,6 +40,9 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.linear import Linear
+from specdec.models.schemes.config import ROUNDED
+from specdec.models.schemes.formats import rounded
 from specdec.models.sharding import join, share_of
 from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
@@ -129,6 +133,16 @@ def random_pair(
     for each in (model, head):
         join(each, group)
     return model, head
+
+
+def round_weights(model: CausalLM, quantize: str) -> None:
+    """Stores the target's matrices in 8 or 4 bits, as EngineOptions.quantize does at load: all but the output layer."""
+    form = ROUNDED[quantize]
+    for matrix in model.modules():
+        if isinstance(matrix, Linear) and matrix is not model.lm_head:
+            numbers = {part: matrix.tensors(part)["weight"].tensor for part in matrix.parts.sizes}
+            for part, weight in numbers.items():
+                matrix.fill(part, rounded(weight, form.kind, form.group))
 
 
 def spec_of(text: str) -> SpecConfig | None:
@@ -250,10 +264,14 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="attention backends of the prefills, separated by commas")
     parser.add_argument("--no-auto", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
+    parser.add_argument("--quantize", choices=("none", *ROUNDED), default="none", help="the target's weights in 8 or 4 bits")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     model, head = random_pair(max(case.context for case in CASES) + 2048, torch.device("cuda", 0))
+    if args.quantize != "none":
+        round_weights(model, args.quantize)
+        torch.cuda.empty_cache()
     rows = []
     for case in () if args.prefills else CASES:
         if args.only and not case.name.startswith(args.only):
@@ -281,6 +299,7 @@ def main() -> None:
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
+        "quantize": args.quantize,
         "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills,
     }  # fmt: skip
     if args.out:

@@ -138,6 +138,14 @@ class EngineOptions:
         "them that can (auto)",
         choices=("auto", "native", "transformers"),
     )
+    quantize: str = option(
+        "none",
+        "round the target's weights as they are loaded: fp8 (8 bits, a scale for each row), int4 (4 bits, a scale for each 128 "
+        "columns), or none: as the checkpoint stores them, which may be in 8 or 4 bits already",
+        details="Rounded to nearest, without a look at any text: a checkpoint that was quantised with one is usually better.  "
+        "Embeddings, output layer and drafter stay as they are.  A checkpoint in 8 or 4 bits is refused.",
+        choices=("none", "fp8", "int4"),
+    )
     prefix_caching: bool = option(
         False,
         "keep keys and values of earlier prompts and texts, so that a prompt that begins as one of them did starts after it",

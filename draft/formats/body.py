@@ -41,6 +41,10 @@ def parse_body(
     aside = {*own, *_HARMLESS, *ROPE_KEYS, *_WINDOW_KEYS}
     plain = {key: value for key, value in raw.items() if key not in aside}
     model = parse_config({**plain, "model_type": family}, where)
+    if model.quantization is not None:
+        raise ValueError(
+            f"{where}: quantization_config must be absent: draft heads are read in ordinary numbers, got {model.quantization}"
+        )
     if target is not None and model.vocab_size != target.vocab_size:
         raise ValueError(f"{where}: vocab_size must be the target's {target.vocab_size}, got {model.vocab_size}")
     return replace(model, tie_embeddings=False)

@@ -25,6 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, metavar="N", help="the most tokens of one request; default: what the model was made for")
     add("--batch", type=int, default=8, metavar="N", help="the most requests at once; default: 8")
     add("--dtype", default="auto", metavar="NAME", help="as for generate on a GPU; default: the checkpoint's own")
+    quantize = "none, fp8 or int4, as for generate; default: the weights as they are stored"
+    add("--quantize", default="none", metavar="NAME", help=quantize)
     add("--kv-cache-dtype", default="auto", metavar="NAME", help="as for generate; default: the dtype of the weights")
     add("--page-size", type=int, default=16, metavar="N", help="tokens of a page; default: 16")
     add("--gpu-memory", type=_bytes, metavar="SIZE", help="such as 80GB or 141GB; default: this machine's GPU")
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--spec would do nothing without --draft")
     options = EngineOptions(
         max_seq_len=args.context, max_batch_size=args.batch, dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype,
-        page_size=args.page_size,
+        page_size=args.page_size, quantize=args.quantize,
     )  # fmt: skip
     spec = None if args.draft is None else args.spec or SpecConfig()
     plan = plan_memory(args.target, args.draft, spec, options, args.gpu_memory or _gpu_memory())

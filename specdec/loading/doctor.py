@@ -29,6 +29,7 @@ from specdec.draft.kinds import NAMES
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
+from specdec.models.schemes.config import METHODS, ROUNDED, describe
 from specdec.ops.products.gpus import match_of
 from specdec.options import EngineOptions, setting_of, usable_cpus
 from specdec.parallel import nccl
@@ -95,6 +96,7 @@ def run_doctor(console: Console) -> None:
     console.print(_settings_table())
     console.print()
     _print_pairs(console, "Drafters", drafter_rows())
+    _print_pairs(console, "Weights of 8 and 4 bits", scheme_rows())
     pair = "complete" if shipped.is_complete() else "incomplete: bench and generate need --target and --draft"
     _print_pairs(console, "Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)])
 
@@ -103,6 +105,12 @@ def drafter_rows() -> list[tuple[str, str]]:
     """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
     return [*layouts, *NAMES.items()]
+
+
+def scheme_rows() -> list[tuple[str, str]]:
+    """The quantised checkpoints that are read, by their quant_method, and what ordinary weights can be rounded to."""
+    rounded = ", ".join(f"{name} ({describe(form)})" for name, form in ROUNDED.items())
+    return [*METHODS.items(), ("rounded at load", f"quantize: ordinary weights are rounded at load: {rounded}")]
 
 
 def _settings_table() -> Table:

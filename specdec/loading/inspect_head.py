@@ -33,8 +33,10 @@ def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> d
     folder = resolve_folder(head, "HEAD")
     config = None if target is None else choose_target(resolve_folder(target, "--target")).config
     opened = open_head(folder, config, how)
+    stored = UNKNOWN if config is None else str(config.quantization or "ordinary numbers")
     return {
         "folder": str(folder),
+        "target_weights": stored,
         "format": opened.format.name,
         "format_named": how.format != "auto",
         "published_by": opened.format.title,
@@ -143,6 +145,7 @@ def print_facts(facts: dict[str, Any], console: Console) -> None:
     """As tables."""
     by = "named" if facts["format_named"] else "detected"
     console.print(Text(f"{facts['folder']}: layout {facts['format']} ({by}), as published by {facts['published_by']}", "bold"))
+    console.print(Text(f"the target's weights: {facts['target_weights']}"))
     for title, rows in (("Head", facts["head"]), ("Taken to mean", facts["meanings"]), ("Beside weights", facts["beside"])):
         if rows:
             console.print()

@@ -37,7 +37,7 @@ def load_pair(
     STARTUP.lap("imports")
     folder = resolve_folder(target, "target")
     load_drafter = find_drafter(draft, options, folder)
-    chosen = choose_target(folder, options.backend)
+    chosen = choose_target(folder, options.backend, options.quantize)
     settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
     device, dtype = settings.device, settings.dtype
     max_positions = settings.max_seq_len + settings.lookahead

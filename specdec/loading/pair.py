@@ -55,7 +55,7 @@ class WantedPair(NamedTuple):
     def _configs(self) -> list[ModelConfig]:
         """Of the target, and of the head if there is one.  ValueError if ranks can't share such a target."""
         folder = resolve_folder(self.target, "target")
-        chosen = choose_target(folder, self.options.backend)
+        chosen = choose_target(folder, self.options.backend, self.options.quantize)
         refuse_ranks(chosen, self.options.tensor_parallel_size)
         head = head_config(self.draft, self.options, chosen.config, folder)
         return [chosen.config] if head is None else [chosen.config, head]

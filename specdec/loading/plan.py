@@ -7,6 +7,7 @@ Weights, keys and values are counted exactly.  What passes and graphs take besid
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +28,13 @@ from specdec.models.checkpoints.loader import DTYPES, open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
+from specdec.models.schemes.size import matrix_bytes
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 4096  # the most that max_batch_size takes
+# Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
+MATRICES = re.compile(r"((?<!kv_b)_proj(_with_mqa)?|\.wq_b|\.wk|lm_head)\.\w+$")
 
 
 class Models(NamedTuple):
@@ -79,7 +83,7 @@ def plan_memory(
     spec: None without a drafter.  options: max_seq_len and max_batch_size are the context and the batch; dtype "auto" is the
     checkpoint's own.  ValueError as when the pair is loaded.
     """
-    chosen = choose_target(resolve_folder(target, "target"), options.backend)
+    chosen = choose_target(resolve_folder(target, "target"), options.backend, options.quantize)
     dtype = DTYPES.get(chosen.config.dtype or "", torch.bfloat16) if options.dtype == "auto" else options.dtype
     options = replace(options, device="cpu", dtype=dtype, attention="auto", prefix_caching=False)
     settings = resolve_settings(options, spec, chosen.config, chosen.backend, chosen.reason)
@@ -148,7 +152,7 @@ def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tup
 
 
 def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
-    own, mtp = open_target(folder), mtp_prefixes(config)
+    own, mtp = open_target(folder, config), mtp_prefixes(config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
     weights = [tensor_bytes(own, settings.dtype, without)]
     if draft is None:
@@ -171,4 +175,8 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:
     """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep."""
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    return sum(math.prod(checkpoint.shape(name)) for name in names) * dtype.itemsize
+    matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
+    formats = {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}
+    own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
+    coded = sum(matrix_bytes(format, checkpoint, name) for name, format in formats.items())
+    return coded + sum(math.prod(checkpoint.shape(name)) for name in own) * dtype.itemsize

@@ -172,6 +172,8 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
         refuse(f"runs on GPUs of compute capability 9.x, whose products were found to be equal bit for bit, got {got}")
     if settings.target_backend != "native":
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
+    if target.quantization is not None:
+        refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
     if most_read(target) is not None:
         refuse(f"can't fix the order of sums where an indexer chooses what a query reads, got a {target.family} target")
     if keeps_latents(target) and not pieces(latent_rank(target)):

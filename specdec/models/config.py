@@ -25,6 +25,7 @@ from specdec.models.checkpoints.config_values import (
     whole,
 )
 from specdec.models.kv_source import KEY, parse_kv_source
+from specdec.models.schemes.config import Quantization, parse_quantization
 from specdec.parallel.shard import Shard
 
 WINDOWED = "sliding_attention"  # in a config's layer_types
@@ -73,6 +74,7 @@ class ModelConfig:
         then stores its own; left out: every layer stores its own.
     features_refusal: why the outputs of this model's layers can't be a draft head's features; empty if they can.
     max_position_why: what of the config sets max_position.  has_experts: a router chooses among experts.
+    quantization: how matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
     encoder: of an encoder-decoder model, in which every layer reads the encoder's output too; else None.
     mtp_layers: layers of multi-token prediction in the checkpoint, which the target itself does not compute.
     shard: which rank's share of the model this is; the counts of heads and intermediate_size are then that share's.
@@ -107,6 +109,7 @@ class ModelConfig:
     value_width: int = 0
     encoder: EncoderConfig | None = None
     mtp_layers: int = 0
+    quantization: Quantization | None = None
     shard: Shard = Shard()
     kv_copies: int = 1
 
@@ -144,6 +147,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
     return data
+
+
+def read_target_json(folder: Path) -> dict[str, Any]:
+    """A target's config.json, with what ModelOpt's older files say of weights beside it, in hf_quant_config.json."""
+    raw, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    if raw.get("quantization_config") is None and beside.is_file():
+        raw["quantization_config"] = {"quant_method": "modelopt", **mapping(read_json(beside), "quantization", str(beside))}
+    return raw
 
 
 _ROPE_KEYS = {  # what each type needs: the config's key, our name
@@ -208,9 +219,6 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{where}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
-    scheme = mapping(raw, "quantization_config", where)
-    if scheme and not quantises_kv_alone(scheme, f"{where}: quantization_config"):
-        raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
     if (act := raw.get("hidden_act", "silu")) != "silu":
         kind = NotComputedHere if isinstance(act, str) else ValueError
         raise kind(f"{where}: hidden_act must be 'silu', got {act!r}")
@@ -254,7 +262,17 @@ def parse_config(raw: dict[str, Any], where: str) -> ModelConfig:
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
         dtype=dtype_name(raw, where),
         mtp_layers=whole(raw, MTP_COUNT, where, 0, least=0, most=MOST_LAYERS),
+        quantization=quantization_of(raw, where),
     )
+
+
+def quantization_of(raw: dict[str, Any], where: str) -> Quantization | None:
+    """How the config says that weights are stored in 8 or 4 bits; None: they are ordinary numbers."""
+    key = "compression_config" if raw.get("compression_config") else "quantization_config"  # the former is its older name
+    scheme = mapping(raw, key, where)
+    if not scheme or quantises_kv_alone(scheme, f"{where}: {key}"):
+        return None
+    return parse_quantization(scheme, f"{where}: {key}")
 
 
 def quantises_kv_alone(scheme: dict[str, Any], where: str) -> bool:
@@ -279,13 +297,13 @@ def refuse_unknown(raw: dict[str, Any], known: frozenset[str], where: str) -> No
 
 # Read above, or known not to change what a forward pass computes.
 NATIVE_KEYS = frozenset(
-    "architectures attention_bias attention_dropout auto_map bos_token_id do_sample dtype eos_token_id head_dim hidden_act "
-    "hidden_size initializer_range intermediate_size layer_types max_length max_position_embeddings max_sequence_length "
-    "max_window_layers mlp_bias model_max_length model_type num_attention_heads num_hidden_layers num_key_value_heads "
-    "output_attentions output_hidden_states pad_token_id partial_rotary_factor pretraining_tp quantization_config return_dict "
-    "rms_norm_eps rope_parameters rope_scaling rope_theta sep_token_id sliding_window temperature tie_word_embeddings "
-    "tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id unsloth_fixed unsloth_version "
-    "use_bfloat16 use_cache use_sliding_window vocab_size".split()
+    "architectures attention_bias attention_dropout auto_map bos_token_id compression_config do_sample dtype eos_token_id "
+    "head_dim hidden_act hidden_size initializer_range intermediate_size layer_types max_length max_position_embeddings "
+    "max_sequence_length max_window_layers mlp_bias model_max_length model_type num_attention_heads num_hidden_layers "
+    "num_key_value_heads output_attentions output_hidden_states pad_token_id partial_rotary_factor pretraining_tp "
+    "quantization_config return_dict rms_norm_eps rope_parameters rope_scaling rope_theta sep_token_id sliding_window "
+    "temperature tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id "
+    "unsloth_fixed unsloth_version use_bfloat16 use_cache use_sliding_window vocab_size".split()
 )
 _MIMO_KEYS = frozenset({MTP_COUNT, "use_mrope"})
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -117,7 +117,11 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.gate(x_TH)
-        gate_up_EGH, down_EHF = self.gate_up_proj.weight_NOI, self.down_proj.weight_NOI
+        stacks = self.gate_up_proj, self.down_proj
+        if self.gate_up_proj.planes is not None and 3 * chosen_TK.numel() <= self.gate_up_proj.count and not is_traced(x_TH):
+            gate_up_TKGH, down_TKHF = (stack.chosen(chosen_TK, x_TH.dtype) for stack in stacks)  # numbers of few codes alone
+            return self.shared_experts(x_TH) + paired_experts(x_TH, weights_TK, gate_up_TKGH, down_TKHF)
+        gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in stacks)
         run = ordered_experts if self.gate.numerics.is_invariant else run_experts
         return self.shared_experts(x_TH) + run(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
 
@@ -180,7 +184,11 @@ def ordered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up
 
 def gathered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
     """The sum by batched products, in which each pair has its own copy of its expert's weights."""
-    gate_up_TKGH, down_TKHF = (w[chosen_TK] for w in (gate_up_EGH, down_EHF))
+    return paired_experts(x_TH, weights_TK, gate_up_EGH[chosen_TK], down_EHF[chosen_TK])
+
+
+def paired_experts(x_TH: Tensor, weights_TK: Tensor, gate_up_TKGH: Tensor, down_TKHF: Tensor) -> Tensor:
+    """The sum by batched products, given each pair's own matrices."""
     mid_TKF = silu_mul((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0])
     return _weighted((down_TKHF @ mid_TKF[..., None])[..., 0], weights_TK, x_TH.dtype)
 

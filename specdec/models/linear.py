@@ -1,26 +1,43 @@
 """Matrices of weights, each of named parts: queries, keys and values of a projection, or a gate and what it opens.
 
 A layer multiplies through `Linear` and reads none of its bytes.  A loader asks for the tensors of one part, by their names in a
-checkpoint, and fills them.  So this file alone knows how a matrix is stored.  It knows no checkpoint and no model.
+checkpoint, and fills them; or it hands over a part as codes (schemes/rows.py), and the matrix is stored in 8 or 4 bits
+(schemes/planes.py).  So this file alone knows how a matrix is stored.  It knows no checkpoint and no model.
 
 Shapes: T tokens, I columns, O rows, F rows of a gate, N matrices of a stack, R rows asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from specdec.models.schemes.planes import Planes
+from specdec.models.schemes.rows import CodedRows
 from specdec.ops.products.linear import gated_linear, linear
 from specdec.ops.products.numerics import FAST, Numerics
+from specdec.ops.quantised.codes import dequantise
+from specdec.ops.quantised.linear import quantised_gated_linear, quantised_linear
 from specdec.parallel.shard import Shard
 
 Role = Literal["column", "row"]
 ONLY = ""  # the name of the only part of a matrix that has no parts
+_late: list[bool] = [False]  # whether matrices made now get their memory when they are filled; see `filled_late`
+
+
+@contextmanager
+def filled_late() -> Iterator[None]:
+    """Matrices made inside take memory as they are filled, when it is known in how many bits they are stored."""
+    before, _late[0] = _late[0], True
+    try:
+        yield
+    finally:
+        _late[0] = before
 
 
 class Parts:
@@ -80,13 +97,17 @@ class Linear(Multiplying):
     Ranks that share a model hold a cut of a matrix each.  `column`: some rows of each part, so that a rank has some of the
     outputs.  `row`: some columns, so that each rank's product is one of the terms of the output.  All sizes are the rank's own.
     unread: endings of tensors of the checkpoint of which this rank holds nothing.
+    weight, planes: the numbers, or the codes that stand for them; the other one is None.
     """
 
     def __init__(self, in_features: int, parts: int | Mapping[str, int], bias: bool = False) -> None:
         super().__init__()
         self.parts = Parts(parts)
         self.in_features, self.out_features = in_features, self.parts.total
-        self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
+        self._late = torch.get_default_device() if _late[0] else None  # where the memory is to be taken
+        device = None if self._late is None else "meta"
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.out_features, in_features, device=device))
+        self.planes: Planes | None = None
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
         self._cuts = {part: _Cut(0, 0, size) for part, size in self.parts.sizes.items()}
         self.unread: tuple[str, ...] = ()
@@ -133,32 +154,80 @@ class Linear(Multiplying):
         return shared
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.numerics)
+        if self.planes is not None:
+            return quantised_linear(x, self.planes.weight, self.bias)
+        return linear(x, self._numbers, self.bias, self.numerics)
 
     def gated(self, x_TI: Tensor) -> Tensor:
         """silu(gate) * up: [T, F], where the gate is the product with the first half of the rows, and up with the second."""
-        return gated_linear(x_TI, self.weight, self.bias, self.numerics)
+        if self.planes is not None:
+            return quantised_gated_linear(x_TI, self.planes.weight, self.bias)
+        return gated_linear(x_TI, self._numbers, self.bias, self.numerics)
+
+    @property
+    def _numbers(self) -> nn.Parameter:
+        assert self.weight is not None, "stored as codes"
+        return self.weight
 
     def by_head(self, heads: int) -> Tensor:
-        """The weight [heads, O / heads, I], for products with each head's rows."""
-        return self.weight.unflatten(0, (heads, -1))
+        """The weight [heads, O / heads, I], for products with each head's rows.  Codes are no use here: see `fill`."""
+        return self._numbers.unflatten(0, (heads, -1))
 
     def rows(self, ids_R: Tensor) -> Tensor:
         """The rows [R, I] of these numbers, counted over all parts."""
-        return self.weight[ids_R]
+        if self.planes is None:
+            return self._numbers[ids_R]
+        weight, dtype = self.planes.weight, self.planes.scales_OG.dtype
+        zeros_RG = None if weight.zeros_OG is None else weight.zeros_OG[ids_R]
+        chosen = weight._replace(codes_OJ=weight.codes_OJ[ids_R], scales_OG=weight.scales_OG[ids_R], zeros_OG=zeros_RG)
+        return dequantise(chosen, dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrix lies, or will lie when it is filled."""
+        return self._late or next(self.parameters()).device
 
     def tensors(self, part: str = ONLY) -> dict[str, Stored]:
-        """What is stored of a part, by the ending of its name in checkpoints.  Filling it fills the matrix."""
+        """What is stored of a part, by the ending of its name in checkpoints.  Filling it fills the matrix, with numbers."""
+        if self._late is not None:
+            self.weight = nn.Parameter(torch.empty_like(self._numbers, device=self._late), requires_grad=False)
+            self._late = None
+        return {"weight": self._cuts[part].stored(self._numbers.detach()[self.parts.rows[part]])} | self.bias_tensors(part)
+
+    def bias_tensors(self, part: str = ONLY) -> dict[str, Stored]:
+        """Of `tensors`, those beside the weight."""
+        if self.bias is None:
+            return {}
+        bias_P, cut = self.bias.detach()[self.parts.rows[part]], self._cuts[part]
+        return {"bias": cut.stored(bias_P) if cut.dim == 0 else Stored(bias_P, tuple(bias_P.shape))}
+
+    def shape(self, part: str = ONLY) -> tuple[int, int]:
+        """Rows and columns of the checkpoint's matrix, of which this rank's are a part."""
+        cut = self._cuts[part]
+        return self.rows_of(part)[1], cut.whole if cut.dim else self.in_features
+
+    def rows_of(self, part: str) -> tuple[int, int]:
+        """The first row that this rank holds of a part, counted in the checkpoint's matrix, and how many that matrix has."""
+        cut = self._cuts[part]
+        return (cut.start, cut.whole) if cut.dim == 0 else (0, self.parts.sizes[part])
+
+    def fill(self, part: str, whole: CodedRows) -> None:
+        """Stores a part as codes, given those of the checkpoint's whole matrix.
+
+        ValueError if the part's codes are not like those of the parts before it, or ranks can't share them.
+        """
         rows, cut = self.parts.rows[part], self._cuts[part]
-        stored = {"weight": cut.stored(self.weight.detach()[rows])}
-        if self.bias is not None:
-            bias_P = self.bias.detach()[rows]
-            stored["bias"] = cut.stored(bias_P) if cut.dim == 0 else Stored(bias_P, tuple(bias_P.shape))
-        return stored
+        own = whole.run(cut.dim, cut.start, self.in_features if cut.dim else rows.stop - rows.start)
+        if self.planes is None:
+            self.planes = Planes(self.out_features, self.in_features, own)
+            self.weight, self._late = None, None
+        elif why := self.planes.unlike(own):
+            raise ValueError(f"its parts are stored alike in one matrix ({', '.join(self.parts.sizes)}), got {why}")
+        self.planes.put(rows, own)
 
     def holds(self, table: Tensor) -> bool:
         """Whether the weight is this very tensor, as the language-model head of a model with tied embeddings is."""
-        return self.weight.data_ptr() == table.data_ptr()
+        return self.weight is not None and self.weight.data_ptr() == table.data_ptr()
 
     @property
     def num_bytes(self) -> int:
@@ -176,18 +245,73 @@ def use_numerics(model: nn.Module, numerics: Numerics) -> None:
 class LinearStack(nn.Module):
     """N matrices of one shape and with the same parts, such as one projection of all experts of a layer.  No bias.
 
-    weight_NOI: who multiplies with them chooses the product by their number and dtype (models/experts.py).
+    numbers, chosen: who multiplies with them chooses the product by their number and dtype (models/experts.py).
     shard, role: of all matrices, as `Linear.column` and `Linear.row` cut one.
+    weight_NOI, planes: the numbers, or the codes of all matrices one above the other; the other one is None.
     """
 
     def __init__(self, count: int, in_features: int, parts: Mapping[str, int], shard: Shard, role: Role) -> None:
         super().__init__()
         self.parts, self._shard, self._role = Parts(parts), shard, role
-        self.weight_NOI = nn.Parameter(torch.empty(count, self.parts.total, in_features))
+        self.count, self.in_features = count, in_features
+        self._late = torch.get_default_device() if _late[0] else None
+        size = count, self.parts.total, in_features
+        self.weight_NOI: nn.Parameter | None = nn.Parameter(torch.empty(size, device=None if self._late is None else "meta"))
+        self.planes: Planes | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrices lie, or will lie when they are filled."""
+        return self._late or next(self.parameters()).device
+
+    @property
+    def _own(self) -> nn.Parameter:
+        assert self.weight_NOI is not None, "stored as codes"
+        return self.weight_NOI
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """All matrices [N, O, I]: the weight itself, or numbers computed of the codes."""
+        if self.planes is None:
+            return self._own
+        return dequantise(self.planes.weight, dtype).view(self.count, -1, self.in_features)
+
+    def chosen(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The matrices of these numbers [..., O, I]."""
+        if self.planes is None:
+            return self._own[ids]
+        weight = self.planes.weight
+
+        def of(plane: Tensor) -> Tensor:
+            return plane.view(self.count, -1)[ids.flatten()].view(-1, plane.shape[1])
+
+        zeros = None if weight.zeros_OG is None else of(weight.zeros_OG)
+        few = weight._replace(codes_OJ=of(weight.codes_OJ), scales_OG=of(weight.scales_OG), zeros_OG=zeros)
+        return dequantise(few, dtype).view(*ids.shape, -1, self.in_features)
+
+    def shape(self, part: str) -> tuple[int, int]:
+        """Rows and columns of the checkpoint's matrices of a part, of which this rank's are a part."""
+        rows, columns = self.parts.sizes[part], self.in_features
+        return (rows * self._shard.size, columns) if self._role == "column" else (rows, columns * self._shard.size)
 
     def tensors(self, index: int, part: str) -> dict[str, Stored]:
         """What is stored of a part of matrix number `index`.  See `Linear.tensors`."""
-        weight_PI = self.weight_NOI.detach()[index, self.parts.rows[part]]
+        if self._late is not None:
+            self.weight_NOI = nn.Parameter(torch.empty_like(self._own, device=self._late), requires_grad=False)
+            self._late = None
+        weight_PI = self._own.detach()[index, self.parts.rows[part]]
         dim = 0 if self._role == "column" else 1
         size = weight_PI.shape[dim]
         return {"weight": _Cut(dim, self._shard.rank * size, self._shard.size * size).stored(weight_PI)}
+
+    def fill(self, index: int, part: str, whole: CodedRows) -> None:
+        """Stores a part of matrix number `index` as codes.  See `Linear.fill`."""
+        rows, dim = self.parts.rows[part], 0 if self._role == "column" else 1
+        size = self.in_features if dim else self.parts.sizes[part]
+        own = whole.run(dim, self._shard.rank * size, size)
+        if self.planes is None:
+            self.planes = Planes(self.count * self.parts.total, self.in_features, own)
+            self.weight_NOI, self._late = None, None
+        elif why := self.planes.unlike(own):
+            raise ValueError(f"all matrices of experts are stored alike, got {why}")
+        first = index * self.parts.total
+        self.planes.put(slice(first + rows.start, first + rows.stop), own)

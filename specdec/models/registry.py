@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ import torch
 from specdec.models.checkpoints.config_values import NotComputedHere, text
 from specdec.models.checkpoints.loader import load_target, with_generation_eos
 from specdec.models.checkpoints.swapped import refuse_head_config
-from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_json
+from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
 from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
 from specdec.models.diffllama.config import DIFFLLAMA, parse_diffllama
+from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
 from specdec.parallel.group import ALONE, Group
@@ -45,7 +47,28 @@ class _Native(NamedTuple):
     load: Callable[..., Target]
 
 
-def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
+def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -> TargetChoice:
+    """As `read_target`, and with what is to become of the weights.  quantize: see EngineOptions.
+
+    ValueError if the weights can't be rounded: they are codes already, or transformers' code computes the target.
+    """
+    chosen = read_target(folder, backend)
+    if quantize == "none":
+        return chosen
+    if chosen.backend == "transformers":
+        raise ValueError(
+            f"quantize={quantize!r} rounds the weights of specdec's own modules, but transformers' code computes this target "
+            f"({chosen.reason}); nearest setting that works: quantize='none'"
+        )
+    if chosen.config.quantization is not None:
+        raise ValueError(
+            f"quantize={quantize!r} rounds ordinary numbers, but {folder} is stored as {chosen.config.quantization}; nearest "
+            "setting that works: quantize='none'"
+        )
+    return chosen._replace(config=replace(chosen.config, quantization=round_to_nearest(quantize)))
+
+
+def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     """Reads the folder's config.json by the backend of that name, or by the first that can.
 
     `auto` takes our own module; where that refuses a config for something that it does not compute, transformers' code, with
@@ -55,7 +78,7 @@ def choose_target(folder: Path, backend: str = "auto") -> TargetChoice:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}; nearest setting that works: 'auto'")
     path = folder / "config.json"
-    raw = read_json(path)
+    raw = read_target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
     native = _native(family)

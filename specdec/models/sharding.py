@@ -69,4 +69,9 @@ def misfit(config: ModelConfig, size: int) -> str:
     widths = {"intermediate_size": config.intermediate_size}
     if isinstance(config, DeepseekConfig) and config.experts is not None:
         widths["moe_intermediate_size"] = config.experts.intermediate_size
+    for group in () if config.quantization is None else config.quantization.groups:
+        heads_width = heads * (config.value_dim if isinstance(config, DeepseekConfig) else config.head_dim)
+        for name, width in {"intermediate_size": config.intermediate_size, "attention outputs": heads_width}.items():
+            if width % group == 0 and width // size % group:
+                return f"{name} {width} in whole groups of {group}"
     return next((f"{name} {width}" for name, width in widths.items() if width % size), "")

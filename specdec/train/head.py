@@ -162,7 +162,7 @@ def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, ru
     head.embed_tokens.requires_grad_(False)
     with torch.no_grad():
         for module in head.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear) and module.weight is not None:
                 module.weight.normal_(std=0.02)
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)

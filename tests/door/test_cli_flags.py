@@ -34,6 +34,7 @@ OTHER: dict[str, tuple[list[str], Any]] = {  # of each option: a value that is n
     "beyond_trained": (["stop"], "stop"),
     "smoke": ([], False),
     "backend": (["transformers"], "transformers"),
+    "quantize": (["int4"], "int4"),
     "prefix_caching": ([], True),
     "deterministic": ([], True),
     "tensor_parallel_size": (["2"], 2),

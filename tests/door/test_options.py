@@ -123,10 +123,10 @@ def test_what_runs_is_told_for_every_option(zoo: Zoo) -> None:
     assert list(found) == list(BY_NAME)
     assert found == {
         "device": "cpu", "dtype": "float32", "max_batch_size": 8, "max_seq_len": 128, "page_size": 4, "attention": "torch",
-        "cuda_graphs": False, "kv_cache_dtype": "auto", "int8_queries": False, "backend": "native", "prefix_caching": False,
-        "tensor_parallel_size": 1, "decode_context_parallel_size": 1, "context_interleave": None, "deterministic": False,
-        "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False, "beyond_trained": "draft",
-        "smoke": False,
+        "cuda_graphs": False, "kv_cache_dtype": "auto", "int8_queries": False, "backend": "native", "quantize": "none",
+        "prefix_caching": False, "tensor_parallel_size": 1, "decode_context_parallel_size": 1, "context_interleave": None,
+        "deterministic": False, "prefill_chunk": "auto", "threads": 1, "draft_format": "auto", "draft_pickle": False,
+        "beyond_trained": "draft", "smoke": False,
     }  # fmt: skip
     assert settings.with_options(max_batch_size=3).by_option() == found | {"max_batch_size": 3}
 

@@ -16,6 +16,7 @@ from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.indexer_config import IndexerConfig
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.experts import ExpertsConfig
+from specdec.models.schemes.config import round_to_nearest
 from specdec.ops.products.numerics import FAST, INVARIANT
 from specdec.options import EngineOptions
 from specdec.shipped import draft_folder, target_folder
@@ -56,6 +57,12 @@ def test_a_cpu_is_refused_at_construction() -> None:
         ValueError, match=r"deterministic=True .*9\.x.*got cpu; nearest setting that works: deterministic=False"
     ):
         SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cpu", deterministic=True)
+
+
+def test_weights_of_few_bits_are_refused(hopper: None) -> None:
+    """Keeps out: kernels whose order of sums depends on the batch, under a promise that it doesn't."""
+    with pytest.raises(ValueError, match="ordinary numbers, got fp8, a scale for each row .*deterministic=False"):
+        check_deterministic(settings(), replace(LLAMA, quantization=round_to_nearest("fp8")))
 
 
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

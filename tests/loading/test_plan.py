@@ -36,6 +36,16 @@ def test_weights_and_keys_are_those_of_a_decoder(draft: object) -> None:
         assert sum(plan.kv_token) * 16 == sum(pool.page_bytes)
 
 
+def test_the_command_counts_rounded_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a plan of 16 bits for weights that take 8 or 4."""
+    flags = ["plan", "--target", str(TARGET), "--batch", "2", "--gpu-memory", "2GB", "--json", "--quantize"]
+    found = []
+    for quantize in ("none", "fp8", "int4"):
+        assert cli.main([*flags, quantize]) == 0
+        found.append(json.loads(capsys.readouterr().out)["parts"]["weights of the target"])
+    assert found[0] > found[1] > found[2]
+
+
 def test_what_fits_is_the_most_that_fits() -> None:
     """Keeps out: a context or a batch one too large."""
     options = EngineOptions(max_batch_size=4, max_seq_len=128, dtype="bfloat16")

@@ -1,11 +1,15 @@
 """Matrices of named parts: what a loader fills is what a product reads."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.models.linear import Linear, LinearStack
+from specdec.models.linear import Linear, LinearStack, filled_late
+from specdec.models.schemes.rows import CodedRows
+from specdec.ops.quantised.codes import Kind
 from specdec.parallel.shard import Shard
 
 
@@ -57,3 +61,76 @@ def test_a_stack_keeps_matrices_apart() -> None:
         for place, part in enumerate(("gate", "up")):
             stack.tensors(index, part)["weight"].tensor.fill_(10 * index + place)
     assert stack.weight_NOI[..., 0].tolist() == [[0, 0, 0, 1, 1, 1], [10, 10, 10, 11, 11, 11]]
+
+
+def coded(kind: Kind, rows: int, columns: int, group: int) -> CodedRows:
+    """Random codes, the largest of them among the 4-bit ones."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(rows, columns // (group or columns), generator=generator)
+    return CodedRows(kind, codes, scales, None, group)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("e4m3", 0), ("e2m1", 32)])
+def test_ranks_hold_cuts_of_codes(kind: Kind, group: int) -> None:
+    """Keeps out: scales that are not cut with their columns, or rows of a part that are another rank's."""
+    x, whole = rand(3, 128), {"gate": coded(kind, 8, 128, group), "up": coded(kind, 12, 128, group)}
+    want = torch.cat([x @ part.numbers(torch.float32).T for part in whole.values()], dim=-1).split([8, 12], dim=-1)
+    found, summed = [], torch.zeros(3, 8)
+    for rank in range(2):
+        columns = Linear.column(128, {"gate": 4, "up": 6}, Shard(rank, 2))
+        for name, part in whole.items():
+            columns.fill(name, part)
+        found.append(columns(x).split([4, 6], dim=-1))
+        rows = Linear.row(64, 8, Shard(rank, 2))
+        rows.fill("", whole["gate"])
+        summed += rows(x[:, 64 * rank : 64 * rank + 64])
+    for part, parts in zip(want, zip(*found)):
+        torch.testing.assert_close(torch.cat(parts, dim=-1), part)
+    torch.testing.assert_close(summed, want[0])
+
+
+def test_a_cut_inside_of_a_group_is_refused() -> None:
+    """Keeps out: half a group's columns under a scale that is the other rank's too."""
+    with pytest.raises(ValueError, match="128 columns in runs of 64: a scale is for 128 columns"):
+        Linear.row(64, 8, Shard(1, 2)).fill("", coded("int4", 8, 128, 128))
+
+
+def test_a_change_of_dtype_leaves_codes_alone() -> None:
+    """Keeps out: scales rounded, or bytes made into 16 bits, by a module's .to(dtype)."""
+    matrix = Linear(64, 8, bias=True)
+    matrix.fill("", coded("int4", 8, 64, 32))
+    assert matrix.planes is not None
+    before = [plane.clone() for plane in matrix.planes.parameters()]
+    matrix.to(torch.bfloat16)
+    assert matrix.bias is not None and matrix.bias.dtype == torch.bfloat16
+    assert all(torch.equal(old, new) and old.dtype == new.dtype for old, new in zip(before, matrix.planes.parameters()))
+    assert matrix.num_bytes == 8 * 32 + 8 * 2 * 4 + 8 * 2
+
+
+def test_unlike_parts_are_refused() -> None:
+    """Keeps out: keys under the queries' number of columns a scale."""
+    matrix = Linear(64, {"q": 8, "k": 8})
+    matrix.fill("q", coded("int4", 8, 64, 32))
+    with pytest.raises(ValueError, match="stored alike in one matrix .*columns of a scale 32 and 64"):
+        matrix.fill("k", coded("int4", 8, 64, 64))
+
+
+def test_memory_is_taken_when_it_is_known_what_for() -> None:
+    """Keeps out: memory for all weights in 16 bits before the first of them is read in 4."""
+    with filled_late():
+        matrix, stack = Linear(64, 8), LinearStack(2, 64, {"a": 8}, Shard(), "column")
+    assert matrix.weight is not None and matrix.weight.is_meta and not Linear(64, 8).tensors()["weight"].tensor.is_meta
+    assert matrix.tensors()["weight"].tensor.device.type == stack.tensors(0, "a")["weight"].tensor.device.type == "cpu"
+    assert matrix.tensors()["weight"].tensor.data_ptr() == matrix.tensors()["weight"].tensor.data_ptr()
+
+
+def test_a_stack_of_codes_keeps_matrices_apart() -> None:
+    """Keeps out: an expert under another one's scales."""
+    stack, whole = LinearStack(2, 64, {"gate": 4, "up": 4}, Shard(), "column"), {}
+    for index, (place, part) in product(range(2), enumerate(("gate", "up"))):
+        whole[index, place] = coded("int4", 4 + 4 * index + 8 * place, 64, 32).run(0, 0, 4)
+        stack.fill(index, part, whole[index, place])
+    want = torch.stack([torch.cat([whole[i, place].numbers(torch.float32) for place in (0, 1)]) for i in range(2)])
+    assert torch.equal(stack.numbers(torch.float32), want)
+    assert torch.equal(stack.chosen(torch.tensor([[1, 0]]), torch.float32), want[[1, 0]][None])

@@ -6,12 +6,15 @@ Knows files and names, not architectures; see `loader.py` for what a target take
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from torch import Tensor
 
 from specdec.models.checkpoints.files import StoredTensor, stored_tensors
 from specdec.models.checkpoints.finite import FiniteCheck
+from specdec.models.schemes.config import Quantization
+from specdec.models.schemes.formats import Format
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _ELSEWHERE = ["original/*", "consolidated*"]  # the same weights once more, in Meta's and Mistral's own layouts
@@ -55,10 +58,11 @@ class Checkpoint:
     """The tensors of one folder, by name; remembers which were taken, and whether those that were copied are finite.
 
     pickles: whether the weights may come from a pickle where there is no safetensors file.
+    quantization: how its matrices are stored in 8 or 4 bits; None: all of them are ordinary numbers.
     """
 
-    def __init__(self, folder: Path, pickles: bool = True) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, pickles: bool = True, quantization: Quantization | None = None) -> None:
+        self.folder, self.quantization = folder, quantization
         self._stored = stored_tensors(folder, pickles)
         self._untaken = set(self._stored)
         self._finite = FiniteCheck()
@@ -72,6 +76,11 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """By the file's header: the tensor is not read."""
         return self._find(name).shape()
+
+    def itemsize(self, name: str) -> int:
+        """Bytes of one of the tensor's numbers, by the header."""
+        bits = re.search(r"\d+", self._find(name).dtype())  # F32, F8_E4M3, bfloat16
+        return int(bits[0]) // 8 if bits else 1
 
     def expect(self, name: str, shape: tuple[int, ...], keys: str = "") -> None:
         """ValueError if there is no such tensor, or one of another shape.  Reads headers only: ask before memory is taken.
@@ -101,13 +110,42 @@ class Checkpoint:
         if stored.kind != kind:
             raise ValueError(f"{stored.file}: tensor {name!r} must hold {kind}, got {stored.dtype()}")
 
+    def format_of(self, name: str) -> Format | None:
+        """How the matrix of that name is stored in 8 or 4 bits; None: as ordinary numbers."""
+        if self.quantization is None:
+            return None
+        return self.quantization.format_of(name, lambda format: format.has(self, name))
+
+    def expect_matrix(self, name: str, shape: tuple[int, int], keys: str) -> None:
+        """As `expect`, of the weight of that name, unless its shape can't be seen before it is unpacked."""
+        format = self.format_of(name)
+        if format is None or not format.packs:
+            self.expect(f"{name}.weight", shape, keys)
+
+    def refuse(self, name: str, problem: str) -> ValueError:
+        """What to raise of a tensor."""
+        return ValueError(f"{self.file(name)}: tensor {name!r} {problem}")
+
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor of that name (and shape), of floating-point numbers; it counts as used."""
+        """The tensor of that name (and shape), of floating-point numbers; it counts as used.
+
+        ValueError if the numbers have 8 bits in a quantised checkpoint: there they stand for others, by scales.
+        """
+        stored = self._find(name)
+        if self.quantization is not None and stored.dtype().upper().startswith(("F8", "FLOAT8")):
+            expected = "expected ordinary numbers of what config.json leaves unquantised"
+            raise self.refuse(name, f"holds floats of 8 bits ({stored.dtype()}); {expected}")
         return self._take(name, shape, "floating-point numbers")
 
     def take_integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Like `take`, of integers or booleans."""
         return self._take(name, shape, "integers")
+
+    def take_codes(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Like `take`, of floats of 8 bits.  dtype: as safetensors calls it."""
+        if (got := self._find(name).dtype()) not in (dtype, {"F8_E4M3": "float8_e4m3fn"}[dtype]):
+            raise self.refuse(name, f"must hold {dtype}, got {got}")
+        return self._take(name, shape, "floating-point numbers")
 
     def landed(self, name: str, copy: Tensor) -> None:
         """Says where the tensor's values are now: `finish` refuses them if they are not finite there."""

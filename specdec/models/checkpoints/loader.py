@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,9 +17,11 @@ from specdec.models.checkpoints.config_values import DTYPE_NAMES, token_ids
 from specdec.models.checkpoints.kv_scales import take_kv_scale
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.checkpoints.swapped import refuse_head_tensors
-from specdec.models.config import ModelConfig, parse_config, read_json
+from specdec.models.config import ModelConfig, parse_config, read_json, read_target_json
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
-from specdec.models.linear import ONLY, Linear, LinearStack, Stored
+from specdec.models.linear import ONLY, Linear, LinearStack, Stored, filled_late
+from specdec.models.schemes.config import describe
+from specdec.models.schemes.formats import Format, RoundToNearest
 from specdec.models.sharding import share_of
 from specdec.parallel.shard import WHOLE, Shard
 
@@ -30,8 +33,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 
 def read_target_config(folder: Path) -> ModelConfig:
     """The target's config, by the Llama family's rules."""
-    path = folder / "config.json"
-    return with_generation_eos(parse_config(read_json(path), str(path)), folder)
+    return with_generation_eos(parse_config(read_target_json(folder), str(folder / "config.json")), folder)
 
 
 def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -42,12 +44,15 @@ def with_generation_eos(config: ModelConfig, folder: Path) -> ModelConfig:
     return replace(config, eos_ids=eos_ids) if eos_ids else config
 
 
-def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
-    """A module with empty weights of that dtype on the device, ready to be filled; rotary tables are real."""
+def build(make: Callable[[], M], device: torch.device, dtype: torch.dtype, late: bool = False) -> M:
+    """A module with empty weights of that dtype on the device, ready to be filled; rotary tables are real.
+
+    late: whether matrices take memory as they are filled: of a checkpoint in fewer bits.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with torch.device(device), filled_late() if late else nullcontext():
             module = make()
     finally:
         torch.set_default_dtype(before)
@@ -61,9 +66,10 @@ def load_target(
 
     config: the whole model's.  shard: this rank's share of it.
     """
-    checkpoint = open_target(folder)
+    checkpoint = open_target(folder, config)
     expect_sizes(checkpoint, config)
-    model = build(lambda: CausalLM(share_of(config, shard), max_positions), device, dtype)
+    late = config.quantization is not None
+    model = build(lambda: CausalLM(share_of(config, shard), max_positions), device, dtype, late)
     for index, layer in enumerate(model.layers):
         fill_layer(layer, checkpoint, f"model.layers.{index}")
     fill_ends(model, checkpoint)
@@ -72,9 +78,9 @@ def load_target(
     return model
 
 
-def open_target(folder: Path) -> Checkpoint:
-    """The folder's tensors.  ValueError if they are a draft head's."""
-    checkpoint = Checkpoint(folder)
+def open_target(folder: Path, config: ModelConfig) -> Checkpoint:
+    """The folder's tensors, stored as the config says.  ValueError if they are a draft head's."""
+    checkpoint = Checkpoint(folder, quantization=config.quantization)
     refuse_head_tensors(checkpoint.names(), folder)
     return checkpoint
 
@@ -89,10 +95,10 @@ def expect_sizes(checkpoint: Checkpoint, config: ModelConfig) -> None:
 def expect_layer_sizes(checkpoint: Checkpoint, prefix: str, config: ModelConfig, in_features: int) -> None:
     """The same for one decoder layer.  in_features: what its attention reads."""
     q_shape, k_shape = ((heads * config.head_dim, in_features) for heads in (config.num_heads, config.num_kv_heads))
-    checkpoint.expect(f"{prefix}.self_attn.q_proj.weight", q_shape, "num_attention_heads, head_dim and hidden_size")
-    checkpoint.expect(f"{prefix}.self_attn.k_proj.weight", k_shape, "num_key_value_heads, head_dim and hidden_size")
+    checkpoint.expect_matrix(f"{prefix}.self_attn.q_proj", q_shape, "num_attention_heads, head_dim and hidden_size")
+    checkpoint.expect_matrix(f"{prefix}.self_attn.k_proj", k_shape, "num_key_value_heads, head_dim and hidden_size")
     mlp_shape = (config.intermediate_size, config.hidden_size)
-    checkpoint.expect(f"{prefix}.mlp.gate_proj.weight", mlp_shape, "intermediate_size and hidden_size")
+    checkpoint.expect_matrix(f"{prefix}.mlp.gate_proj", mlp_shape, "intermediate_size and hidden_size")
 
 
 def fill_ends(model: CausalLM, checkpoint: Checkpoint) -> None:
@@ -127,24 +133,73 @@ def copy_run(stored: Stored, checkpoint: Checkpoint, name: str, arrange: Arrange
     checkpoint.landed(name, stored.tensor)
 
 
-def fill_linear(linear: Linear, checkpoint: Checkpoint, names: str | Mapping[str, str], arrange: Arrange | None = None) -> None:
+def fill_linear(
+    linear: Linear,
+    checkpoint: Checkpoint,
+    names: str | Mapping[str, str],
+    arrange: Arrange | Mapping[str, Arrange] | None = None,
+    without_bias: Collection[str] = (),
+) -> None:
     """Fills a matrix without parts from the tensors of that name, or parts from the tensors of each part's name.
 
-    arrange: brings the rows of each part, of the weight and of the bias, into our order.
+    arrange: brings the rows of each part, or of these parts, into our order, those of the weight and of the bias.
+    without_bias: parts whose bias is 0 and not in the checkpoint.
+    ValueError if the checkpoint stores parts of one matrix in unlike ways.
     """
-    for part, name in ({ONLY: names} if isinstance(names, str) else names).items():
-        for ending, stored in linear.tensors(part).items():
-            copy_run(stored, checkpoint, f"{name}.{ending}", arrange)
+    named = {ONLY: names} if isinstance(names, str) else names
+    formats = {name: checkpoint.format_of(name) for name in named.values()}
+    if len(set(formats.values())) > 1:
+        found = ", ".join(f"{name} is {describe(format) if format else 'ordinary numbers'}" for name, format in formats.items())
+        raise ValueError(f"{checkpoint.folder}: parts of one matrix must be stored alike, but {found}")
+    for part, name in named.items():
+        own = arrange.get(part) if isinstance(arrange, Mapping) else arrange
+        if (format := formats[name]) is None:
+            copy_run(linear.tensors(part)["weight"], checkpoint, f"{name}.weight", own)
+        else:
+            _fill_codes(linear, checkpoint, part, name, format, own)
+        for ending, stored in linear.bias_tensors(part).items():
+            if part in without_bias:
+                stored.tensor.zero_()
+            else:
+                copy_run(stored, checkpoint, f"{name}.{ending}", own)
         for ending in linear.unread:
             checkpoint.ignore(f"{name}.{ending}")
 
 
+def _fill_codes(
+    linear: Linear, checkpoint: Checkpoint, part: str, name: str, format: Format, arrange: Arrange | None
+) -> None:  # fmt: skip
+    rows = format.read(checkpoint, name, linear.shape(part), linear.device)
+    try:
+        linear.fill(part, rows if arrange is None else rows.arranged(arrange))
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
+
+
+def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str) -> None:
+    """Fills a matrix without parts and bias with ordinary numbers, however the checkpoint stores them."""
+    stored, format = linear.tensors()["weight"], checkpoint.format_of(name)
+    if format is None or isinstance(format, RoundToNearest):
+        copy_run(stored, checkpoint, f"{name}.weight")
+        return
+    numbers = format.read(checkpoint, name, linear.shape(), stored.tensor.device).numbers(stored.tensor.dtype)
+    with torch.no_grad():
+        stored.tensor.copy_(stored.run(numbers))
+
+
 def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
     """Fills matrices whose names are a number below the prefix, and then the name of a part."""
-    for index in range(len(stack.weight_NOI)):
+    for index in range(stack.count):
         for part in stack.parts.sizes:
-            for ending, stored in stack.tensors(index, part).items():
-                copy_run(stored, checkpoint, f"{prefix}.{index}.{part}.{ending}")
+            name = f"{prefix}.{index}.{part}"
+            if (format := checkpoint.format_of(name)) is None:
+                for ending, stored in stack.tensors(index, part).items():
+                    copy_run(stored, checkpoint, f"{name}.{ending}")
+                continue
+            try:
+                stack.fill(index, part, format.read(checkpoint, name, stack.shape(part), stack.device))
+            except ValueError as error:
+                raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
 def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arrange | None = None) -> None:
@@ -173,12 +228,12 @@ def fill_attention(attention: SelfAttention, checkpoint: Checkpoint, prefix: str
     turned: brings the rows of queries and keys into our order, which their rotation needs.
     """
     if not attention.shares_kv:
-        keys, D = attention.qkv_proj.tensors("k_proj")["weight"], attention.head_dim
-        first = keys.start // D
-        own = slice(first, first + attention.num_kv_heads)
-        attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, keys.shape[0] // D, own)
-    for part in attention.qkv_proj.parts.sizes:
-        fill_linear(attention.qkv_proj, checkpoint, {part: f"{prefix}.{part}"}, None if part == "v_proj" else turned)
+        (start, whole), D = attention.qkv_proj.rows_of("k_proj"), attention.head_dim
+        own = slice(start // D, start // D + attention.num_kv_heads)
+        attention.kv_scale_2K = take_kv_scale(checkpoint, prefix, whole // D, own)
+    names = {part: f"{prefix}.{part}" for part in attention.qkv_proj.parts.sizes}
+    arrange = None if turned is None else {part: turned for part in names if part != "v_proj"}
+    fill_linear(attention.qkv_proj, checkpoint, names, arrange)
     fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
     if attention.qk_norm is not None:
         weight, Q = attention.qk_norm.weight, attention.num_heads

@@ -10,12 +10,11 @@ from specdec.models.checkpoints.config_values import (
     MOST_POSITIONS,
     dtype_name,
     flag,
-    mapping,
     number,
     token_ids,
     whole,
 )
-from specdec.models.config import MTP_COUNT, ModelConfig, refuse_unknown
+from specdec.models.config import MTP_COUNT, ModelConfig, quantization_of, refuse_unknown
 from specdec.models.deepseek.indexer_config import REQUIRED, SHARING, SPARSE, IndexerConfig, first_dense_layers, parse_indexer
 from specdec.models.experts import ExpertsConfig
 from specdec.models.yarn import YarnRope, parse_rope_with_yarn
@@ -51,8 +50,6 @@ class DeepseekConfig(ModelConfig):
 def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
     """ValueError names `where` (the file), the key, what was expected and what was found."""
     family = raw["model_type"]
-    if mapping(raw, "quantization_config", where):
-        raise ValueError(f"{where}: quantization_config must be absent: quantised weights can't be loaded yet")
     refuse_unknown(raw, _KNOWN | _KNOWN_BY.get(family, frozenset()), where)
     for key, allowed in _ONLY[family].items():
         if raw.get(key) not in (None, *allowed):
@@ -89,6 +86,7 @@ def parse_deepseek(raw: dict[str, Any], where: str) -> DeepseekConfig:
         mlp_bias=flag(raw, "mlp_bias", where),
         eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
         dtype=dtype_name(raw, where),
+        quantization=quantization_of(raw, where),
         rank=rank,
         q_rank=None if raw["q_lora_rank"] is None else whole(raw, "q_lora_rank", where),
         nope_dim=nope,

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import (
+    Arrange,
     build,
     copy_,
-    copy_run,
     fill_ends,
     fill_linear,
     fill_mlp,
     fill_norm,
+    fill_numbers,
     fill_stack,
     open_target,
 )
@@ -39,9 +40,10 @@ def load_deepseek(
     config: the whole model's.  shard: this rank's share of it.
     """
     assert isinstance(config, DeepseekConfig)
-    checkpoint = open_target(folder)
+    checkpoint = open_target(folder, config)
     _expect_sizes(checkpoint, config)
-    model = build(lambda: DeepseekLM(cast(DeepseekConfig, share_of(config, shard)), max_positions), device, dtype)
+    late = config.quantization is not None
+    model = build(lambda: DeepseekLM(cast(DeepseekConfig, share_of(config, shard)), max_positions), device, dtype, late)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DeepseekLayer)
         fill_latent_layer(layer, checkpoint, f"model.layers.{index}", config)
@@ -54,31 +56,32 @@ def load_deepseek(
 def _expect_sizes(checkpoint: Checkpoint, config: DeepseekConfig) -> None:
     """ValueError if the config's sizes are not those of the tensors: keeps an absurd size from taking time and memory."""
     H, C, hidden, query_dim = config.num_heads, config.rank, config.hidden_size, config.nope_dim + config.head_dim
-    expect, attention, mlp = checkpoint.expect, "model.layers.0.self_attn", f"model.layers.{config.first_dense}.mlp"
+    expect, matrix = checkpoint.expect, checkpoint.expect_matrix
+    attention, mlp = "model.layers.0.self_attn", f"model.layers.{config.first_dense}.mlp"
     checkpoint.expect_layers("model.layers", config.num_layers)
     expect("model.embed_tokens.weight", (config.vocab_size, hidden), "vocab_size and hidden_size")
     queries = "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank"
     if config.q_rank is None:
-        expect(f"{attention}.q_proj.weight", (H * query_dim, hidden), queries)
+        matrix(f"{attention}.q_proj", (H * query_dim, hidden), queries)
     else:
-        expect(f"{attention}.q_a_proj.weight", (config.q_rank, hidden), "q_lora_rank and hidden_size")
-        expect(f"{attention}.q_b_proj.weight", (H * query_dim, config.q_rank), queries)
-    expect(f"{attention}.kv_a_proj_with_mqa.weight", (C + config.head_dim, hidden), "kv_lora_rank and qk_rope_head_dim")
+        matrix(f"{attention}.q_a_proj", (config.q_rank, hidden), "q_lora_rank and hidden_size")
+        matrix(f"{attention}.q_b_proj", (H * query_dim, config.q_rank), queries)
+    matrix(f"{attention}.kv_a_proj_with_mqa", (C + config.head_dim, hidden), "kv_lora_rank and qk_rope_head_dim")
     keys_values = "num_attention_heads, qk_nope_head_dim, v_head_dim and kv_lora_rank"
-    expect(f"{attention}.kv_b_proj.weight", (H * (config.nope_dim + config.value_dim), C), keys_values)
+    matrix(f"{attention}.kv_b_proj", (H * (config.nope_dim + config.value_dim), C), keys_values)
     if (index := config.indexer) is not None:
         sizes = "index_n_heads, index_head_dim and q_lora_rank"
-        expect(f"{attention}.indexer.wq_b.weight", (index.heads * index.head_dim, config.q_rank or 0), sizes)
-        expect(f"{attention}.indexer.wk.weight", (index.head_dim, hidden), "index_head_dim and hidden_size")
-        expect(f"{attention}.indexer.weights_proj.weight", (index.heads, hidden), "index_n_heads and hidden_size")
+        matrix(f"{attention}.indexer.wq_b", (index.heads * index.head_dim, config.q_rank or 0), sizes)
+        matrix(f"{attention}.indexer.wk", (index.head_dim, hidden), "index_head_dim and hidden_size")
+        matrix(f"{attention}.indexer.weights_proj", (index.heads, hidden), "index_n_heads and hidden_size")
     if config.first_dense > 0:
-        expect("model.layers.0.mlp.gate_proj.weight", (config.intermediate_size, hidden), "intermediate_size")
+        matrix("model.layers.0.mlp.gate_proj", (config.intermediate_size, hidden), "intermediate_size")
     if (experts := config.experts) is not None:
         size = experts.intermediate_size
         expect(f"{mlp}.gate.weight", (experts.count, hidden), "n_routed_experts, after first_k_dense_replace layers")
-        expect(f"{mlp}.experts.0.gate_proj.weight", (size, hidden), "moe_intermediate_size")
+        matrix(f"{mlp}.experts.0.gate_proj", (size, hidden), "moe_intermediate_size")
         shared = (experts.shared * size, hidden)
-        expect(f"{mlp}.shared_experts.gate_proj.weight", shared, "n_shared_experts and moe_intermediate_size")
+        matrix(f"{mlp}.shared_experts.gate_proj", shared, "n_shared_experts and moe_intermediate_size")
 
 
 def fill_latent_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
@@ -95,41 +98,37 @@ def fill_latent_layer(layer: DeepseekLayer, checkpoint: Checkpoint, prefix: str,
 
 
 def _fill_attention(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
-    """Queries (or what they come from), the latent and the indexer's part in one weight; rotated pairs as halves of a head."""
-    in_proj, fill = attention.in_proj, partial(fill_linear, checkpoint=checkpoint)
-    rotated = config.head_dim if config.interleaved else 0
+    """Queries (or what they come from), the latent and the indexer's part in one weight; rotated pairs as halves of a head.
+
+    What expands latents is kept as ordinary numbers: it is multiplied head by head.
+    """
+    rotated, norm = config.head_dim if config.interleaved else 0, attention.k_norm
     queries = partial(halved, heads=config.num_heads, rotated=rotated)
-    if attention.q_b_proj is None:
-        copy_run(in_proj.tensors("q")["weight"], checkpoint, f"{prefix}.q_proj.weight", queries)
-        if (bias := in_proj.tensors("q").get("bias")) is not None:
-            bias.tensor.zero_()  # transformers gives q_proj none
-    else:
+    names = {"q": f"{prefix}.q_proj", "latent": f"{prefix}.kv_a_proj_with_mqa"}
+    arrange: dict[str, Arrange] = {"q": queries, "latent": partial(halved, heads=1, rotated=rotated)}
+    without_bias = {"q"}  # transformers gives q_proj and the indexer none
+    q_b_names, q_b_arrange = {"q": f"{prefix}.q_b_proj"}, {"q": queries}
+    if attention.q_b_proj is not None:
         assert attention.q_a_layernorm is not None
-        fill(in_proj, names={"q": f"{prefix}.q_a_proj"})
+        names["q"], without_bias = f"{prefix}.q_a_proj", set()
+        del arrange["q"]
         fill_norm(attention.q_a_layernorm, checkpoint, f"{prefix}.q_a_layernorm")
-        fill(attention.q_b_proj, names={"q": f"{prefix}.q_b_proj"}, arrange=queries)
-    fill(in_proj, names={"latent": f"{prefix}.kv_a_proj_with_mqa"}, arrange=partial(halved, heads=1, rotated=rotated))
-    if attention.k_norm is not None:
-        _fill_indexer(attention, checkpoint, f"{prefix}.indexer", config)
+    if norm is not None:
+        index = config.indexer
+        assert index is not None and attention.q_b_proj is not None
+        turned = partial(halved, rotated=config.head_dim if index.interleaved else 0, first=True)
+        names |= {"index_key": f"{prefix}.indexer.wk", "index_weights": f"{prefix}.indexer.weights_proj"}
+        arrange["index_key"] = partial(turned, heads=1)
+        without_bias |= {"index_key", "index_weights"}
+        q_b_names["index_q"], q_b_arrange["index_q"] = f"{prefix}.indexer.wq_b", partial(turned, heads=index.heads)
+        for name, vector in norm.named_parameters():
+            copy_(vector, checkpoint, f"{prefix}.indexer.k_norm.{name}", partial(turned, heads=1))
+    fill_linear(attention.in_proj, checkpoint, names, arrange, without_bias)
+    if attention.q_b_proj is not None:
+        fill_linear(attention.q_b_proj, checkpoint, q_b_names, q_b_arrange)
     fill_norm(attention.kv_a_layernorm, checkpoint, f"{prefix}.kv_a_layernorm")
-    fill(attention.kv_b_proj, names=f"{prefix}.kv_b_proj")
-    fill(attention.o_proj, names=f"{prefix}.o_proj")
-
-
-def _fill_indexer(attention: LatentAttention, checkpoint: Checkpoint, prefix: str, config: DeepseekConfig) -> None:
-    """An indexer's rows of the layer's projections, and its norm."""
-    index, norm, q_b_proj = config.indexer, attention.k_norm, attention.q_b_proj
-    assert index is not None and norm is not None and q_b_proj is not None
-    key, weights = attention.in_proj.tensors("index_key"), attention.in_proj.tensors("index_weights")
-    arrange = partial(halved, rotated=config.head_dim if index.interleaved else 0, first=True)
-    copy_run(key["weight"], checkpoint, f"{prefix}.wk.weight", partial(arrange, heads=1))
-    copy_run(weights["weight"], checkpoint, f"{prefix}.weights_proj.weight")
-    for bias in (key.get("bias"), weights.get("bias")):
-        if bias is not None:
-            bias.tensor.zero_()  # transformers gives the indexer none
-    fill_linear(q_b_proj, checkpoint, {"index_q": f"{prefix}.wq_b"}, partial(arrange, heads=index.heads))
-    for name, vector in norm.named_parameters():
-        copy_(vector, checkpoint, f"{prefix}.k_norm.{name}", partial(arrange, heads=1))
+    fill_numbers(attention.kv_b_proj, checkpoint, f"{prefix}.kv_b_proj")
+    fill_linear(attention.o_proj, checkpoint, f"{prefix}.o_proj")
 
 
 def halved(rows: Tensor, heads: int, rotated: int, first: bool = False) -> Tensor:

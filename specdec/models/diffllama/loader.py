@@ -35,9 +35,10 @@ def load_diffllama(
     config: the whole model's.  shard: this rank's share of it.
     """
     assert isinstance(config, DiffLlamaConfig)
-    checkpoint = open_target(folder)
+    checkpoint = open_target(folder, config)
     expect_sizes(checkpoint, config)
-    model = build(lambda: DiffLlamaLM(share_of(config, shard), max_positions), device, dtype)
+    late = config.quantization is not None
+    model = build(lambda: DiffLlamaLM(share_of(config, shard), max_positions), device, dtype, late)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DiffLlamaLayer)
         prefix = f"model.layers.{index}"

@@ -156,7 +156,7 @@ def load_transformers_target(
     folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, cuda_graphs: bool
 ) -> TransformersTarget:
     """The folder's model.  ValueError names tensors missing, left over or of another shape, and what can't run here."""
-    checkpoint, hf_config = open_target(folder), load_hf_config(folder)
+    checkpoint, hf_config = open_target(folder, config), load_hf_config(folder)
     expect_sizes(checkpoint, hf_config)
     try:
         with _no_progress_bar(), _no_report(config.mtp_layers > 0):

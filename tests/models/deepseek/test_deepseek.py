@@ -193,7 +193,7 @@ def rewritten(folder: Path, to: Path, **config: Any) -> Path:
         ("v3", dict(q_lora_rank="drop"), "lacks q_lora_rank"),
         ("v3", dict(v_head_dim=64), "v_head_dim must be at most qk_nope_head_dim"),
         ("v3", dict(index_topk=4), "unknown config keys index_topk"),
-        ("v3", dict(quantization_config={"quant_method": "fp8"}), "quantization_config must be absent"),
+        ("v3", dict(quantization_config={"quant_method": "hqq"}), "quant_method must be one of"),
         ("v3", dict(rope_parameters={**YARN, "factor": None}), "needs factor"),
         ("v3", dict(rope_parameters={**YARN, "beta": 1}), "unknown rope keys beta"),
         ("v3", dict(kv_lora_rank=24), "must have shape"),

@@ -47,7 +47,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         dict(index_topk_freq=1),
         r"indexer_types must be what index_topk_freq says, got \['full', 'shared'",
     ),
-    ("v32", dict(quantization_config={"quant_method": "fp8"}), "quantization_config must be absent"),
+    ("v32", dict(quantization_config={"quant_method": "hqq"}), "quant_method must be one of"),
 ]
 
 

@@ -1,0 +1,280 @@
+"""The layouts of weights of 8 or 4 bits in published checkpoints: which tensors a matrix has, and which codes they hold.
+
+Each format reads the tensors under a matrix's name and brings them to rows of codes (rows.py).  This file knows tensors and
+names, and neither config files nor models.
+
+Shapes: O rows, I columns, G groups of a row's columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.models.schemes.rows import CodedRows
+from specdec.ops.quantised.codes import Kind, quantise, unpack
+
+ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first
+
+
+class Source(Protocol):
+    """The checkpoint, as formats read it.  Every tensor taken is of that shape, or ValueError is raised, and counts as read."""
+
+    def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor: ...
+    def take_codes(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor: ...
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def landed(self, name: str, copy: Tensor) -> None: ...
+    def ignore(self, suffix: str) -> None: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def refuse(self, name: str, problem: str) -> ValueError: ...
+    def __contains__(self, name: str) -> bool: ...
+
+
+class Format(Protocol):
+    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape."""
+
+    packs: ClassVar[bool]
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        """The matrix of that name and shape, on the device.  ValueError if a tensor is missing or of another shape."""
+        ...
+
+    def has(self, source: Source, name: str) -> bool:
+        """Whether the tensors of that name are in this format, as far as names say."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Floats of 8 bits (e4m3), with scales that multiply.
+
+    scale: the ending of the scale's name.  per: what has a scale of its own.  block: rows and columns of a block.
+    """
+
+    scale: str
+    per: Literal["tensor", "channel", "block"]
+    block: tuple[int, int] = (128, 128)
+    packs: ClassVar[bool] = False
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.{self.scale}" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        O, I = shape
+        numbers = source.take_codes(f"{name}.weight", shape, "F8_E4M3").to(device)
+        source.landed(f"{name}.weight", numbers)
+        source.ignore(f"{name}.input_scale")  # of activations, which are not rounded here
+        scale_name, group = f"{name}.{self.scale}", 0
+        if self.per == "block":
+            rows, group = self.block
+            grid = (-(-O // rows), -(-I // group))
+            scales_OG = _scale(source, scale_name, grid, device).repeat_interleave(rows, dim=0)[:O]
+        elif self.per == "channel":
+            scales_OG = _scale(source, scale_name, _one_of(source, scale_name, (O, 1), (O,)), device).view(O, 1)
+        else:
+            found = _scale(source, scale_name, _one_of(source, scale_name, (), (1,), (1, 1)), device)
+            scales_OG = found.view(1, 1).expand(O, 1)
+        return CodedRows("e4m3", numbers.view(torch.uint8), scales_OG, None, group)
+
+
+@dataclass(frozen=True)
+class PackedInts:
+    """compressed-tensors' "pack-quantized" integers: W4A16 and W8A16.  group: columns of a scale; 0: all of a row."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    packs: ClassVar[bool] = True
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.weight_packed" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        (O, I), a_word = shape, 32 // self.bits
+        if f"{name}.weight_g_idx" in source:
+            raise source.refuse(
+                f"{name}.weight_g_idx", "gives columns to groups out of order (act order), which can't be computed"
+            )
+        _check_groups(source, f"{name}.weight_packed", I, self.group)
+        words = source.take_integers(f"{name}.weight_packed", (O, -(-I // a_word))).to(device)
+        said = source.take_integers(f"{name}.weight_shape", (2,)).tolist()
+        if said != [O, I]:
+            raise source.refuse(f"{name}.weight_shape", f"must be {[O, I]}, got {said}")
+        G = I // (self.group or I)
+        scales_OG = _scale(source, f"{name}.weight_scale", (O, G), device)
+        zeros_OG = None
+        if not self.symmetric:
+            packed = source.take_integers(f"{name}.weight_zero_point", (-(-O // a_word), G)).to(device)
+            zeros_OG = _relative(_fields(packed.T, self.bits)[:, :O].T, self.bits)
+        return CodedRows(_integers(self.bits), _fields(words, self.bits)[:, :I], scales_OG, zeros_OG, self.group)
+
+
+@dataclass(frozen=True)
+class Awq:
+    """AutoAWQ's "gemm" layout: 4 bits, eight neighbouring rows of the matrix in a word, with zeros."""
+
+    group: int
+    packs: ClassVar[bool] = True
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.qweight" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        O, I = shape
+        group = self.group or I
+        _check_groups(source, f"{name}.qweight", I, group)
+        if O % 8:
+            raise source.refuse(f"{name}.qweight", f"packs eight rows in a word, but the matrix has {O}")
+        words_IO8 = source.take_integers(f"{name}.qweight", (I, O // 8)).to(device)
+        zeros_GO8 = source.take_integers(f"{name}.qzeros", (I // group, O // 8)).to(device)
+        scales_GO = _scale(source, f"{name}.scales", (I // group, O), device)
+        codes_IO, zeros_GO = (
+            _fields(words, 4).unflatten(1, (-1, 8))[..., _inverse()].flatten(1) for words in (words_IO8, zeros_GO8)
+        )
+        return CodedRows("int4", codes_IO.T.contiguous(), scales_GO.T.contiguous(), _relative(zeros_GO.T, 4), self.group)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ's layout: neighbouring columns in a word.
+
+    added: 1 where the file holds zeros minus 1 (the older format).  symmetric: then the zeros are not read, since some files
+    that say so hold those of the other format.
+    """
+
+    bits: int
+    group: int
+    symmetric: bool
+    added: int
+    packs: ClassVar[bool] = True
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.qweight" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        (O, I), a_word, group = shape, 32 // self.bits, self.group or shape[1]
+        _check_groups(source, f"{name}.qweight", I, group)
+        if O % a_word or I % a_word:
+            raise source.refuse(f"{name}.qweight", f"packs {a_word} numbers in a word, but the matrix is {O} x {I}")
+        words = source.take_integers(f"{name}.qweight", (I // a_word, O)).to(device)
+        zeros = source.take_integers(f"{name}.qzeros", (I // group, O // a_word)).to(device)
+        scales_GO = _scale(source, f"{name}.scales", (I // group, O), device)
+        if f"{name}.g_idx" in source:
+            order_I = source.take_integers(f"{name}.g_idx", (I,))
+            if not torch.equal(order_I, (torch.arange(I) // group).to(order_I.dtype)):
+                raise source.refuse(
+                    f"{name}.g_idx", "gives columns to groups out of order (desc_act, act order), which can't be computed; "
+                    "nearest thing that works: a checkpoint made with desc_act false"
+                )  # fmt: skip
+        zeros_OG = None
+        if not self.symmetric:
+            zeros_OG = _relative(((_fields(zeros, self.bits).int() + self.added) % (1 << self.bits)).T, self.bits)
+        codes_OI = _fields(words.T.contiguous(), self.bits)
+        return CodedRows(_integers(self.bits), codes_OI, scales_GO.T.contiguous(), zeros_OG, self.group)
+
+
+@dataclass(frozen=True)
+class Fp4:
+    """Floats of 4 bits (e2m1), two in a byte, the first in the low nibble.
+
+    weight: the ending of the codes' name.  group: 32 with scales that are powers of two (mxfp4), 16 with e4m3 scales (nvfp4).
+    whole: the ending of the name of nvfp4's scale for the whole matrix.  divides: whether that scale divides.
+    """
+
+    weight: str
+    group: int
+    whole: str = ""
+    divides: bool = False
+    packs: ClassVar[bool] = True
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}.weight_scale" in source and (not self.whole or f"{name}.{self.whole}" in source)
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        O, I = shape
+        _check_groups(source, f"{name}.{self.weight}", I, self.group)
+        for ending in ("pre_quant_scale",):
+            if f"{name}.{ending}" in source:
+                raise source.refuse(f"{name}.{ending}", "scales activations, which can't be computed")
+        packed = source.take_integers(f"{name}.{self.weight}", (O, I // 2)).to(device)
+        codes_OI = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        scale_name, grid = f"{name}.weight_scale", (O, I // self.group)
+        if not self.whole:
+            scales_OG = power_of_two(source.take_integers(scale_name, grid).to(device))
+        else:
+            source.ignore(f"{name}.input_scale")
+            source.ignore(f"{name}.input_global_scale")
+            scales_OG = source.take_codes(scale_name, grid, "F8_E4M3").to(device).float()
+            of_all = _scale(source, f"{name}.{self.whole}", _one_of(source, f"{name}.{self.whole}", (), (1,)), device).float()
+            scales_OG = scales_OG / of_all if self.divides else scales_OG * of_all
+        source.landed(scale_name, scales_OG)
+        return CodedRows("e2m1", codes_OI, scales_OG, None, self.group)
+
+
+@dataclass(frozen=True)
+class RoundToNearest:
+    """A matrix of ordinary numbers, rounded to codes as it is loaded.  group: columns of a scale; 0: all of a row."""
+
+    kind: Kind
+    group: int
+    packs: ClassVar[bool] = False
+
+    def has(self, source: Source, name: str) -> bool:
+        return True
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        weight_OI = source.take(f"{name}.weight", shape).to(device)
+        source.landed(f"{name}.weight", weight_OI)
+        return rounded(weight_OI, self.kind, self.group)
+
+
+def rounded(weight_OI: Tensor, kind: Kind, group: int) -> CodedRows:
+    """The matrix rounded to nearest.  Where its columns are no whole groups, each row has one scale."""
+    group = group if group and weight_OI.shape[1] % group == 0 else 0
+    found = quantise(weight_OI, kind, group)
+    return CodedRows(kind, unpack(kind, found.codes_OJ, found.columns), found.scales_OG, None, group)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^(byte - 127) in float32; NaN for 255, which stands for it."""
+    scales = torch.exp2(exponents.double() - 127).float()
+    return torch.where(exponents == 255, torch.nan, scales)
+
+
+def _integers(bits: int) -> Kind:
+    return "int4" if bits == 4 else "int8"
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Unsigned numbers of so many bits, from words [R, W] that hold them lowest bits first, in uint8 [R, W * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+def _relative(zeros: Tensor, bits: int) -> Tensor:
+    """Unsigned zeros relative to the code of 0, as int8."""
+    return (zeros.int() - ADDED[bits]).to(torch.int8).contiguous()
+
+
+def _inverse() -> list[int]:
+    return [AWQ_ORDER.index(column) for column in range(8)]
+
+
+def _scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    scale = source.take(name, shape).to(device)
+    source.landed(name, scale)
+    return scale
+
+
+def _one_of(source: Source, name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The one of these shapes that the tensor has, or else the first, which `take` then asks for."""
+    return next((shape for shape in shapes if name in source and source.shape(name) == shape), shapes[0])
+
+
+def _check_groups(source: Source, name: str, columns: int, group: int) -> None:
+    if group and columns % group:
+        raise source.refuse(name, f"has {columns} columns, which are no whole groups of {group}")

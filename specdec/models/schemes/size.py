@@ -1,0 +1,41 @@
+"""How many bytes a matrix of a quantised checkpoint takes in memory, by the headers of its files alone.  No tensor is read."""
+
+from __future__ import annotations
+
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.schemes.formats import Awq, Format, Fp4, Fp8, Gptq, PackedInts, RoundToNearest
+from specdec.ops.quantised.codes import Kind, row_bytes
+
+FLOAT32 = 4
+
+
+def matrix_bytes(format: Format, checkpoint: Checkpoint, name: str) -> int:
+    """Of its codes, scales and zeros, as schemes/planes.py keeps them."""
+    if isinstance(format, Fp8):
+        (rows, columns), kind, scales = checkpoint.shape(f"{name}.weight"), "e4m3", f"{name}.{format.scale}"
+        group, zeros, scale_bytes = format.block[1] if format.per == "block" else 0, 0, checkpoint.itemsize(scales)
+    elif isinstance(format, RoundToNearest):
+        (rows, columns), kind, zeros, scale_bytes = checkpoint.shape(f"{name}.weight"), format.kind, 0, FLOAT32
+        group = format.group if format.group and columns % format.group == 0 else 0
+    elif isinstance(format, Fp4):
+        (rows, half), kind, group, zeros, scale_bytes = (
+            checkpoint.shape(f"{name}.{format.weight}"),
+            "e2m1",
+            format.group,
+            0,
+            FLOAT32,
+        )
+        columns = 2 * half
+    elif isinstance(format, PackedInts):
+        (rows, words), kind = checkpoint.shape(f"{name}.weight_packed"), f"int{format.bits}"
+        columns, group, zeros = words * 32 // format.bits, format.group, int(not format.symmetric)
+        scale_bytes = checkpoint.itemsize(f"{name}.weight_scale")
+    else:
+        assert isinstance(format, Awq | Gptq), format
+        first, second = checkpoint.shape(f"{name}.qweight")
+        bits, zeros = (4, 1) if isinstance(format, Awq) else (format.bits, int(not format.symmetric))
+        rows, columns = (8 * second, first) if isinstance(format, Awq) else (second, first * 32 // bits)
+        kind, group, scale_bytes = f"int{bits}", format.group, checkpoint.itemsize(f"{name}.scales")
+    groups = -(-columns // (group or columns))
+    known: dict[str, Kind] = {"e4m3": "e4m3", "e2m1": "e2m1", "int4": "int4", "int8": "int8"}
+    return rows * (row_bytes(known[kind], columns) + groups * (scale_bytes + zeros))

@@ -1,0 +1,1 @@
+"""Products with weights in 8 or 4 bits, which are converted in registers on their way to the tensor cores."""

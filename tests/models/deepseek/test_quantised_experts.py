@@ -1,0 +1,40 @@
+"""DeepSeek targets whose matrices, experts' among them, are stored in 8 bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit.deepseek import save_deepseek
+from toolkit.oracles.quantised import SCHEMES, as_codes
+
+from specdec.attention.eager.dense import DenseAttention
+from specdec.models.deepseek.modules import DeepseekLM
+from specdec.models.experts import MixtureOfExperts
+from specdec.models.linear import Linear
+from specdec.models.registry import choose_target, load_chosen
+
+
+def logits(folder: Path, tokens: int) -> tuple[DeepseekLM, torch.Tensor]:
+    model = load_chosen(choose_target(folder), folder, 64, torch.device("cpu"), torch.float32, False)
+    assert isinstance(model, DeepseekLM)
+    ids = torch.randint(0, 40, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    with torch.inference_mode():
+        attn = DenseAttention(model.config.layer_kinds)
+        return model, model.logits(model(ids, torch.arange(tokens), attn).hidden_TH)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("v3", "deepseek fp8"), ("v2-lite", "fp8 channel")])
+def test_experts_and_latents_of_codes(tmp_path: Path, name: str, scheme: str) -> None:
+    """Few tokens, for which single experts' numbers are computed, and more.
+
+    Keeps out: an expert under another one's scales, rows of heads that move without their scales, latents expanded by codes.
+    """
+    plain = save_deepseek(tmp_path / "plain", name, n_routed_experts=16)
+    quantised = as_codes(plain, tmp_path / "quantised", SCHEMES[scheme])
+    for tokens in (1, 7):
+        (model, got), (_, want) = logits(quantised, tokens), logits(plain, tokens)
+        torch.testing.assert_close(got, want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+    experts = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    assert experts and all(each.gate_up_proj.planes and each.down_proj.planes for each in experts)
+    expanding = [module for place, module in model.named_modules() if place.endswith("kv_b_proj")]
+    assert all(isinstance(module, Linear) and module.planes is None for module in expanding)

@@ -1,0 +1,56 @@
+"""Checkpoints of 8 and 4 bits: what is loaded is what the file stands for, and anything else is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit.models import save_target
+from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
+
+from specdec.loading.plan import tensor_bytes
+from specdec.models.checkpoints.loader import open_target
+from specdec.models.linear import Linear
+from specdec.models.registry import choose_target, load_chosen
+from specdec.models.target import Target
+from specdec.ops.quantised.codes import dequantise
+
+
+def load(folder: Path) -> Target:
+    return load_chosen(choose_target(folder), folder, 64, torch.device("cpu"), torch.float32, False)
+
+
+def numbers(matrix: Linear) -> torch.Tensor:
+    return matrix.weight.detach() if matrix.planes is None else dequantise(matrix.planes.weight, torch.float32)
+
+
+def planned(folder: Path, quantize: str = "none") -> tuple[int, int]:
+    """Bytes of a target's weights: as planned from headers, and as they are."""
+    chosen = choose_target(folder, quantize=quantize)
+    model = load_chosen(chosen, folder, 64, torch.device("cpu"), torch.bfloat16, False)
+    return tensor_bytes(open_target(folder, chosen.config), torch.bfloat16, set()), sum(w.nbytes for w in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["deepseek fp8", "w4a16 g32 zeros", "awq", "gptq8 v2", "nvfp4"])
+def test_bytes_are_known_before_weights_are_read(tmp_path: Path, name: str) -> None:
+    """Keeps out: a plan that counts words of codes as 16-bit numbers."""
+    foreseen, taken = planned(save_quantised(tmp_path, SCHEMES[name])[0])
+    assert foreseen == taken
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_bytes_of_rounded_weights_are_known(tmp_path: Path, quantize: str) -> None:
+    foreseen, taken = planned(save_target(tmp_path, "llama", **SIZES), quantize)
+    assert foreseen == taken
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_matrices_are_what_the_file_stands_for(tmp_path: Path, name: str) -> None:
+    """Keeps out: nibbles in another order, zeros off by one, a scale that divides, parts of a fused matrix with one scale."""
+    quantised, plain = map(load, save_quantised(tmp_path, SCHEMES[name]))
+    wanted = {where: module for where, module in plain.named_modules() if isinstance(module, Linear)}
+    assert len(wanted) == 4 * 2 + 1
+    for where, want in wanted.items():
+        own = quantised.get_submodule(where)
+        assert isinstance(own, Linear)
+        assert (own.planes is None) == (where == "lm_head")
+        torch.testing.assert_close(numbers(own), numbers(want), rtol=2e-7, atol=0)

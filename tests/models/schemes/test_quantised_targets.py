@@ -1,0 +1,168 @@
+"""Targets in 8 and 4 bits, end to end: their texts, their drafters, and what is refused before any weight is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toolkit.models import save_eagle3, save_target
+from toolkit.oracles.quantised import SCHEMES, SIZES, save_quantised
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.cli.entry import main
+from specdec.loading.doctor import scheme_rows
+from specdec.models.linear import Linear
+from specdec.models.registry import choose_target
+from specdec.models.sharding import share_of
+from specdec.ops.quantised.codes import dequantise
+from specdec.parallel.shard import Shard
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+
+
+def outputs(target: Path, head: Path | None = None, **settings: Any) -> list[Any]:
+    """Texts, and how many tokens each round accepted."""
+    spec = SpecConfig(3, 2, 6) if head else None
+    with SpecDecoder.from_pretrained(target, head, spec, smoke=False, device="cpu", max_seq_len=64, **settings) as decoder:
+        made = decoder.generate(PROMPTS, SamplingParams(max_tokens=20))
+    return [(one.token_ids, one.stats.rounds, one.stats.accepted) for one in made]
+
+
+@pytest.mark.slow_cases(keep=2)
+@pytest.mark.parametrize("name", ["fp8 channel", "w4a16 g32 zeros", "nvfp4", "deepseek fp8", "awq", "gptq4 v1", "mxfp4"])
+def test_texts_and_acceptance_are_those_of_the_numbers(tmp_path: Path, name: str) -> None:
+    """Keeps out: a draft that takes the target's scheme, whose acceptance then falls to nothing."""
+    quantised, plain = save_quantised(tmp_path, SCHEMES[name], num_hidden_layers=3)
+    head = save_eagle3(tmp_path / "head", plain)
+    assert outputs(quantised, head) == outputs(plain, head)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_ordinary_weights_are_rounded_at_load(tmp_path: Path, quantize: str) -> None:
+    """All but the output layer and the drafter.  Keeps out: an option that is read and does nothing."""
+    target = save_target(tmp_path / "target", "llama", **SIZES | dict(num_hidden_layers=3))
+    head = save_eagle3(tmp_path / "head", target)
+    settings: dict[str, Any] = dict(smoke=False, device="cpu", max_seq_len=64)
+    with SpecDecoder.from_pretrained(target, head, SpecConfig(3, 2, 6), quantize=quantize, **settings) as decoder:
+        rounded = {name for name, module in decoder.model.named_modules() if isinstance(module, Linear) and module.planes}
+        assert len(rounded) == 4 * 3 and "lm_head" not in rounded
+        assert decoder.head is not None
+        assert not any(module.planes for module in decoder.head.modules() if isinstance(module, Linear))
+        down = decoder.model.get_submodule("layers.1.mlp.down_proj")
+        assert isinstance(down, Linear) and down.planes is not None
+        numbers, texts = dequantise(down.planes.weight, torch.float32), decoder.generate(PROMPTS, SamplingParams(max_tokens=20))
+    tensors = load_file(target / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert 1e-3 < float((tensors[name] - numbers).norm() / numbers.norm()) < 0.15
+    with SpecDecoder.from_pretrained(target, quantize=quantize, **settings) as decoder:
+        assert [one.token_ids for one in decoder.generate(PROMPTS, SamplingParams(max_tokens=20))] == [
+            one.token_ids for one in texts
+        ]
+
+
+def test_what_can_not_be_rounded_is_refused(tmp_path: Path) -> None:
+    """Keeps out: weights rounded twice, and an option that transformers' code would pass over."""
+    quantised, plain = save_quantised(tmp_path, SCHEMES["w4a16 g0"])
+    with pytest.raises(
+        ValueError, match="is stored as int4, a scale for each row .*nearest setting that works: quantize='none'"
+    ):
+        choose_target(quantised, quantize="fp8")
+    with pytest.raises(
+        ValueError, match="transformers' code computes this target .*nearest setting that works: quantize='none'"
+    ):
+        choose_target(plain, "transformers", "fp8")
+    with pytest.raises(ValueError, match="quantize must be one of none, fp8, int4, got 'int8'|quantize must be"):
+        outputs(plain, quantize="int8")
+
+
+def test_users_are_told_how_weights_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a scheme that is read and that nobody can look up."""
+    quantised, plain = save_quantised(tmp_path, SCHEMES["awq"], num_hidden_layers=3)
+    head = save_eagle3(tmp_path / "head", plain)
+    assert main(["inspect", str(head), "--target", str(quantised), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["target_weights"]
+    assert said == "int4, a scale and a zero for each 32 columns (awq)"
+    named = dict(scheme_rows())
+    assert {scheme.config["quant_method"] for scheme in SCHEMES.values()} == named.keys() - {"rounded at load"}
+
+
+def test_modelopts_older_file_is_read(tmp_path: Path) -> None:
+    """Keeps out: fp8 numbers without their scales, because the scheme stands in hf_quant_config.json alone."""
+    quantised, _ = save_quantised(tmp_path, SCHEMES["modelopt fp8"])
+    raw = json.loads((quantised / "config.json").read_text())
+    del raw["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(raw))
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (quantised / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert str(choose_target(quantised).config.quantization) == "fp8, a scale for each matrix (modelopt)"
+
+
+def test_ranks_share_whole_groups(tmp_path: Path) -> None:
+    """Keeps out: a cut inside of a group, whose scale then belongs to half of the columns."""
+    quantised, _ = save_quantised(tmp_path, SCHEMES["w4a16 g128"])
+    config = choose_target(quantised).config
+    with pytest.raises(ValueError, match="attention outputs 128 in whole groups of 128 evenly, got 2"):
+        share_of(config, Shard(0, 2))
+
+
+def change(folder: Path, tensors: dict[str, Any] | None = None, **quantization: Any) -> Path:
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] |= quantization
+    (folder / "config.json").write_text(json.dumps(raw))
+    if tensors:
+        held = load_file(folder / "model.safetensors")
+        for name, tensor in tensors.items():
+            held[name] = tensor(held.get(name)) if callable(tensor) else tensor
+        save_file({name: tensor for name, tensor in held.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+Q = "model.layers.0.self_attn.q_proj"
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    (
+        "fp8 channel",
+        {},
+        {"ignore": ["lm_head", "re:.*q_proj"]},
+        "parts of one matrix must be stored alike, but .*q_proj is ordinary",
+    ),
+    ("fp8 channel", {f"{Q}.weight_scale": lambda t: None}, {}, f"tensor '{Q}.weight_scale' is missing"),
+    ("fp8 channel", {f"{Q}.weight": lambda t: t.float()}, {}, f"tensor '{Q}.weight' must hold F8_E4M3, got F32"),
+    ("fp8 channel", {f"{Q}.weight_scale": lambda t: t * torch.nan}, {}, "holds NaN or infinity"),
+    ("fp8 channel", {"lm_head.weight": lambda t: t.to(torch.float8_e4m3fn)}, {}, "holds floats of 8 bits"),
+    ("fp8 channel", {f"{Q}.odd": torch.ones(1)}, {}, "not part of this architecture: .*q_proj.odd"),
+    ("fp8 channel", {}, {"transform_config": {"a": 1}}, "transform_config must be absent or empty"),
+    ("fp8 channel", {}, {"rotation": True}, "unknown keys rotation; they may change what the weights stand for"),
+    ("fp8 channel", {}, {"quantization_status": "frozen"}, "quantization_status must be 'compressed', got 'frozen'"),
+    ("deepseek fp8", {}, {"weight_block_size": [128, 48]}, "must be a power of two from 32 on, got 48"),
+    ("w4a16 g0", {f"{Q}.weight_shape": torch.tensor([128, 64])}, {}, r"must be \[128, 128\], got \[128, 64\]"),
+    ("w4a16 g0", {f"{Q}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, {}, "act order"),
+    ("gptq4 v1", {f"{Q}.g_idx": lambda t: t.flip(0)}, {}, "desc_act, act order"),
+    ("gptq4 v1", {}, {"bits": 3}, "bits must be 4 or 8, got 3"),
+    ("gptq4 v1", {}, {"dynamic": {"+:.*": {"bits": 8}}}, "may skip modules"),
+    ("awq", {}, {"version": "gemv"}, "version must be 'gemm' or 'GEMM', got 'gemv'"),
+    ("modelopt nvfp4", {f"{Q}.pre_quant_scale": torch.ones(128)}, {}, "scales activations"),
+    ("modelopt fp8", {}, {"quant_algo": "W4A8"}, "quant_algo must be 'FP8' or"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "tensors", "config", "says"), REFUSED, ids=[case[3] for case in REFUSED])
+def test_broken_checkpoints_are_refused(
+    tmp_path: Path, scheme: str, tensors: dict[str, Any], config: dict[str, Any], says: str
+) -> None:
+    """Keeps out: a scale that nobody reads, and a key that would change what codes stand for."""
+    folder = change(save_quantised(tmp_path, SCHEMES[scheme])[0], tensors, **config)
+    with pytest.raises(ValueError, match=says):
+        outputs(folder)
+
+
+def test_matrices_left_alone_are_ordinary(tmp_path: Path) -> None:
+    """An attention of ordinary numbers in a target of 8 bits, named by an expression."""
+    folder, plain = save_quantised(tmp_path, SCHEMES["fp8 channel"])
+    kept = [f"model.layers.{layer}.self_attn.{letter}_proj" for layer in (0, 1) for letter in "qkvo"]
+    numbers = load_file(plain / "model.safetensors")
+    tensors: dict[str, Any] = {f"{name}.weight": numbers[f"{name}.weight"] for name in kept}
+    tensors |= {f"{name}.weight_scale": lambda t: None for name in kept}
+    change(folder, tensors, ignore=["lm_head", "re:.*self_attn.*"])
+    assert outputs(folder) == outputs(plain)

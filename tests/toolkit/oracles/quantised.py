@@ -1,0 +1,220 @@
+"""Checkpoints of 8 and 4 bits, written number by number as their formats' documents say, and the numbers that they stand for.
+
+Nothing here comes from the code under test: codes are drawn at random, packed by plain loops, and decoded by a formula.
+
+Shapes: O rows, I columns, G groups of a row's columns.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from toolkit.models import save_target
+
+SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+Written = tuple[dict[str, Tensor], Tensor]  # tensors by their endings, and the matrix that they stand for
+
+
+class Scheme(NamedTuple):
+    """config: of config.json.  write: a matrix of that size in this format, as small as weights are."""
+
+    config: dict[str, Any]
+    write: Callable[[int, int, torch.Generator], Written]
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Codes of each row in int32 words, the first in the lowest bits."""
+    a_word, rows = 32 // bits, []
+    for row in codes.tolist():
+        numbers = [sum(code << (bits * at) for at, code in enumerate(row[i : i + a_word])) for i in range(0, len(row), a_word)]
+        rows.append([number - (1 << 32) if number >= 1 << 31 else number for number in numbers])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def draw(most: int, *shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, most, shape, generator=generator)
+
+
+def scales(*shape: int, generator: torch.Generator) -> Tensor:
+    """Of very unlike sizes, so that a scale in another one's place shows."""
+    return 0.002 * 10.0 ** torch.rand(*shape, generator=generator)
+
+
+def spread(groups_OG: Tensor, columns: int) -> Tensor:
+    return groups_OG.repeat_interleave(columns // groups_OG.shape[1], dim=1)
+
+
+def fp8(ending: str, per: str) -> Callable[[int, int, torch.Generator], Written]:
+    def write(O: int, I: int, generator: torch.Generator) -> Written:
+        codes = (20 * torch.randn(O, I, generator=generator)).to(torch.float8_e4m3fn)
+        if per == "tensor":
+            scale = scales(1, generator=generator)
+            factors = scale.expand(O, I)
+        elif per == "channel":
+            scale = scales(O, 1, generator=generator)
+            factors = scale.expand(O, I)
+        else:
+            scale = scales(-(-O // 128), -(-I // 128), generator=generator)
+            factors = scale.repeat_interleave(128, 0)[:O].repeat_interleave(128, 1)[:, :I]
+        return {"weight": codes, ending: 0.2 * scale}, codes.float() * (0.2 * factors)
+
+    return write
+
+
+def packed(bits: int, group: int, symmetric: bool) -> Callable[[int, int, torch.Generator], Written]:
+    def write(O: int, I: int, generator: torch.Generator) -> Written:
+        G, middle = I // (group or I), 1 << (bits - 1)
+        codes, scale = draw(1 << bits, O, I, generator=generator), scales(O, G, generator=generator) / middle * 8
+        zeros = torch.full((O, G), middle) if symmetric else draw(1 << bits, O, G, generator=generator)
+        tensors = {"weight_packed": words(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor([O, I])}
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+        return tensors, (codes - spread(zeros, I)).float() * spread(scale, I)
+
+    return write
+
+
+def awq(group: int) -> Callable[[int, int, torch.Generator], Written]:
+    def in_order(codes: Tensor) -> Tensor:
+        return words(codes.unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1), 4)
+
+    def write(O: int, I: int, generator: torch.Generator) -> Written:
+        codes_IO, zeros_GO = draw(16, I, O, generator=generator), draw(16, I // group, O, generator=generator)
+        scale_GO = scales(I // group, O, generator=generator)
+        numbers = (codes_IO - zeros_GO.repeat_interleave(group, 0)).float() * scale_GO.repeat_interleave(group, 0)
+        return {"qweight": in_order(codes_IO), "qzeros": in_order(zeros_GO), "scales": scale_GO}, numbers.T.contiguous()
+
+    return write
+
+
+def gptq(bits: int, group: int, symmetric: bool, version: int) -> Callable[[int, int, torch.Generator], Written]:
+    def write(O: int, I: int, generator: torch.Generator) -> Written:
+        middle, G = 1 << (bits - 1), I // group
+        codes_OI, scale_GO = draw(2 * middle, O, I, generator=generator), scales(G, O, generator=generator) / middle * 8
+        zeros_GO = torch.full((G, O), middle) if symmetric else 1 + draw(2 * middle - 1, G, O, generator=generator)
+        stored = zeros_GO - 1 if version == 1 else zeros_GO
+        tensors = {
+            "qweight": words(codes_OI, bits).T.contiguous(), "qzeros": words(stored, bits), "scales": scale_GO,
+            "g_idx": torch.tensor([column // group for column in range(I)], dtype=torch.int32),
+        }  # fmt: skip
+        return tensors, (codes_OI - spread(zeros_GO.T, I)).float() * spread(scale_GO.T, I)
+
+    return write
+
+
+def fp4(kind: str) -> Callable[[int, int, torch.Generator], Written]:
+    def write(O: int, I: int, generator: torch.Generator) -> Written:
+        codes, group = draw(16, O, I, generator=generator), 32 if kind == "mxfp4" else 16
+        numbers = torch.tensor([[(-E2M1[c - 8] if c > 7 else E2M1[c]) for c in row] for row in codes.tolist()])
+        bytes_ = torch.tensor([[a | b << 4 for a, b in zip(row[::2], row[1::2])] for row in codes.tolist()]).to(torch.uint8)
+        if kind == "mxfp4":
+            exponents = 119 + draw(4, O, I // group, generator=generator)
+            factors = 2.0 ** (exponents - 127)
+            return {"weight_packed": bytes_, "weight_scale": exponents.to(torch.uint8)}, numbers * spread(factors, I)
+        scale = (100 * torch.rand(O, I // group, generator=generator) + 1).to(torch.float8_e4m3fn)
+        if kind == "nvfp4":
+            tensors = {"weight_packed": bytes_, "weight_scale": scale, "weight_global_scale": torch.tensor([3000.0])}
+            return tensors, numbers * spread(scale.float() / torch.tensor(3000.0), I)
+        tensors = {
+            "weight": bytes_,
+            "weight_scale": scale,
+            "weight_scale_2": torch.tensor(0.0004),
+            "input_scale": torch.ones(()),
+        }
+        return tensors, numbers * spread(scale.float() * torch.tensor(0.0004), I)
+
+    return write
+
+
+def compressed(kind: str, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
+    """A quantization_config as compressed-tensors writes it."""
+    weights = {"dynamic": False, "symmetric": True, "observer": "minmax", "actorder": None, "block_structure": None, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": kind}
+    return {
+        "quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed", "version": "0.20.0",
+        "config_groups": {"group_0": group}, "ignore": list(ignore), "kv_cache_scheme": None,
+        "global_compression_ratio": None, "sparsity_config": {}, "transform_config": {},
+    }  # fmt: skip
+
+
+def _ct_fp8(strategy: str, **more: Any) -> dict[str, Any]:
+    return compressed("float-quantized", num_bits=8, type="float", strategy=strategy, **more)
+
+
+def _ct_int(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    return compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **strategy)
+
+
+def _gptq_config(bits: int, group: int, symmetric: bool, version: int) -> dict[str, Any]:
+    layout = "gptq" if version == 1 else "gptq_v2"
+    common = {"quant_method": "gptq", "desc_act": False, "lm_head": False, "true_sequential": True, "damp_percent": 0.01}
+    return {**common, "bits": bits, "group_size": group, "sym": symmetric, "checkpoint_format": layout}
+
+
+_AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
+}
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+_FP4 = {"num_bits": 4, "type": "float"}
+SCHEMES: dict[str, Scheme] = {
+    "fp8 tensor": Scheme(_ct_fp8("tensor"), fp8("weight_scale", "tensor")),
+    "fp8 channel": Scheme(_ct_fp8("channel"), fp8("weight_scale", "channel")),
+    "fp8 block": Scheme(_ct_fp8("block", block_structure=[128, 128]), fp8("weight_scale", "block")),
+    "deepseek fp8": Scheme(_BLOCKS, fp8("weight_scale_inv", "block")),
+    "modelopt fp8": Scheme({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8("weight_scale", "tensor")),
+    **{
+        f"w{bits}a16 g{group}{'' if symmetric else ' zeros'}": Scheme(
+            _ct_int(bits, group, symmetric), packed(bits, group, symmetric)
+        )
+        for bits, group, symmetric in ((4, 128, True), (4, 32, False), (4, 0, True), (8, 64, True), (8, 0, False))
+    },
+    "awq": Scheme(_AWQ, awq(32)),
+    **{
+        f"gptq{bits} v{version}{'' if symmetric else ' zeros'}": Scheme(
+            _gptq_config(bits, 64, symmetric, version), gptq(bits, 64, symmetric, version)
+        )
+        for bits, symmetric, version in ((4, True, 1), (4, False, 1), (4, False, 2), (8, True, 2), (8, False, 1))
+    },
+    "mxfp4": Scheme(compressed("mxfp4-pack-quantized", strategy="group", group_size=32, **_FP4), fp4("mxfp4")),
+    "nvfp4": Scheme(compressed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **_FP4), fp4("nvfp4")),
+    "modelopt nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, fp4("modelopt")),
+}
+
+
+def save_quantised(folder: Path, scheme: Scheme, **changes: Any) -> tuple[Path, Path]:
+    """A tiny target in that format, and the same target in ordinary numbers."""
+    plain = save_target(folder / "plain", "llama", **(SIZES | changes))
+    return as_codes(plain, folder / "quantised", scheme), plain
+
+
+def as_codes(plain: Path, quantised: Path, scheme: Scheme) -> Path:
+    """Draws codes for all projections of a target, and changes its numbers to those that they stand for."""
+    tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
+    coded: dict[str, Tensor] = {}
+    for key in sorted(tensors):
+        if re.search(r"_proj(_with_mqa)?\.weight$", key) is None:
+            coded[key] = tensors[key]
+            continue
+        own, numbers = scheme.write(*tensors[key].shape, generator)
+        coded |= {f"{key.removesuffix('.weight')}.{ending}": tensor.contiguous() for ending, tensor in own.items()}
+        tensors[key] = numbers
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    quantised.mkdir()
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": scheme.config}
+    (quantised / "config.json").write_text(json.dumps(config))
+    save_file(coded, quantised / "model.safetensors", {"format": "pt"})
+    return quantised
