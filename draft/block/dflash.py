@@ -45,8 +45,6 @@ class DFlashHead(DraftHead):
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(model) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
-        self.register_buffer("unknown_1D", torch.full((1, block.size - 1), block.mask_id), persistent=False)
-        self.unknown_1D: Tensor
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features_TF))
@@ -73,7 +71,7 @@ class DFlashHead(DraftHead):
 
     def block_ids(self, anchors_A: Tensor) -> Tensor:
         """[A, B] int64: the last known token, then mask tokens."""
-        return torch.cat((anchors_A[:, None], self.unknown_1D.expand(len(anchors_A), -1)), dim=1)
+        return F.pad(anchors_A[:, None], (0, self.block.size - 1), value=self.block.mask_id)
 
     def drafts(self, features_TF: Tensor, ids_T: Tensor, anchors_A: Tensor, steps: int) -> Tensor:
         """[A, S, H]: what `logits` reads, for the S tokens after each anchor, from a whole text at once, without a cache.

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.attention.attend import PagedAttention, PassTables
@@ -152,7 +151,7 @@ class ContextPass(BlockPass):
         groups, block = self.cache.group_numbers, self.head.block
         pages = Pages.of_prompts(state, groups, prompts.rows_B)
         anchors_B = prompts.next_ids(first_B).index_select(0, prompts.last_B)
-        ids_BN = F.pad(anchors_B[:, None], (0, block.size - 1), value=block.mask_id)
+        ids_BN = self.head.block_ids(anchors_B)
         made = []
         for table, kept in zip(pages.tables, prompts.tables_of(groups), strict=True):
             rows = table.next_tokens(prompts.lens_B, block.size)

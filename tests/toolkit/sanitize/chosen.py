@@ -97,7 +97,8 @@ CHOSEN: dict[str, list[str]] = {
     "match_keys_kernel": ["tests/draft/ngram/test_lookup.py::test_the_kernel_finds_the_same_places[span]"],
     "best_nodes_kernel": ["tests/draft/test_kernels.py::test_the_best_nodes_equal_the_definition[2-4-4-53-False]"],
     "best_paths_kernel": ["tests/draft/block/test_grow.py::test_the_kernel_finds_the_same[3-3-20-random]"],
-    "fill_pairs_kernel": ["tests/draft/block/test_pairs.py::test_pairs[1-1-5-40-dtype1]"],
+    "fill_pairs_kernel": ["tests/draft/block/test_tables.py::test_pairs[3-6-10-1100-dtype1]"],
+    "block_tables_kernel": ["tests/draft/block/test_tables.py::test_tables_of_blocks[3-6-16-4]"],
     "path_tables_kernel": ["tests/verify/test_kernels.py::test_tables_equal_the_definition[4-16-5-1]"],
     "accept_kernel": ["tests/verify/test_kernels.py::test_acceptance_equals_the_definition[2-33-32]"],
     # Hopper's own, which take longest
