@@ -109,7 +109,7 @@ def test_eagle1(zoo: Zoo, tmp_path: Path, change: Callable[[Tensors], Any] | Non
         load(zoo, changed(save_eagle1(tmp_path, zoo.target("llama")), change, **config))
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [kind for kind in HEADS if kind.startswith("eagle")])
 @pytest.mark.parametrize("target", ["llama", "qwen3", "llama3-tied-dim8"])
 def test_what_is_shared_and_what_is_owned(zoo: Zoo, target: str, kind: str) -> None:
     where = zoo.target(target)
