@@ -35,7 +35,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft.drafter import Drafter
-from specdec.draft.eagle.head import DraftHead
+from specdec.draft.eagle.head import EagleHead
 from specdec.loading import memory
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.checkpoints.loader import build
@@ -164,11 +164,11 @@ class Recorded(Drafter):
         return self._shapes[spec]
 
 
-def models_of(name: str, max_positions: int) -> tuple[Target, DraftHead, Tokenizer]:
+def models_of(name: str, max_positions: int) -> tuple[Target, EagleHead, Tokenizer]:
     config = MODELS[name]
     if config is None:
         decoder = SpecDecoder.from_pretrained(target_folder(), draft_folder(), device="cuda", dtype="bfloat16")
-        assert isinstance(decoder.head, DraftHead)
+        assert isinstance(decoder.head, EagleHead)
         return decoder.model, decoder.head, decoder.tokenizer
     device = torch.device("cuda", 0)
     like_target = config if type(config) is ModelConfig else replace(FEW, hidden_size=config.hidden_size, vocab_size=102400)
@@ -198,7 +198,7 @@ def prompts_of(name: str, count: int, tokenizer: Tokenizer) -> list[Any]:
 
 
 def write(
-    name: str, way: Way, parts: tuple[Target, DraftHead, Tokenizer], prompts: list[Any], sampling: list[SamplingParams],
+    name: str, way: Way, parts: tuple[Target, EagleHead, Tokenizer], prompts: list[Any], sampling: list[SamplingParams],
     texts_QX: Tensor | None, deterministic: bool,
 ) -> tuple[list[list[int]], float]:  # fmt: skip
     """(the output ids of each request, the accept length)."""

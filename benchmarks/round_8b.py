@@ -31,8 +31,8 @@ from specdec.bench.profile import Work, full_rounds, rounds_in
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams, SpecConfig
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle.head import DraftHead, Eagle3Head
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.eagle.head import Eagle3Head, EagleHead
+from specdec.draft.formats.spec import HeadSpec
 from specdec.loading.ranks import Ranks
 from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.causal_lm import CausalLM
@@ -110,7 +110,7 @@ def random_pair(
     target: ModelConfig = TARGET,
     aux_layers: tuple[int, int, int] = (1, 15, 28),
     group: Group = ALONE,
-) -> tuple[CausalLM, DraftHead]:
+) -> tuple[CausalLM, EagleHead]:
     """Both models with normal weights, made on the GPU.  The head has the real one's shape, over those layers' outputs.
 
     group: the ranks of which each makes a share of both.
@@ -137,7 +137,7 @@ def spec_of(text: str) -> SpecConfig | None:
 
 def make_decoder(
     model: CausalLM,
-    head: DraftHead,
+    head: EagleHead,
     spec: SpecConfig | None,
     batch: int,
     context: int,
@@ -161,7 +161,7 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
 
 def measure(
     model: CausalLM,
-    head: DraftHead,
+    head: EagleHead,
     case: Case,
     rounds: int,
     graphs: GraphMode,
@@ -201,7 +201,7 @@ def measure(
 
 def prefill_ms(
     model: CausalLM,
-    head: DraftHead,
+    head: EagleHead,
     batch: int,
     tokens: int,
     repeats: int = 8,

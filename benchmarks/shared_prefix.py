@@ -34,7 +34,7 @@ from specdec.bench.profile import Work
 from specdec.bench.session import Session
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle.head import DraftHead
+from specdec.draft.eagle.head import EagleHead
 from specdec.loading.resolve import resolve_settings
 from specdec.models.causal_lm import CausalLM
 from specdec.options import EngineOptions
@@ -47,7 +47,7 @@ MAX_TOKENS = 400
 WARM, TRACED = 3, 8
 
 
-def make_decoder(model: CausalLM, head: DraftHead, spec: str, prefix_caching: bool) -> SpecDecoder:
+def make_decoder(model: CausalLM, head: EagleHead, spec: str, prefix_caching: bool) -> SpecDecoder:
     shape = spec_of(spec)
     options = EngineOptions(
         device="cuda:0", dtype="bfloat16", max_batch_size=ROWS, max_seq_len=SHARED + OWN + MAX_TOKENS + 64,
@@ -102,7 +102,7 @@ def first_token_ms(decoder: SpecDecoder, prompts: list[list[int]], again: int) -
     return times
 
 
-def first_tokens(decoder: SpecDecoder, model: CausalLM, head: DraftHead) -> list[dict[str, Any]]:
+def first_tokens(decoder: SpecDecoder, model: CausalLM, head: EagleHead) -> list[dict[str, Any]]:
     """First tokens of one prompt, cold and with its beginning cached, and of a batch, the first time and with it cached."""
     found = []
     prompts = prompts_of(ROWS + 4, SHARED - 16)  # another text than the rounds'

@@ -101,7 +101,7 @@ class DraftModel(nn.Module, ABC):
         return ""
 
     def slots(self, spec: SpecConfig) -> int:
-        """How many slots after the committed tokens a draft or an extend writes, at most `SpecConfig.lookahead`."""
+        """How many slots a round's draft and extend write after the tokens that are committed before the round."""
         return spec.max_steps + 1
 
     def passes(self, spec: SpecConfig) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from specdec.draft.drafter import DraftModel
-from specdec.draft.eagle.load import HowToRead, load_head, open_head
+from specdec.draft.formats.open import HowToRead, open_head
+from specdec.draft.load import load_head
 from specdec.draft.ngram.drafter import NgramModel
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig

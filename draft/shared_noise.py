@@ -15,6 +15,7 @@ kept.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from specdec.batch.sampling import RowSampling
@@ -33,3 +34,15 @@ def noise_of(lens_B: Tensor, sampling: RowSampling, needs: Needs) -> Noise:
     if needs.filtered or needs.min_p:
         filters = Filters(sampling.temperature_R, sampling.top_k_R, sampling.top_p_R, sampling.min_p_R)
     return Noise(sampling.temperature_R, sampling.seed_R, lens_B, 1, LOGIT_WEIGHT, NOISE_WEIGHT, FLOOR_WEIGHT, filters)
+
+
+def noise_of_levels(noise: Noise, levels: int) -> Noise:
+    """The noise of the tokens at `levels` positions from noise's own on: a sequence for each of them, in one row of logits.
+
+    noise: of B sequences; the result is of B * levels, of which a sequence's are adjacent.
+    """
+    ahead_L = torch.arange(levels, dtype=torch.int32, device=noise.lens_B.device)
+    lens_BL = noise.lens_B[:, None] + ahead_L
+    filters = noise.filters and noise.filters.expand_rows(lens_BL.numel())
+    columns = (noise.temperature_B.repeat_interleave(levels), noise.seed_B.repeat_interleave(levels), lens_BL.flatten())
+    return noise._replace(temperature_B=columns[0], seed_B=columns[1], lens_B=columns[2], filters=filters)

@@ -64,7 +64,8 @@ class SpecDecoder:
         tokenizer: Tokenizer,
         ranks: Ranks | None = None,
     ) -> None:
-        self.settings, self.tokenizer, self._ranks = settings, tokenizer, ranks
+        self.settings = settings = settings.with_drafter(head)
+        self.tokenizer, self._ranks = tokenizer, ranks
         build = build_engine if ranks is None else ranks.build_engine
         self._parts: Parts | None = Parts(model, head, build(model, head, settings))
         self._owns_ranks = False

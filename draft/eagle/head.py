@@ -17,66 +17,29 @@ from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn
 from specdec.config import SpecConfig
-from specdec.draft.drafter import DraftModel, DraftNeeds, Place
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.drafter import Place
 from specdec.draft.eagle.worker import DraftWorker
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.head import DraftHead
 from specdec.limits import MAX_PAUSE
 from specdec.models.causal_lm import DecoderLayer
-from specdec.models.layers import MLP, Embedding, RMSNorm, Rotary, SelfAttention
+from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
 from specdec.ops.norm import pair_rms_norm
 from specdec.ops.rows import select_rows
-from specdec.parallel.group import ALONE, Group
-from specdec.parallel.vocabulary import Vocabulary
 
 
-class DraftHead(DraftModel):
-    """What the draft worker needs of a head.
-
-    The embedding and the language-model head may be the target's own modules.
-    vocabulary: which of its draft tokens' logits this rank computes.  group: the ranks that hold the head together.
-    d2t_V: int64 offsets from draft token ids to target token ids; None if both use one vocabulary.
-    """
-
-    def __init__(self, config: HeadSpec, max_positions: int) -> None:
-        super().__init__()
-        self.config = config
-        model = config.model
-        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
-        self.lm_head = Linear.vocabulary(model.hidden_size, config.draft_vocab_size, model.shard)
-        self.vocabulary = Vocabulary.of(config.draft_vocab_size, ALONE)
-        self.group: Group = ALONE
-        self.register_buffer("d2t_V", None)
-        self.d2t_V: Tensor | None
-        self.rotary = Rotary(model.rope, model.head_dim, max_positions)
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds(self.config.aux_layers, (self.config.model,))
-
-    def check(self, spec: SpecConfig) -> None:
-        most = self.config.draft_vocab_size
-        if spec.topk > most:
-            raise ValueError(
-                f"topk must be at most the draft vocabulary, {most}, got {spec.topk}; nearest setting: topk={most}"
-            )
+class EagleHead(DraftHead):
+    """What the draft worker needs of a head."""
 
     def worker(self, place: Place) -> DraftWorker:
         return DraftWorker(self, place)
 
-    @property
-    def description(self) -> str:
-        return self.config.description
-
-    @property
-    def trained_length(self) -> int:
-        return self.config.trained_length
-
     def smoke(self, target: Target, ids_T: Tensor) -> str:
-        from specdec.draft.eagle.smoke import complaint  # which knows heads, too
+        from specdec.draft.eagle.smoke import EagleLook  # which knows heads, too
 
-        return complaint(self, target, ids_T)
+        return EagleLook().complaint(self, target, ids_T)
 
     def slots(self, spec: SpecConfig) -> int:
         branches = spec.topk * (spec.max_steps - 1) if spec.topk > 1 else 0
@@ -84,10 +47,6 @@ class DraftHead(DraftModel):
 
     def passes(self, spec: SpecConfig) -> int:
         return spec.max_steps
-
-    @abstractmethod
-    def fuse(self, features_TF: Tensor) -> Tensor:
-        """Target features to the head's own width [T, H].  The worker does this once, when features come from the target."""
 
     @abstractmethod
     def forward(
@@ -101,12 +60,8 @@ class DraftHead(DraftModel):
         rows_R: int64.  If given, only these rows' hidden states are returned: [R, H].
         """
 
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V]: logits over the draft vocabulary."""
 
-
-class Eagle3Head(DraftHead):
+class Eagle3Head(EagleHead):
     """A decoder layer over [normed embedding, normed feature], and perhaps ordinary layers after it.
 
     `fc` fuses the features of several target layers into one; norms may stand before it.
@@ -162,7 +117,7 @@ class Eagle3Head(DraftHead):
         return self.lm_head(hidden if reads_hidden else self.norm(hidden))
 
 
-class Eagle1Head(DraftHead):
+class Eagle1Head(EagleHead):
     """EAGLE-1/2: `fc` over [embedding, feature], then decoder layers, of which the first has no input norm.
 
     Its language-model head is the target's.
@@ -193,6 +148,3 @@ class Eagle1Head(DraftHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
-
-
-HEADS: dict[str, type[DraftHead]] = {"eagle3": Eagle3Head, "eagle1": Eagle1Head}

@@ -1,4 +1,4 @@
-"""What an EAGLE head keeps of each row between rounds: the first level of its next tree, and what paused rounds emitted.
+"""What an EAGLE head keeps of each row between rounds: the first level of its next tree, beside what paused rounds emitted.
 
 Shapes: B rows, K topk, H hidden size of the head, P the most tokens of a pause, F width of a token's features.
 """
@@ -11,28 +11,20 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from specdec.batch.state import BatchState
-from specdec.draft.drafter import Rows
+from specdec.draft.paused import PausedRows
 
 
 @dataclass(frozen=True)
-class EagleRows(Rows):
+class EagleRows(PausedRows):
     """level1_tokens_BK: int64 ids of the target's vocabulary, the first level of the next tree, left by the last extend.
 
     level1_logp_BK: float32, the log-probabilities of these tokens.
     level1_hidden_BH: the head's hidden state from which they were computed.
-    pending_B: int64, how many tokens the head has not seen yet, because their rounds were paused; always 0 in a row that does
-        not speculate.
-    pending_tokens_BP: int64, these tokens.
-    pending_features_BPF: for each of these tokens, the target's features of the token before it.
     """
 
     level1_tokens_BK: Tensor
     level1_logp_BK: Tensor
     level1_hidden_BH: Tensor
-    pending_B: Tensor
-    pending_tokens_BP: Tensor
-    pending_features_BPF: Tensor
 
     @classmethod
     def empty(
@@ -66,10 +58,3 @@ class EagleRows(Rows):
     def first_level(self) -> list[Tensor]:
         """The tensors that an extend leaves for the next draft."""
         return [self.level1_tokens_BK, self.level1_logp_BK, self.level1_hidden_BH]
-
-    def keep(self, state: BatchState, tokens_B: Tensor, features_BF: Tensor) -> None:
-        """Records one token of a paused round in each row; see `Drafter.keep`."""
-        rows_B = torch.arange(state.rows, device=tokens_B.device)
-        self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
-        self.pending_features_BPF[rows_B, self.pending_B] = features_BF
-        self.pending_B.add_(state.active_B * state.speculates_B)

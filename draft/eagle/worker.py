@@ -38,7 +38,7 @@ from specdec.ops.rows import take_rows
 from specdec.steps import Needs
 
 if TYPE_CHECKING:
-    from specdec.draft.eagle.head import DraftHead
+    from specdec.draft.eagle.head import EagleHead
 
 # Threshold in rows of an extend: up to this many, a pass takes as long as reading the weights, so rows that nobody needs cost
 # nothing, and no second plan is made to leave them out.
@@ -52,7 +52,7 @@ class DraftWorker(Drafter):
     shares_noise: whether drafts are chosen with the target's own noise; the benchmark of that rule alone switches it off.
     """
 
-    def __init__(self, head: DraftHead, place: Place, shares_noise: bool = True) -> None:
+    def __init__(self, head: EagleHead, place: Place, shares_noise: bool = True) -> None:
         self.head, self.backend, self.topk = head, place.backend, place.spec.topk
         self.shares_noise = shares_noise
         (self.cache,) = self.caches = place.caches

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     EngineOptions(draft_format=args.draft_format, draft_pickle=args.draft_pickle)  # refuses values that are none
-    from specdec.draft.eagle.load import HowToRead
+    from specdec.draft.formats.open import HowToRead
     from specdec.loading.inspect_head import head_facts, print_facts
 
     facts = head_facts(args.head, args.target, HowToRead(args.draft_format, args.draft_pickle))

@@ -24,7 +24,7 @@ from specdec import __version__, shipped
 from specdec.attention.capabilities import BACKENDS, TABLE, choose_backend, problem_of
 from specdec.attention.capability_table import table_as_markdown
 from specdec.attention.needs import AttentionNeeds, architecture_of
-from specdec.draft.eagle.formats.detect import FORMATS
+from specdec.draft.formats.detect import FORMATS
 from specdec.draft.kinds import WITHOUT_CHECKPOINT
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads

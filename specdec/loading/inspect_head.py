@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.draft.eagle.formats.reading import wanted_tensors
-from specdec.draft.eagle.load import HowToRead, OpenHead, open_head
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.open import HowToRead, OpenHead, open_head
+from specdec.draft.formats.reading import wanted_tensors
+from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
 
 UNKNOWN = "not known without --target"
+EAGLE_ONLY = ("norm before fc", "fc bias", "residual", "recycled", "logits read")  # what heads over blocks of context lack
 
 
 def head_facts(head: str | Path, target: str | Path | None, how: HowToRead) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def spec_facts(spec: HeadSpec, target: ModelConfig | None, is_rope_told: bool) -
     model = spec.model
     rope = {"type": model.rope.kind, "theta": model.rope.theta, "factor": model.rope.factor}
     windows, ids = [kind.window for kind in model.layer_kinds], spec.draft_ids
-    silent = target is None and not spec.aux_layers and spec.kind == "eagle3"
-    return {
+    silent, block = target is None and not spec.aux_layers and spec.kind != "eagle1", spec.block
+    facts = {
         "kind": spec.kind,
         "layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -58,7 +59,7 @@ def spec_facts(spec: HeadSpec, target: ModelConfig | None, is_rope_told: bool) -
         "fc bias": spec.fc_bias,
         "residual": "normed feature" if spec.norm_before_residual else "raw feature",
         "recycled": "normed output" if spec.recycles_normed else "raw output",
-        "logits read": "normed output" if spec.kind == "eagle3" and spec.norms_logits else "raw output",
+        "logits read": "normed output" if spec.kind in ("eagle3", "p-eagle") and spec.norms_logits else "raw output",
         "norms of q and k": model.qk_norm,
         "biases of attention": model.qkv_bias,
         "vocab_size": model.vocab_size,
@@ -71,6 +72,20 @@ def spec_facts(spec: HeadSpec, target: ModelConfig | None, is_rope_told: bool) -
         "windows": windows if any(windows) else "none",
         "trained_length": spec.trained_length,
         "dtype": model.dtype,
+    }
+    if block is None:
+        return facts
+    if spec.kind != "p-eagle":
+        facts = {key: value for key, value in facts.items() if key not in EAGLE_ONLY}
+    markov = f"{block.markov} of rank {block.markov_rank}" if block.markov != "none" else "none"
+    reads = {"none": "none", "hidden": "of the row", "markov": "of the row and the token before"}
+    return facts | {
+        "rows of a block": block.size or "not said",
+        "mask token": block.mask_id,
+        "first row": "drafts nothing" if block.skips_anchor else "drafts the next token",
+        "causal blocks": list(block.causal),
+        "markov head": markov,
+        "estimate of acceptance": reads[block.confidence],
     }
 
 

@@ -46,7 +46,7 @@ def load_pair(
     head = None if load_drafter is None else load_drafter(model, max_positions, device, dtype)
     if head is not None:
         choice = choose_attention(settings, chosen.config, *head.needs.models)
-        settings = replace(settings, attention_backend=choice)
+        settings = replace(settings, attention_backend=choice).with_drafter(head)
     STARTUP.lap("draft")
     return model, head, settings, folder
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from specdec.config import SpecConfig
-from specdec.draft.eagle.load import open_head
+from specdec.draft.formats.open import open_head
+from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.kinds import WITHOUT_CHECKPOINT
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
@@ -32,12 +33,13 @@ MOST_BATCH = 4096  # the most that max_batch_size takes
 class Models(NamedTuple):
     """configs: of the target, and of the drafter if there is one.  weights: the bytes of each.
 
-    features: how many numbers of each token the drafter reads of the target.
+    features: how many numbers of each token the drafter reads of the target.  block: of a head of one pass.
     """
 
     configs: tuple[ModelConfig, ...]
     weights: tuple[int, ...]
     features: int = 0
+    block: BlockSpec | None = None
 
 
 class MemoryPlan(NamedTuple):
@@ -77,6 +79,8 @@ def plan_memory(
     options = replace(options, device="cpu", dtype=dtype, attention="auto", prefix_caching=False)
     settings = resolve_settings(options, spec, chosen.config, chosen.backend, chosen.reason)
     models = _models(resolve_folder(target, "target"), chosen.config, draft, settings)
+    if models.block is not None and settings.spec is not None:
+        settings = replace(settings, draft_slots=models.block.slots(settings.spec))
 
     def at(context: int, batch: int) -> dict[str, int]:
         return parts_of(models, replace(settings.with_options(max_batch_size=batch), max_seq_len=context))
@@ -149,7 +153,7 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
     without |= set() if head.own_embeddings else {"embed_tokens.weight"}
     without |= set() if head.own_lm_head else {"lm_head.weight"}
     weights.append(tensor_bytes(files.checkpoint, settings.dtype, without))
-    return Models((config, head.model), tuple(weights), head.feature_size)
+    return Models((config, head.model), tuple(weights), head.feature_size, head.block)
 
 
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:

@@ -15,6 +15,7 @@ from specdec.attention.invariant.plan import PIECE, pieces
 from specdec.attention.needs import AttentionNeeds, architecture_of, gpu_kind
 from specdec.checks import require_int
 from specdec.config import GraphMode, SpecConfig
+from specdec.draft.drafter import DraftModel
 from specdec.loading.context import check_context
 from specdec.models.checkpoints.loader import DTYPES
 from specdec.models.config import ModelConfig
@@ -42,6 +43,7 @@ class EngineSettings:
     attention_backend: the name of the backend that reads the cache, and why it was chosen.
     target_backend: "native" if specdec's own modules compute the target, or "transformers".
     target_backend_reason: why that one was chosen.
+    draft_slots: how many slots after the tokens that are committed before a round the drafter writes in it.
     """
 
     options: EngineOptions
@@ -53,11 +55,16 @@ class EngineSettings:
     attention_backend: BackendChoice
     target_backend: str
     target_backend_reason: str
+    draft_slots: int = 0
 
     @property
     def lookahead(self) -> int:
         """Slots after the committed tokens that rounds in flight may write."""
-        return self.spec.lookahead if self.spec else 2
+        return max(self.spec.lookahead, self.draft_slots + self.spec.max_steps + 1) if self.spec else 2
+
+    def with_drafter(self, head: DraftModel | None) -> EngineSettings:
+        """The same settings, with as much look-ahead as that drafter needs."""
+        return self if head is None or self.spec is None else replace(self, draft_slots=head.slots(self.spec))
 
     def longest_source(self, target: ModelConfig) -> int:
         """The most tokens of a text that the target's encoder reads, no more than those of one request; 0 without one."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
-from specdec.draft.eagle.formats.body import default_aux_layers
 from specdec.draft.eagle.head import Eagle3Head
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.body import default_aux_layers
+from specdec.draft.formats.spec import HeadSpec
 from specdec.generation import Stats
 from specdec.loading.threads import set_training_threads
 from specdec.models.causal_lm import CausalLM
@@ -215,7 +215,7 @@ def _objective(
 
 def _report(decoder: SpecDecoder, folder: Path, prompts: list[list[int]], run: HeadRun, progress: Progress) -> None:
     """Measures the saved head with the runtime on held-out prompts; prints and saves the accept lengths."""
-    from specdec.draft.eagle.load import load_head
+    from specdec.draft.load import load_head
 
     settings = decoder.settings
     head = load_head(folder, decoder.model, run.width, settings.device, settings.dtype)

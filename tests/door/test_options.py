@@ -16,7 +16,7 @@ from toolkit.models import Zoo
 
 from specdec import EngineOptions, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import BACKENDS, GRAPH_MODES, KV_DTYPES
-from specdec.draft.eagle.formats.detect import FORMATS
+from specdec.draft.formats.detect import FORMATS
 from specdec.loading.resolve import resolve_settings
 from specdec.models import registry
 from specdec.models.checkpoints import loader

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from toolkit.models import HEADS, Zoo, kept_ids, save_eagle1, save_eagle3
 from torch import Tensor
 
-from specdec.draft.eagle.formats.body import default_aux_layers
-from specdec.draft.eagle.head import DraftHead
-from specdec.draft.eagle.load import HowToRead, load_head
+from specdec.draft.eagle.head import EagleHead
+from specdec.draft.formats.body import default_aux_layers
+from specdec.draft.formats.open import HowToRead
+from specdec.draft.load import load_head
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.ops.topk import with_offsets
 
@@ -25,7 +26,7 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 CPU = torch.device("cpu")
 
 
-def load(zoo: Zoo, folder: Path, target: str = "llama") -> DraftHead:
+def load(zoo: Zoo, folder: Path, target: str = "llama") -> EagleHead:
     where = zoo.target(target)
     model = load_target(where, read_target_config(where), 64, CPU, torch.float32)
     return load_head(folder, model, 64, CPU, torch.float32)

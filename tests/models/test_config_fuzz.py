@@ -21,7 +21,8 @@ from toolkit.models import save_eagle1, save_target
 from toolkit.oracles.sharing import save_sharing
 
 from specdec import shipped
-from specdec.draft.eagle.load import load_head, open_head
+from specdec.draft.formats.open import open_head
+from specdec.draft.load import load_head
 from specdec.loading.resolve import resolve_dtype
 from specdec.models.config import read_json
 from specdec.models.registry import TargetChoice, choose_target, load_chosen

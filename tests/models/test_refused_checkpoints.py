@@ -18,7 +18,7 @@ from toolkit.families import save_family
 from toolkit.models import Zoo, save_eagle1, save_eagle3, save_target
 from torch import Tensor
 
-from specdec.draft.eagle.load import load_head
+from specdec.draft.load import load_head
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.finite import FiniteCheck
 from specdec.models.config import read_json

@@ -24,7 +24,7 @@ from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.pages import PageTable
 from specdec.attention.plan import causal_segment
 from specdec.attention.segment import AttentionPlan
-from specdec.draft.eagle.load import load_head
+from specdec.draft.load import load_head
 from specdec.models.causal_lm import CausalLM
 from specdec.models.kv import kv_read_bytes, make_cache
 from specdec.models.registry import choose_target, load_chosen

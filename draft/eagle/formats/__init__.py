@@ -1,1 +1,1 @@
-"""Readers of published head layouts, one file each, and what tells the layouts apart."""
+"""Readers of the layouts in which EAGLE heads are published, one file each."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.draft.eagle.formats.body import (
+from specdec.draft.eagle.formats.safeailab import AUX, nested_config, own_lm_head, vocabulary_tensors
+from specdec.draft.formats.body import (
     aux_layers_of,
     check_features,
     layer_count,
@@ -19,10 +20,9 @@ from specdec.draft.eagle.formats.body import (
     width_of_features,
     windows_of,
 )
-from specdec.draft.eagle.formats.reading import Format, HeadFiles, Names, Reading
-from specdec.draft.eagle.formats.safeailab import AUX, nested_config, own_lm_head, vocabulary_tensors
-from specdec.draft.eagle.formats.vocabulary import read_draft_ids
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
 
@@ -103,6 +103,3 @@ def _names(files: HeadFiles, raw: dict[str, Any], count: int) -> Names:
     if len(others) + 1 != count:
         raise ValueError(f"{files.where}: num_hidden_layers is {count}, but the checkpoint holds one layer, {first}")
     return Names(first, tuple(others), "hidden_norm" if is_deep else "input_layernorm")
-
-
-FORMAT = Format(NAME, "NVIDIA ModelOpt", "EAGLE-3", read)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.draft.eagle.formats.body import (
+from specdec.draft.formats.body import (
     aux_layers_of,
     check_features,
     layer_count,
@@ -19,9 +19,9 @@ from specdec.draft.eagle.formats.body import (
     width_of_features,
     windows_of,
 )
-from specdec.draft.eagle.formats.reading import Format, HeadFiles, Names, Reading
-from specdec.draft.eagle.formats.vocabulary import read_draft_ids
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.reading import Format, HeadFiles, Names, Reading
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, mapping, whole
 from specdec.models.config import ModelConfig
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdec.draft.eagle.formats.body import (
+from specdec.draft.eagle.formats.safeailab import AUX, NESTED_KEYS, nested_config, own_lm_head, vocabulary_tensors
+from specdec.draft.formats.body import (
     aux_layers_of,
     check_features,
     layer_count,
@@ -17,10 +18,9 @@ from specdec.draft.eagle.formats.body import (
     width_of_features,
     windows_of,
 )
-from specdec.draft.eagle.formats.reading import Format, HeadFiles, Names, Reading
-from specdec.draft.eagle.formats.safeailab import AUX, NESTED_KEYS, nested_config, own_lm_head, vocabulary_tensors
-from specdec.draft.eagle.formats.vocabulary import read_draft_ids
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, whole
 from specdec.models.config import ModelConfig
 
@@ -65,6 +65,3 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
         "recycled is raw, as in SpecForge's trainer (SGLang and vLLM recycle the normed output if it is true)",
     }
     return Reading(spec, Names("midlayer", feature_norms=norms), vocabulary_tensors(files), meanings)
-
-
-FORMAT = Format(NAME, "SpecForge", "EAGLE-3, EAGLE-3.1", read)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specdec.draft.eagle.formats.body import (
+from specdec.draft.eagle.formats.safeailab import vocabulary_tensors
+from specdec.draft.formats.body import (
     aux_layers_of,
     check_features,
     only_keys,
@@ -17,10 +18,9 @@ from specdec.draft.eagle.formats.body import (
     parse_head_rope,
     windows_by_type,
 )
-from specdec.draft.eagle.formats.reading import Format, HeadFiles, Names, Reading
-from specdec.draft.eagle.formats.safeailab import vocabulary_tensors
-from specdec.draft.eagle.formats.vocabulary import read_draft_ids
-from specdec.draft.eagle.spec import FeatureNorm, HeadSpec
+from specdec.draft.formats.reading import HeadFiles, Names, Reading
+from specdec.draft.formats.spec import FeatureNorm, HeadSpec
+from specdec.draft.formats.vocabulary import read_draft_ids
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
 from specdec.models.config import ModelConfig
 
@@ -34,11 +34,18 @@ INNER_TYPES = ("llama", "qwen3")
 
 
 def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
+    return read_eagle3(files, target, "eagle3", OWN_KEYS)
+
+
+def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str, keys: frozenset[str]) -> Reading:
+    """The EAGLE-3 head in the files, of which that kind of the layout has those keys."""
     raw, where, checkpoint = files.raw, files.where, files.checkpoint
     check_features(target, where)
-    _check_top(raw, where)
-    inner, there = mapping(raw, "transformer_layer_config", where), f"{where}: transformer_layer_config"
-    model = _inner_model(inner, target, there)
+    check_top(raw, where, kind, keys)
+    if raw.get("norm_before_residual") is None:
+        raise ValueError(f"{where} lacks norm_before_residual; expected true or false: runtimes take different defaults")
+    flag(raw, "embed_requires_grad", where)
+    model = inner_model(raw, target, where)
     flags = {key: flag(raw, key, where) for key in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise ValueError(f"{where}: norm_before_fc and fc_norm must not both be true")
@@ -68,23 +75,27 @@ def read(files: HeadFiles, target: ModelConfig | None) -> Reading:
     return Reading(spec, names, vocabulary_tensors(files), _meanings(ids, aux_layers, flags))
 
 
-def _check_top(raw: dict[str, Any], where: str) -> None:
-    if raw[MARK] != "eagle3":
-        raise ValueError(f"{where}: {MARK} must be 'eagle3', got {raw[MARK]!r}: heads of other kinds can't be run yet")
-    only_keys(raw, OWN_KEYS, where)
-    if raw.get("norm_before_residual") is None:
-        raise ValueError(f"{where} lacks norm_before_residual; expected true or false: runtimes take different defaults")
+def check_top(raw: dict[str, Any], where: str, kind: str, keys: frozenset[str]) -> None:
+    """ValueError unless the keys that stand outside of the layers' config are those of that kind of head."""
+    if raw[MARK] != kind:
+        raise ValueError(f"{where}: {MARK} must be {kind!r}, got {raw[MARK]!r}")
+    only_keys(raw, keys, where)
     version = text(raw, "speculators_version", where)
     if version is not None and version.partition(".")[0] != "0":
         raise ValueError(f"{where}: speculators_version must be 0.x, got {version!r}; its layout may have changed")
-    flag(raw, "embed_requires_grad", where)
+    proposals = proposals_of(raw, where)
+    if bad := [each for each in proposals if not isinstance(each, dict) or each.get("proposal_type") != "greedy"]:
+        raise ValueError(f"{where}: speculators_config.proposal_methods must be of proposal_type greedy, got {bad[0]!r}")
+
+
+def proposals_of(raw: dict[str, Any], where: str) -> list[Any]:
     proposals = mapping(raw, "speculators_config", where).get("proposal_methods") or []
-    for proposal in proposals if isinstance(proposals, list) else [proposals]:
-        if not isinstance(proposal, dict) or proposal.get("proposal_type") != "greedy":
-            raise ValueError(f"{where}: speculators_config.proposal_methods must be of proposal_type greedy, got {proposal!r}")
+    return proposals if isinstance(proposals, list) else [proposals]
 
 
-def _inner_model(inner: dict[str, Any], target: ModelConfig | None, where: str) -> ModelConfig:
+def inner_model(raw: dict[str, Any], target: ModelConfig | None, where: str) -> ModelConfig:
+    """The layers, by the config inside of the config."""
+    inner, where = mapping(raw, "transformer_layer_config", where), f"{where}: transformer_layer_config"
     family = inner.get("model_type")
     if family not in INNER_TYPES:
         raise ValueError(f"{where}: model_type must be one of {', '.join(INNER_TYPES)}, got {family!r}")
@@ -108,6 +119,3 @@ def _meanings(ids: Any, aux_layers: tuple[int, ...], flags: dict[str, bool]) -> 
         "fc_norm": f"{flags['fc_norm']}: a norm of each feature before fc, or none",
         "norm_output": f"{output}: what is recycled is the output {'after' if output else 'before'} the final norm",
     }
-
-
-FORMAT = Format(NAME, "speculators (Red Hat, vLLM)", "EAGLE-3", read)

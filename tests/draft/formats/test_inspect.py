@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from toolkit.heads.block_parts import BlockOptions, random_block_parts
+from toolkit.heads.block_writers import BLOCK_WRITERS
 from toolkit.heads.parts import Options, random_parts
 from toolkit.heads.writers import WRITERS, save
 from toolkit.models import Zoo
@@ -30,6 +32,27 @@ def test_every_layout(name: str, zoo: Zoo, tmp_path: Path, capsys: pytest.Captur
     assert f"layout {name} (named)" in said and "features 0, 1, 2" in said and "draft_vocab_size 26" in said
 
 
+@pytest.mark.parametrize("name", BLOCK_WRITERS)
+def test_every_layout_of_heads_of_one_pass(name: str, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a block whose meaning is not told."""
+    copies = name == "deepspec"
+    options = BlockOptions("dspark", skips=False, rank=6, markov="gated", own_embeddings=copies, own_lm_head=copies)
+    if name == "z-lab":
+        options = BlockOptions()
+    files = BLOCK_WRITERS[name](random_block_parts(options))
+    folder = save(tmp_path / name, files)
+    assert main(["inspect", str(folder), "--target", str(zoo.target("llama")), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    head = facts["head"]
+    assert (facts["format"], head["features"], head["rows of a block"], head["mask token"]) == (name, [0, 1, 2], 4, 7)
+    assert head["causal blocks"] == [False, False] and "recycled" not in head
+    assert head["markov head"] == ("none" if name == "z-lab" else "gated of rank 6")
+    assert set(facts["tensors"]) | set(facts["beside"]) == set(files[1])
+    assert {"rows of the block", "read of the block"} < set(facts["meanings"])
+    assert main(["inspect", str(folder), "--draft-format", name]) == 0
+    assert "a row drafts the token of" in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_is_no_head(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, tensors = WRITERS["safeailab"](random_parts(Options()))
     folder = save(tmp_path / "a", ({**config, "mystery": 1}, tensors))
@@ -44,14 +67,15 @@ def test_what_is_no_head(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_other_kinds_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeps out: a block head or MTP layers that are taken for an EAGLE head with tensors too many."""
+    """Keeps out: a head of another kind that is taken for an EAGLE head with tensors too many."""
     config, tensors = WRITERS["specforge"](random_parts(Options()))
-    for number, (name, kind) in enumerate((("markov_head.markov_w1.weight", "DSpark"), ("mask_hidden", "P-EAGLE"))):
+    for number, (name, kind) in enumerate((("candidate_selector.x", "DFlash2"), ("prefix_gru.x", "Domino"))):
         save(tmp_path / str(number), (config, {**tensors, name: tensors["norm.weight"].clone()}))
         assert main(["inspect", str(tmp_path / str(number))]) == 2
         assert f"is that of a {kind} head, which can't be run yet" in capsys.readouterr().err
 
 
 def test_doctor_names_every_layout_and_kind() -> None:
-    assert [name for name, _ in drafter_rows()] == [*WRITERS, "ngram"]
+    assert [name for name, _ in drafter_rows()] == [*dict.fromkeys((*WRITERS, *BLOCK_WRITERS)), "ngram"]
+    assert "P-EAGLE, DFlash, DSpark" in dict(drafter_rows())["speculators"]
     assert "EAGLE-3.1" in dict(drafter_rows())["specforge"]

@@ -20,10 +20,10 @@ from toolkit.heads.parts import Parts, Tensors, shipped_parts
 from toolkit.heads.writers import WRITERS, Files, save
 
 from specdec import shipped
-from specdec.draft.eagle.formats.reading import Reading
-from specdec.draft.eagle.load import build_head, open_head
-from specdec.draft.eagle.smoke import complaint
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.open import open_head
+from specdec.draft.formats.reading import Reading
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.load import build_head
 from specdec.loading.drafters import TEXT
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.models.target import Target
@@ -134,7 +134,7 @@ def test_no_broken_head_loads_quietly(
     sound = save(tmp_path / "sound", files)
     opened = open_head(sound, target.config)
     head = build_head(opened, target, 512, CPU, torch.float32)
-    assert not complaint(head, target, text)
+    assert not head.smoke(target, text)
     weights = head.state_dict()
     (broken := tmp_path / "broken").mkdir()
     count: Counter[str] = Counter()
@@ -167,7 +167,7 @@ def end_of(folder: Path, sound: Reading, weights: Tensors, target: Target, text:
     is_same = computed(opened.reading.spec) == computed(sound.spec)
     if is_same and all(torch.equal(tensor, weights[name]) for name, tensor in head.state_dict().items()):
         return "no change"
-    return "warning" if complaint(head, target, text) else "quiet"
+    return "warning" if head.smoke(target, text) else "quiet"
 
 
 def computed(spec: HeadSpec) -> HeadSpec:

@@ -19,7 +19,8 @@ from toolkit.models import Zoo
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.kinds import LayerKind
-from specdec.draft.eagle.load import build_head, open_head
+from specdec.draft.formats.open import open_head
+from specdec.draft.load import build_head
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.models.config import RopeConfig
 

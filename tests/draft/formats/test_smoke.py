@@ -13,8 +13,8 @@ from toolkit.heads.parts import Parts, random_parts, shipped_parts
 from toolkit.heads.writers import safeailab, save, speculators
 
 from specdec import SpecConfig, SpecDecoder, shipped
-from specdec.draft.eagle.formats.body import default_aux_layers
-from specdec.draft.eagle.smoke import FLOOR, standard_errors
+from specdec.draft.formats.body import default_aux_layers
+from specdec.draft.smoke import FLOOR, standard_errors
 
 
 def exchanged(parts: Parts, *names: str) -> Parts:

@@ -1,4 +1,4 @@
-"""The one form into which every published EAGLE head is read, whatever its layout.
+"""The one form into which every published head is read, whatever its layout.
 
 Readers (`formats/`) make a `HeadSpec`; modules, the loader and `specdec inspect` know nothing else of a head.
 """
@@ -8,22 +8,62 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specdec.config import SpecConfig
+from specdec.limits import MAX_PAUSE
 from specdec.models.config import ModelConfig
 
 FeatureNorm = Literal["none", "each", "joint"]
+MarkovKind = Literal["none", "vanilla", "gated", "rnn"]
+Confidence = Literal["none", "hidden", "markov"]
+TITLES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """How a head drafts several tokens in one pass, over a block of rows: the last known token, then tokens yet unknown.
+
+    size: the rows of the block that the head was trained with; 0: its files don't say.
+    mask_id: the token whose embedding stands for a token that is not known.
+    causal: for each layer, whether a row of the block reads no rows of the block after it.
+    skips_anchor: whether the first row drafts nothing and each other row drafts the token of its own place; else every row
+        drafts the token after its place.
+    anchored_windows: whether all rows of a block read back to the same token, as many tokens as the window has less the rows of
+        the block before the block's first row; else each row's window ends at the row.
+    markov, markov_rank: the head that corrects a row's logits by the token drafted before it, and its rank.
+    confidence: what the estimate that a drafted token is accepted reads: the row alone ("hidden"), or the embedding of the
+        token before it too ("markov").
+    """
+
+    size: int
+    mask_id: int
+    causal: tuple[bool, ...]
+    skips_anchor: bool = False
+    anchored_windows: bool = False
+    markov: MarkovKind = "none"
+    markov_rank: int = 0
+    confidence: Confidence = "none"
+
+    @property
+    def most_steps(self) -> int | None:
+        """The most tokens that a pass drafts; None: any number."""
+        return self.size - self.skips_anchor if self.size else None
+
+    def slots(self, spec: SpecConfig) -> int:
+        """How many slots a round writes: the tokens that were emitted, or that a pause kept, and then a block."""
+        columns = MAX_PAUSE if spec.is_auto else 0
+        return max(columns, spec.max_steps + 1) + max(self.size, spec.max_steps)
 
 
 @dataclass(frozen=True)
 class HeadSpec:
     """A head's own sizes (`model`: widths, layers, heads, rope, windows, dtype) and how it connects to its target.
 
-    kind: "eagle3" or "eagle1".
+    kind: one of TITLES.
     aux_layers: ascending 0-based target layers whose outputs are the head's features; empty: the target's final hidden state
         is.
     target_hidden_size: width of one feature.
     draft_vocab_size: rows of the head's language-model head.
-    fc_bias: whether `fc` has a bias; EAGLE-1/2 only.  All fields below are EAGLE-3's, but for `own_embeddings`, `draft_ids` and
-        `format`.
+    fc_bias: whether `fc` has a bias; EAGLE-1/2 only.  The four fields below are those of EAGLE-3 and P-EAGLE.
     feature_norm: whether a norm stands before `fc`: over each layer's output ("each") or over all of them side by side
         ("joint").
     norm_before_residual: whether the first layer's residual is the normed feature.
@@ -32,10 +72,11 @@ class HeadSpec:
     own_embeddings, own_lm_head: whether the checkpoint brings them; else they are the target's.
     draft_ids: the target's id of each draft id, ascending; None: both use one vocabulary.
     format: the layout from which the head was read.
+    block: of a head that drafts in one pass; None: it takes a step for each token.
     """
 
     model: ModelConfig
-    kind: str  # "eagle3" | "eagle1"
+    kind: str
     aux_layers: tuple[int, ...]
     target_hidden_size: int
     draft_vocab_size: int
@@ -48,6 +89,7 @@ class HeadSpec:
     own_lm_head: bool = True
     draft_ids: tuple[int, ...] | None = None
     format: str = ""
+    block: BlockSpec | None = None
 
     @property
     def feature_size(self) -> int:
@@ -60,8 +102,10 @@ class HeadSpec:
         reads = f"layers {', '.join(map(str, self.aux_layers))}" if self.aux_layers else "the final hidden state"
         windows = {kind.window for kind in self.model.layer_kinds if kind.window}
         window = f", window of {max(windows)}" if windows else ""
+        if self.block is not None:
+            window += f", blocks of {self.block.size or 'any number of'} rows"
         return (
-            f"{self.kind.replace('eagle', 'EAGLE-')} head in the layout {self.format or 'of no file'}: reads {reads} of the "
+            f"{TITLES[self.kind]} head in the layout {self.format or 'of no file'}: reads {reads} of the "
             f"target, {self.draft_vocab_size} of {self.model.vocab_size} tokens, trained on up to {self.trained_length}{window}"
         )
 

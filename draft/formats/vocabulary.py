@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdec.draft.eagle.formats.reading import HeadFiles
+from specdec.draft.formats.reading import HeadFiles
 
 Presence = Literal["may", "must", "must not"]
 LEAST_TO_JUDGE = 16  # a threshold: offsets of fewer ids may always grow by chance

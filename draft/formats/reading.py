@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.draft.eagle.spec import HeadSpec
+from specdec.draft.formats.spec import HeadSpec
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig
 
@@ -32,12 +32,16 @@ class Names:
 
     first: the first layer.  layers: the layers after it.  input_norm: of the layers after the first one.
     feature_norms: the norms before `fc`.
+    markov: what stands before the names of a Markov head's parts.
+    confidence: the matrix that estimates acceptance.
     """
 
     first: str
     layers: tuple[str, ...] = ()
     input_norm: str = "input_layernorm"
     feature_norms: tuple[str, ...] = ()
+    markov: str = "markov_head."
+    confidence: str = "confidence_head.proj"
 
 
 @dataclass(frozen=True)
@@ -65,25 +69,48 @@ class Format(NamedTuple):
 
 def wanted_tensors(spec: HeadSpec, names: Names) -> Shapes:
     """Every tensor that a head of that spec needs, but for its vocabulary map, with its shape."""
-    model = spec.model
-    H, Ht = model.hidden_size, spec.target_hidden_size
+    H, Ht = spec.model.hidden_size, spec.target_hidden_size
     shapes: Shapes = {}
     if spec.kind == "eagle1":
         shapes["fc.weight"] = (H, H + Ht)
         shapes |= {"fc.bias": (H,)} if spec.fc_bias else {}
-        shapes |= _layer(names.first, model, H)
+        shapes |= _layer(names.first, spec.model, H)
         del shapes[f"{names.first}.input_layernorm.weight"]
-    else:
+    elif spec.kind in ("eagle3", "p-eagle"):
         shapes["fc.weight"] = (H, spec.feature_size)
         if spec.feature_norm != "none":
             shapes |= {f"{name}.weight": (spec.feature_size // len(names.feature_norms),) for name in names.feature_norms}
-        shapes |= _layer(names.first, model, 2 * H) | {f"{names.first}.hidden_norm.weight": (H,)}
+        shapes |= _layer(names.first, spec.model, 2 * H) | {f"{names.first}.hidden_norm.weight": (H,)}
         shapes["norm.weight"] = (H,)
-        shapes |= {"lm_head.weight": (spec.draft_vocab_size, H)} if spec.own_lm_head else {}
+        shapes |= {"mask_hidden": (1, 1, spec.feature_size)} if spec.kind == "p-eagle" else {}
+    else:
+        shapes["fc.weight"] = (H, spec.feature_size)
+        shapes |= {f"{norm}.weight": (H,) for norm in ("hidden_norm", "norm")}
+        shapes |= _layer(names.first, spec.model, H) | _correction(spec, names)
     for name in names.layers:
-        shapes |= _layer(name, model, H, names.input_norm)
+        shapes |= _layer(name, spec.model, H, names.input_norm)
+    if spec.own_lm_head and spec.kind != "eagle1":
+        shapes["lm_head.weight"] = (spec.draft_vocab_size, H)
     if spec.own_embeddings:
-        shapes["embed_tokens.weight"] = (model.vocab_size, H)
+        shapes["embed_tokens.weight"] = (spec.model.vocab_size, H)
+    return shapes
+
+
+def _correction(spec: HeadSpec, names: Names) -> Shapes:
+    """What a DSpark head has beside a DFlash head's tensors."""
+    block, H = spec.block, spec.model.hidden_size
+    assert block is not None
+    r, shapes = block.markov_rank, Shapes()
+    if block.markov != "none":
+        shapes = {"markov_w1.weight": (spec.model.vocab_size, r), "markov_w2.weight": (spec.draft_vocab_size, r)}
+    if block.markov == "gated":
+        shapes |= {"gate_proj.weight": (r, H + r), "gate_proj.bias": (r,)}
+    if block.markov == "rnn":
+        shapes |= {"joint_proj.weight": (3 * r, 2 * r + H), "joint_proj.bias": (3 * r,)}
+    shapes = {f"{names.markov}{name}": shape for name, shape in shapes.items()}
+    if block.confidence != "none":
+        width = H + (r if block.confidence == "markov" else 0)
+        shapes |= {f"{names.confidence}.weight": (1, width), f"{names.confidence}.bias": (1,)}
     return shapes
 
 
@@ -126,6 +153,8 @@ def check_tensors(files: HeadFiles, reading: Reading) -> None:
 
 
 _SIZES = (  # the keys of config.json from which a tensor's shape follows, by a part of its name
+    ("markov_w", "vocab_size, draft_vocab_size and markov_rank"),
+    ("mask_hidden", "the width of fc"),
     ("fc.", "hidden_size, target_hidden_size and the ids of the target's layers"),
     ("lm_head", "draft_vocab_size and hidden_size"),
     ("embed_tokens", "vocab_size and hidden_size"),

@@ -1,0 +1,1 @@
+"""Heads that draft several tokens in one pass: P-EAGLE, DFlash and DSpark."""

@@ -1,0 +1,95 @@
+"""The kernel of grow.py: one warp for each sequence takes the best node again and again.
+
+The frontier holds nodes whose parents are taken already: of each taken node its first child, and the next sibling of each
+taken child.  All other nodes come after one of these in the order, so the best of the frontier is the next node of the tree.
+
+A node's key holds its score and, below it, its level, its parent's number and its rank among its siblings, inverted; so the
+largest key is the first node in the order.
+
+Shapes: B sequences, S levels, K tokens of a level, N nodes with the root, F places of the frontier.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.ops.launch import chained
+from specdec.ops.topk_triton import LOWEST_64, key_value, ordered_32
+
+LEAST = tl.constexpr(-1e30)
+TIES = tl.constexpr(0x7FFFFFFF)
+LEVEL, PARENT = tl.constexpr(1 << 20), tl.constexpr(1 << 8)  # how far levels and parents stand above ranks in a key
+
+
+@triton.jit
+def _key(score, level, parent, rank):
+    low = TIES - (level * LEVEL + parent * PARENT + rank)
+    return (ordered_32(score).to(tl.int64) << 32) | low.to(tl.int64)
+
+
+@triton.jit
+def _logp(logp, at):
+    value = tl.load(logp + at)
+    return tl.where(value >= LEAST, value, LEAST)
+
+
+@triton.jit(do_not_specialize=["levels", "num_nodes"])
+def best_paths_kernel(
+    logp,  # [B, S, K] float32
+    token,  # [B, S, K] int64
+    root,  # [B] int64
+    tokens,  # [B, N] int64
+    parents,  # [B, N] int64
+    levels,  # S
+    num_nodes,  # N
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PADDED)
+    logp += b * levels * K
+    token += b * levels * K
+    tokens += b * num_nodes
+    parents += b * num_nodes
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tl.store(tokens, tl.load(root + b))
+    tl.store(parents, tl.zeros([], tl.int64))
+    lowest = tl.full([], LOWEST_64, tl.int64)
+    none = tl.full([], 0, tl.int32)
+    key_F = tl.where(place == 0, _key(_logp(logp, 0), none, none, none), lowest)
+    base_F = tl.zeros([PADDED], tl.float32)  # the score of each place's parent
+    for number in range(1, num_nodes):
+        best = tl.max(key_F, 0)
+        is_best_F = key_F == best
+        base = tl.sum(tl.where(is_best_F, base_F, 0.0), 0)
+        score = key_value(best)
+        ties = TIES - (best & TIES).to(tl.int32)
+        level, parent, rank = ties // LEVEL, (ties % LEVEL) // PARENT, ties % PARENT
+        tl.store(tokens + number, tl.load(token + level * K + rank))
+        tl.store(parents + number, parent.to(tl.int64))
+        has_next, goes_on = rank + 1 < K, level + 1 < levels
+        sibling = _logp(logp, tl.where(has_next, level * K + rank + 1, 0))
+        child = _logp(logp, tl.where(goes_on, (level + 1) * K, 0))
+        next_key = tl.where(has_next, _key(base + sibling, level, parent, rank + 1), lowest)
+        child_key = tl.where(goes_on, _key(score + child, level + 1, number, none), lowest)
+        key_F = tl.where(is_best_F, next_key, key_F)
+        key_F = tl.where(place == number, child_key, key_F)
+        base_F = tl.where(place == number, score, base_F)
+
+
+def launch_best_paths(logp_BSK: Tensor, tokens_BSK: Tensor, root_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """`grow.best_paths`: (tokens_BN, parents_BN), int64."""
+    B, S, K = logp_BSK.shape
+    assert logp_BSK.is_contiguous() and tokens_BSK.is_contiguous() and root_B.is_contiguous()
+    tokens_BN, parents_BN = (torch.empty(B, num_nodes, dtype=torch.int64, device=root_B.device) for _ in range(2))
+    best_paths_kernel[(B,)](
+        logp_BSK, tokens_BSK, root_B, tokens_BN, parents_BN, S, num_nodes,
+        K=K, PADDED=max(32, triton.next_power_of_2(num_nodes)), num_warps=1, **chained(root_B.device),
+    )  # fmt: skip
+    return tokens_BN, parents_BN

@@ -1,0 +1,37 @@
+"""What a head of one pass keeps of each row between rounds: the hidden states of its next drafts, beside what pauses kept.
+
+Shapes: B rows, S the most tokens drafted, H hidden size of the head, P the most tokens of a pause, F width of a token's
+features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from specdec.draft.drafter import Place
+from specdec.draft.paused import PausedRows
+
+
+@dataclass(frozen=True)
+class BlockRows(PausedRows):
+    """hidden_BSH: the hidden states of which the next draft's logits are made, left by the last extend."""
+
+    hidden_BSH: Tensor
+
+    @classmethod
+    def empty(cls, place: Place, hidden: int, features: int) -> Self:
+        """hidden, features: H and F."""
+
+        def zeros(*shape: int, dtype: torch.dtype = place.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=place.device)
+
+        return cls(
+            pending_B=zeros(place.rows, dtype=torch.int64),
+            pending_tokens_BP=zeros(place.rows, place.max_pause, dtype=torch.int64),
+            pending_features_BPF=zeros(place.rows, place.max_pause, features),
+            hidden_BSH=zeros(place.rows, place.spec.max_steps, hidden),
+        )

@@ -1,0 +1,170 @@
+"""The worker of heads of one pass: a round's extend runs the head once, and its draft makes a tree of what the pass left.
+
+Tokens of P-EAGLE and DFlash heads are drafted independently of one another, so that the best tree follows from one distribution
+for each level (grow.py).  A DSpark head corrects each row's logits by the token before it on the node's own path: its trees
+grow level by level as an EAGLE head's do, but a level costs a product of low rank and no pass.
+
+This module knows heads, trees and rounds; it knows neither requests nor the verifier.
+
+Shapes: B sequences, K topk, S levels, R = B * K branches, H hidden, W a rank's run of the draft vocabulary, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.batch.packed import PackedPrompts
+from specdec.batch.state import BatchState
+from specdec.batch.tree import DraftTree
+from specdec.config import SpecConfig
+from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.grow import best_paths
+from specdec.draft.block.passes import BlockPass, ContextPass, Emitted, Pages, PairPass
+from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.block.rows import BlockRows
+from specdec.draft.drafter import Drafter, Place
+from specdec.draft.shared_noise import noise_of, noise_of_levels
+from specdec.draft.tree.build_tree import best_nodes
+from specdec.draft.tree.expand import Candidates, expand, first_level
+from specdec.ops.noise.gumbel import Noise
+from specdec.steps import Needs
+
+# A threshold: where a token is less likely than this to be accepted with all tokens before it, it counts after all other nodes.
+STOP_BELOW = 0.05
+STOPPED = 1e4  # taken off the scores of such tokens
+
+
+class BlockWorker(Drafter):
+    """Runs a head of one pass over the running batch."""
+
+    def __init__(self, head: PEagleHead | DFlashHead, place: Place) -> None:
+        self.head, self.topk = head, place.spec.topk
+        (cache,) = self.caches = place.caches
+        steps = place.spec.max_steps
+        self.run: BlockPass
+        if isinstance(head, PEagleHead):
+            self.run = PairPass(head, place.backend, cache, steps)
+        else:
+            self.run = ContextPass(head, place.backend, cache, steps)
+        self.groups = cache.group_numbers
+        self.rows: BlockRows = BlockRows.empty(place, head.config.model.hidden_size, head.config.feature_size)
+
+    def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
+        """The next tree of every row, of the hidden states that the last extend or prefill left."""
+        S, hidden_BSH = spec.max_steps, self._rows(state).hidden_BSH[:, : spec.max_steps]
+        noise = self._noise(state, needs)
+        if isinstance(self.head, DSparkHead):
+            walk = Walk(self.head, hidden_BSH, noise)
+            return walk.chain(state.bonus_B) if self.topk == 1 else walk.tree(state.bonus_B, self.topk, spec)
+        logits_TW, head = self.head.logits(hidden_BSH.flatten(0, 1)), self.head
+        noise = noise and noise_of_levels(noise, S)
+        if self.topk == 1:
+            tokens_BS = head.vocabulary.greedy(logits_TW, head.d2t_V, noise=noise).view(-1, S)
+            return DraftTree.chain(torch.cat((state.bonus_B[:, None], tokens_BS), dim=1))
+        logp_TK, tokens_TK = head.vocabulary.top(logits_TW, self.topk, head.d2t_V, noise=noise)
+        logp_BSK, tokens_BSK = logp_TK.view(-1, S, self.topk), tokens_TK.view(-1, S, self.topk)
+        return best_paths(logp_BSK, tokens_BSK, state.bonus_B, spec.num_draft_tokens)
+
+    def extend(
+        self,
+        state: BatchState,
+        needs: Needs,
+        base_lens_B: Tensor,
+        tokens_BE: Tensor,
+        last_B: Tensor,
+        features_BEF: Tensor | None,
+    ) -> None:
+        assert features_BEF is not None
+        emitted = Emitted(base_lens_B, state.lens_B, tokens_BE, last_B, features_BEF)
+        self._rows(state).hidden_BSH.copy_(self.run.after(emitted, Pages.of_rows(state, self.groups)))
+
+    def prefill(self, state: BatchState, needs: Needs, prompts: PackedPrompts, first_B: Tensor, features_TF: Tensor) -> None:
+        self.rows.hidden_BSH.index_copy_(0, prompts.rows_B, self.run.prefill(state, prompts, first_B, features_TF))
+
+    def keep(self, state: BatchState, base_lens_B: Tensor, tokens_B: Tensor, features_BF: Tensor | None) -> None:
+        assert features_BF is not None
+        self._rows(state).keep(state, tokens_B, features_BF)
+
+    def catch_up(self, state: BatchState, needs: Needs) -> None:
+        rows = self._rows(state)
+        before_BSH = rows.hidden_BSH.clone()
+        base_lens_B, last_B = state.lens_B - rows.pending_B.int(), (rows.pending_B - 1).clamp(min=0)
+        self.extend(state, needs, base_lens_B, rows.pending_tokens_BP, last_B, rows.pending_features_BPF)
+        rows.hidden_BSH.copy_(torch.where(rows.pending_B[:, None, None] > 0, rows.hidden_BSH, before_BSH))
+        rows.pending_B.zero_()
+
+    def changed(self, state: BatchState) -> list[Tensor]:
+        rows = self._rows(state)
+        return [rows.pending_B, rows.hidden_BSH]
+
+    def clear_rows(self, rows_R: Tensor) -> None:
+        self.rows.pending_B.index_fill_(0, rows_R, 0)
+
+    def _rows(self, state: BatchState) -> BlockRows:
+        """The rows of the state, which are the batch's first ones."""
+        return self.rows.narrow(state.rows)
+
+    def _noise(self, state: BatchState, needs: Needs) -> Noise | None:
+        """The noise of the tokens after the bonus tokens; None where the target adds none."""
+        return noise_of(state.lens_B, state.sampling._replace(tables=None), needs) if needs.sampled else None
+
+
+class Walk:
+    """A DSpark head's drafts of one round: each row's logits depend on the path before it.
+
+    hidden_BSH: the rows of the blocks.
+    """
+
+    def __init__(self, head: DSparkHead, hidden_BSH: Tensor, noise: Noise | None) -> None:
+        self.head, self.hidden_BSH, self.noise = head, hidden_BSH, noise
+        self.own_BSW = head.logits(hidden_BSH.flatten(0, 1)).view(*hidden_BSH.shape[:2], -1)
+
+    def chain(self, bonus_B: Tensor) -> DraftTree:
+        tokens, state_Br = [bonus_B], None
+        for step in range(self.hidden_BSH.shape[1]):
+            logits_BW, state_Br = self._logits(step, self.head.markov.embed(tokens[-1]), state_Br)
+            noise = self.noise and self.noise.at(step + 1)
+            tokens.append(self.head.vocabulary.greedy(logits_BW, self.head.d2t_V, noise=noise))
+        return DraftTree.chain(torch.stack(tokens, dim=1))
+
+    def tree(self, bonus_B: Tensor, topk: int, spec: SpecConfig) -> DraftTree:
+        """The best K branches of a level go on, and the best nodes of all are the tree."""
+        head, (B, S, _), K = self.head, self.hidden_BSH.shape, topk
+        candidates = Candidates.empty(B, K, S, bonus_B.device)
+        embedded_Rr = head.markov.embed(bonus_B)
+        logits_BW, state_Rr = self._logits(0, embedded_Rr, None)
+        logp_BK, tokens_BK = head.vocabulary.top(logits_BW, K, head.d2t_V, noise=self.noise)
+        beam = first_level(candidates, tokens_BK, logp_BK)
+        sure_R = None if head.confidence is None else self._sure(0, embedded_Rr)
+        for level in range(2, S + 1):
+            parents_R = (beam.parents_BK + torch.arange(B, device=bonus_B.device)[:, None] * (1 if level == 2 else K)).flatten()
+            state_Rr = None if state_Rr is None else state_Rr.index_select(0, parents_R)
+            embedded_Rr = head.markov.embed(beam.tokens_BK.flatten())
+            logits_RW, state_Rr = self._logits(level - 1, embedded_Rr, state_Rr)
+            if sure_R is not None:
+                sure_R = sure_R.index_select(0, parents_R) + self._sure(level - 1, embedded_Rr)
+                stopped_R = torch.where(sure_R < math.log(STOP_BELOW), -STOPPED, 0.0)
+                beam = replace(beam, scores_BK=beam.scores_BK + stopped_R.view(B, K))
+            noise = self.noise and self.noise.at(level)
+            beam = expand(candidates, level, beam, logits_RW, head.d2t_V, head.vocabulary, noise)
+        return best_nodes(candidates, bonus_B, spec.num_draft_tokens, S)
+
+    def _logits(self, step: int, embedded_Rr: Tensor, state_Rr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """([R, W], the state after): of the rows' step, equally many branches for each sequence."""
+        each = len(embedded_Rr) // len(self.hidden_BSH)
+        hidden_RH = self.hidden_BSH[:, step].repeat_interleave(each, 0) if each > 1 else self.hidden_BSH[:, step]
+        row_Rr, state_Rr = self.head.markov.step(hidden_RH, embedded_Rr, state_Rr)
+        added_RW = self.head.markov.w2(row_Rr)
+        own_BW = self.own_BSW[:, step]
+        return (own_BW[:, None] + added_RW.unflatten(0, (-1, each))).flatten(0, 1), state_Rr
+
+    def _sure(self, step: int, embedded_Rr: Tensor) -> Tensor:
+        """[R] float32: the logarithm of the estimate that the token of that step is accepted if those before it are."""
+        each = len(embedded_Rr) // len(self.hidden_BSH)
+        hidden_RH = self.hidden_BSH[:, step].repeat_interleave(each, 0)
+        return F.logsigmoid(self.head.confidences(hidden_RH, embedded_Rr).float())

@@ -1,0 +1,71 @@
+"""Opens a head's folder of any layout: which layout it is, what its reader makes of it, and what holds in every layout.
+
+Nothing but the config and headers is read, and the tensors of the vocabulary map.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from specdec.draft.formats.detect import FORMATS, detect
+from specdec.draft.formats.reading import Format, HeadFiles, Reading, check_tensors
+from specdec.draft.formats.spec import HeadSpec
+from specdec.models.checkpoints.checkpoint import Checkpoint
+from specdec.models.checkpoints.swapped import refuse_target_tensors
+from specdec.models.config import ModelConfig, read_json
+
+
+class HowToRead(NamedTuple):
+    """What a caller says of a head's files.
+
+    format: the layout's name, or "auto".  pickles: whether weights may come from a pickle.
+    window: whether no layer reads more tokens back than the head was trained on.
+    """
+
+    format: str = "auto"
+    pickles: bool = False
+    window: bool = False
+
+
+AS_FOUND = HowToRead()
+
+
+class OpenHead(NamedTuple):
+    """A head's folder, understood and checked, of which no weight was read."""
+
+    files: HeadFiles
+    format: Format
+    reading: Reading
+
+
+def open_head(folder: Path, target: ModelConfig | None, how: HowToRead = AS_FOUND) -> OpenHead:
+    """Reads a head's config and headers.
+
+    target: None if it is not known; then nothing is held against it.
+    ValueError names any config key or tensor that is unknown, missing or contradicts the target.
+    """
+    raw = read_json(folder / "config.json")
+    files = HeadFiles(folder, raw, Checkpoint(folder, pickles=how.pickles))
+    refuse_target_tensors(files.checkpoint.names(), folder)
+    chosen = detect(files) if how.format == "auto" else FORMATS[how.format]
+    reading = chosen.read(files, target)
+    if how.window:
+        reading = replace(reading, spec=windowed(reading.spec))
+    if target is not None and not reading.spec.own_embeddings and reading.spec.model.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"{folder}: a head of hidden_size {reading.spec.model.hidden_size} needs embed_tokens.weight of its own, "
+            f"since the target's is {target.hidden_size} wide"
+        )
+    if target is not None and not reading.spec.own_lm_head and reading.spec.model.hidden_size != target.hidden_size:
+        raise ValueError(f"{folder}: a head of another hidden_size than its target's needs an lm_head.weight of its own")
+    check_tensors(files, reading)
+    return OpenHead(files, chosen, reading)
+
+
+def windowed(spec: HeadSpec) -> HeadSpec:
+    """The same head, whose layers read no more tokens back than it was trained on."""
+    most = spec.trained_length
+    kinds = tuple(replace(kind, window=min(kind.window or most, most)) for kind in spec.model.layer_kinds)
+    return replace(spec, model=replace(spec.model, layer_kinds=kinds))

@@ -1,0 +1,86 @@
+"""Loads a head of any kind from a folder of any layout that can be read, strictly.  Knows kinds of heads, and no layout.
+
+A reader (`formats/`) says what the folder means; every tensor is checked by its header before memory is taken, and used or
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.fill import fill_dflash, fill_dspark, fill_peagle
+from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.eagle.fill import fill_eagle1, fill_eagle3
+from specdec.draft.eagle.head import Eagle1Head, Eagle3Head
+from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
+from specdec.draft.head import DraftHead
+from specdec.models.checkpoints.loader import build, copy_, fill_linear
+from specdec.models.sharding import join, share_of
+from specdec.models.target import Target
+
+
+class Kind(NamedTuple):
+    """A kind of head.  make: from its spec and the most positions.  fill: from its tensors' names and the checkpoint."""
+
+    make: Callable[..., DraftHead]
+    fill: Callable[[Any, Any, Any], None]
+
+
+KINDS = {
+    "eagle1": Kind(Eagle1Head, fill_eagle1),
+    "eagle3": Kind(Eagle3Head, fill_eagle3),
+    "p-eagle": Kind(PEagleHead, fill_peagle),
+    "dflash": Kind(DFlashHead, fill_dflash),
+    "dspark": Kind(DSparkHead, fill_dspark),
+}
+
+
+def load_head(
+    folder: Path,
+    target: Target,
+    max_positions: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    how: HowToRead = AS_FOUND,
+) -> DraftHead:
+    """The head in the folder, sharing what it does not own with the target.  ValueError: see `open_head`."""
+    return build_head(open_head(folder, target.config, how), target, max_positions, device, dtype)
+
+
+def build_head(opened: OpenHead, target: Target, max_positions: int, device: torch.device, dtype: torch.dtype) -> DraftHead:
+    """The head with its weights.  max_positions: length of the rotary table."""
+    files, _, reading = opened
+    spec, checkpoint = reading.spec, files.checkpoint
+    own = replace(spec, model=share_of(spec.model, target.config.shard))
+    kind = KINDS[spec.kind]
+    head = build(lambda: kind.make(own, max_positions), device, dtype)
+    kind.fill(head, reading.names, checkpoint)
+    if spec.own_embeddings:
+        copy_(head.embed_tokens.weight, checkpoint, "embed_tokens.weight")
+    else:
+        head.embed_tokens = target.embed_tokens
+    if spec.own_lm_head:
+        fill_linear(head.lm_head, checkpoint, "lm_head")
+    else:
+        head.lm_head = target.lm_head
+    head.d2t_V = _offsets(spec.draft_ids, target.embed_tokens.weight.device)
+    for name in ("rotary_emb.inv_freq", *reading.beside):
+        checkpoint.ignore(name)
+    checkpoint.finish()
+    join(head, target.group)
+    return head
+
+
+def _offsets(draft_ids: tuple[int, ...] | None, device: torch.device) -> Tensor | None:
+    """What takes a draft id to the target's: None where all are 0."""
+    if draft_ids is None:
+        return None
+    offsets_V = torch.tensor(draft_ids) - torch.arange(len(draft_ids))
+    return offsets_V.to(device) if bool(offsets_V.any()) else None

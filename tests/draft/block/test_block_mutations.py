@@ -1,0 +1,191 @@
+"""Every layout of heads of one pass, broken in every way: each break is an error, changes nothing, or is one that files can't
+tell from another sound head; such a one computes something else, which the look at a text is for.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from toolkit.heads.block_parts import BlockOptions, random_block_parts
+from toolkit.heads.block_writers import BLOCK_WRITERS
+from toolkit.heads.writers import Files
+from toolkit.models import Zoo
+from torch import Tensor
+
+from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.formats.open import HowToRead, open_head
+from specdec.draft.load import build_head
+from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.target import Target
+
+CPU = torch.device("cpu")
+PRUNED: dict[str, Any] = dict(draft_vocab=26, own_lm_head=True)
+DSPARK: dict[str, Any] = dict(kind="dspark", skips=False, rank=6, markov="gated", confidence="markov")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("speculators", dict(PRUNED, kind="p-eagle", skips=False, own_embeddings=True, qk_norm=False)),
+    ("specforge", dict(PRUNED, kind="p-eagle", skips=False, own_embeddings=True, qk_norm=False)),
+    ("z-lab", dict(windows=(6, None), more={"is_causal": False})),
+    ("modelopt", dict(causal=(True, True), windows=(5, 5))),
+    ("speculators", dict(PRUNED, windows=(5, None), rule="anchor", causal=(True, False))),
+    ("deepspec", dict(DSPARK, own_embeddings=True, own_lm_head=True)),
+    ("specforge", dict(DSPARK, markov="rnn")),
+    ("modelopt", dict(DSPARK)),
+    ("speculators", {**DSPARK, **PRUNED}),
+]
+# What a sound head's files could say as well.
+SOUND = {
+    "rms_norm_eps", "rope_theta", "mask_token_id", "block_size", "sliding_window", "swa_window_size", "sample_from_anchor",
+    "sliding_window_non_causal", "causal", "norm_before_residual", "speculative_tokens", "max_position_embeddings",
+    "layer ids", "target_layer_ids", "eagle_aux_hidden_state_layer_ids",
+}  # fmt: skip
+UNSEEN = {  # too little to be seen in a short text, or nothing without windows
+    "max_position_embeddings", "speculative_tokens", "rms_norm_eps", "sliding_window", "swa_window_size",
+    "sliding_window_non_causal",
+}  # fmt: skip
+
+
+def changes(files: Files) -> Iterator[tuple[str, str, Files]]:
+    """(what, the key or tensor, the files)."""
+    config, tensors = files
+    for name, tensor in tensors.items():
+        if name.startswith("layers.1."):
+            continue  # as those of the first layer
+        rest = {other: x for other, x in tensors.items() if other != name}
+        yield "dropped", name, (config, rest)
+        yield "renamed", name, (config, {**rest, f"{name}s": tensor})
+        yield "of another type", name, (config, {**rest, name: tensor.float() if "2" in name[:3] else tensor.int()})
+        yield "twice", name, (config, {**tensors, f"copy.{name}": tensor.clone()})
+        if tensor.dim() == 2 and tensor.shape[0] != tensor.shape[1]:
+            yield "transposed", name, (config, {**rest, name: tensor.T})
+        if tensor.is_floating_point():
+            broken = tensor.clone()
+            broken.flatten()[0] = torch.nan
+            yield "with NaN", name, (config, {**rest, name: broken})
+    for path in paths(config):
+        key, broken_config = path[-1], copy.deepcopy(config)
+        part = inner(broken_config, path)
+        value = part.pop(key)
+        yield "removed", key, (copy.deepcopy(broken_config), tensors)
+        part[f"{key}s"] = value
+        yield "misspelt", key, (copy.deepcopy(broken_config), tensors)
+        del part[f"{key}s"]
+        part[key] = [1] if isinstance(value, str) else {"a": 1} if value is None else "x"
+        yield "of another type", key, (copy.deepcopy(broken_config), tensors)
+        if isinstance(value, bool) or type(value) in (int, float):
+            part[key] = not value if isinstance(value, bool) else value * 2
+            yield "of another value", key, (broken_config, tensors)
+        if "layer_ids" in key:
+            for ids in ([i + 1 for i in value], value[::-1], [0, 1, 1], [1, 2, 40], [-1, 0, 1], value[:2]):
+                part[key] = ids
+                yield f"{ids}", "layer ids", (copy.deepcopy(broken_config), tensors)
+
+
+def paths(part: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in part.items():
+        yield (*at, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*at, key))
+
+
+def inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for key in path[:-1]:
+        config = config[key]
+    return config
+
+
+@pytest.mark.parametrize(("layout", "options"), CASES, ids=lambda v: str(v)[:60])
+def test_no_broken_head_loads_quietly(
+    zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = BLOCK_WRITERS[layout](random_block_parts(BlockOptions(**options), seed=3))
+    where = zoo.target("llama")
+    target = load_target(where, read_target_config(where), 64, CPU, torch.float32)
+    right, count = drawn(tmp_path, files, target), Counter[str]()
+    assert right is not None
+    for what, name, broken in changes(files):
+        got = drawn(tmp_path, broken, target)
+        is_same = got is not None and got.shape == right.shape and torch.equal(got, right)
+        end = "error" if got is None else "no change" if is_same else "another head"
+        count[end] += 1
+        if name in files[1] or (name == "layer ids" and what != f"{[i + 1 for i in options.get('aux', (0, 1, 2))]}"):
+            assert end == "error", (what, name)
+        if end == "another head":
+            assert name in SOUND, (what, name)
+        if what == "of another value" and name in SOUND - UNSEEN:
+            assert end != "no change", (what, name)
+    with capsys.disabled():
+        print(f"\n{layout}: {count.total()} breaks: {dict(count)}", end=" ")
+    assert count["error"] > 80 and count["another head"] < 20
+
+
+def drawn(folder: Path, files: Files, target: Target) -> Tensor | None:
+    """What the head drafts along a text; None if it is refused."""
+    write(folder, files)
+    try:
+        opened = open_head(folder, target.config, HowToRead("auto"))
+        head = build_head(opened, target, 64, CPU, torch.float32)
+    except ValueError as error:
+        assert len(str(error)) > 20
+        return None
+    assert isinstance(head, PEagleHead | DFlashHead)
+    generator = torch.Generator().manual_seed(5)
+    ids_T = torch.randint(40, (15,), generator=generator)
+    features_TF = torch.randn(15, head.config.feature_size, generator=generator)
+    anchors_A = torch.tensor([2, 9, 14])
+    with torch.inference_mode():
+        hidden_ASH = head.drafts(features_TF, ids_T, anchors_A, 2)
+        if isinstance(head, DSparkHead):
+            logits = head.walk(hidden_ASH, ids_T[anchors_A][:, None].expand(-1, 2))
+            sure = head.confidences(hidden_ASH, head.markov.embed(ids_T[anchors_A][:, None].expand(-1, 2)))
+            return torch.cat((logits, sure[..., None]), dim=-1)
+        return head.logits(hidden_ASH)
+
+
+def write(folder: Path, files: Files) -> None:
+    """The sound tensors are written once, and stay until others were."""
+    (folder / "config.json").write_text(json.dumps(files[0]))
+    if _written.get(folder) is not files[1]:
+        save_file({name: tensor.contiguous() for name, tensor in files[1].items()}, folder / "model.safetensors")
+        _written[folder] = files[1]
+
+
+_written: dict[Path, dict[str, Tensor]] = {}
+
+
+def test_what_says_too_little_is_refused_by_name(zoo: Zoo, tmp_path: Path) -> None:
+    """Keeps out: a guess where layouts disagree."""
+    config, tensors = BLOCK_WRITERS["z-lab"](random_block_parts(BlockOptions(windows=(6, None))))
+    where = zoo.target("llama")
+    target = read_target_config(where)
+
+    def said(changed: dict[str, Any], how: str = "auto") -> str:
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError) as error:
+            open_head(tmp_path, target, HowToRead(how))
+        return str(error.value)
+
+    assert "causal in layers with a window is open" in said(config) and "draft_format='specforge'" in said(config)
+    assert "z-lab's are not" in said(config, "z-lab")
+    nested = config["dflash_config"]
+    for key, value, message in (
+        ("target_layer_ids", [0, 1, 3], "names the last layer"), ("target_layer_ids", [-1, 0, 1], "names the embeddings by -1"),
+        ("attention_sink_bias", True, "attention_sink_bias must be"), ("causal_head", True, "causal_head must be"),
+        ("gru_hidden_dim", 3, "unknown key dflash_config.gru_hidden_dim"), ("block_size", 5, "must be equal, got"),
+        ("mask_token_id", 40, "mask_token_id must be at most 39"),
+    ):  # fmt: skip
+        assert message in said({**config, "is_causal": False, "dflash_config": {**nested, key: value}})
+    narrow = {**config, "is_causal": False, "sliding_window": 3}
+    assert "sliding_window must be at least the block's 4 rows, got 3" in said(narrow)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    block = open_head(tmp_path, target, HowToRead("specforge")).reading.spec.block
+    assert block is not None and block.causal == (True, False)

@@ -1,0 +1,102 @@
+"""A head of one pass of every option, written in each layout, is read back as the same head and computes the same logits.
+
+Keeps out: blocks shifted by one place, causality taken from another layout, windows counted from another row, a Markov head
+fed with another row's token: what loads without an error and drafts badly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.heads.block_parts import BlockOptions, random_block_parts
+from toolkit.heads.block_writers import BLOCK_WRITERS
+from toolkit.heads.writers import save
+from toolkit.models import Zoo
+
+from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.export import config_of, tensors_of
+from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.formats.open import HowToRead, open_head
+from specdec.draft.load import build_head
+from specdec.models.checkpoints.loader import load_target, read_target_config
+
+CPU, F64 = torch.device("cpu"), torch.float64
+PEAGLE = dict(kind="p-eagle", skips=False, own_embeddings=True, own_lm_head=True, qk_norm=False, draft_vocab=26)
+DSPARK = dict(kind="dspark", skips=False, rank=6, markov="vanilla")
+PRUNED = dict(draft_vocab=26, own_lm_head=True)
+COPIES = dict(own_embeddings=True, own_lm_head=True)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("speculators", dict(PEAGLE, layers=3, feature_norm="joint", before_residual=True)),
+    ("speculators", dict(PEAGLE, layers=1, feature_norm="each", windows=(3,), qk_norm=True)),
+    ("specforge", dict(PEAGLE, layers=2, bias=True)),
+    ("z-lab", {}),
+    ("z-lab", dict(windows=(6, None), more={"is_causal": False}, bias=True)),
+    ("specforge", dict(windows=(None, 5), causal=(False, True))),
+    ("modelopt", dict(causal=(True, True), windows=(5, 5), layers=2)),
+    ("modelopt", dict(layers=1, aux=(0, 1, 2, 3))),
+    ("deepspec", dict(COPIES, skips=False)),
+    ("speculators", dict(PRUNED, windows=(5, None), rule="anchor", causal=(True, False))),
+    ("speculators", dict(windows=(5, 5), rule="anchor", skips=False)),
+    ("deepspec", dict(COPIES, **DSPARK, confidence="markov")),
+    ("specforge", dict(DSPARK, markov="gated", confidence="hidden")),
+    ("modelopt", dict(DSPARK, markov="rnn", confidence="markov")),
+    ("speculators", {**DSPARK, **PRUNED, "markov": "rnn", "confidence": "hidden"}),
+    ("speculators", {**DSPARK, "skips": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "options"), CASES, ids=lambda v: str(v)[:70])
+def test_reading_back(zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, Any]) -> None:
+    parts = random_block_parts(BlockOptions(**options), seed=3)
+    o, folder = parts.options, save(tmp_path, BLOCK_WRITERS[layout](parts))
+    where = zoo.target("llama")
+    target = load_target(where, read_target_config(where), 64, CPU, F64)
+    is_open = layout == "specforge" and o.kind == "dflash"  # such a folder has no mark of its own
+    opened = open_head(folder, target.config, HowToRead(layout if is_open else "auto"))
+    spec, block = opened.reading.spec, opened.reading.spec.block
+    assert block is not None and (spec.format, opened.format.name) == (layout, layout)
+    assert (spec.kind, spec.aux_layers, block.mask_id, block.skips_anchor) == (o.kind, o.aux, o.mask, o.skips)
+    assert (block.markov, block.markov_rank, block.confidence) == (o.markov, o.rank, o.confidence)
+    head = build_head(opened, target, 64, CPU, F64)
+    assert isinstance(head, PEagleHead | DFlashHead)
+
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(40, (15,), generator=generator)
+    features = torch.randn(15, 32 * len(o.aux), dtype=F64, generator=generator)
+    anchors, steps = [1, 4, 9, 14], o.size - o.skips
+    drawn = head.drafts(features, ids, torch.tensor(anchors), steps)
+    lm_head, embed = target.lm_head.rows(torch.arange(40)), target.embed_tokens.weight
+    for hidden, anchor in zip(drawn, anchors, strict=True):
+        want = parts.drafts(features, ids.tolist(), anchor, steps, embed)
+        before = torch.randint(40, (1, steps), generator=generator)
+        if isinstance(head, DSparkHead):
+            got = head.walk(hidden[None], before)[0]
+            torch.testing.assert_close(hidden, want, rtol=1e-5, atol=2e-5)
+            if o.confidence != "none":
+                estimates = head.confidences(hidden, head.markov.embed(before[0]))
+                torch.testing.assert_close(estimates, parts.confidences(want, before[0].tolist()), rtol=1e-5, atol=2e-5)
+        else:
+            got = head.logits(hidden)
+        torch.testing.assert_close(got, parts.logits(want, lm_head, before[0].tolist()), rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("case", [0, 9, 10, 14, 15], ids=lambda i: str(CASES[i])[:70])
+def test_exported_heads_are_read_back(zoo: Zoo, tmp_path: Path, case: int) -> None:
+    """Keeps out: a trained head whose files hold other weights, or mean another block."""
+    layout, options = CASES[case]
+    options = {key: value for key, value in options.items() if key not in ("windows", "rule", "causal")}
+    folder = save(tmp_path / "first", BLOCK_WRITERS[layout](random_block_parts(BlockOptions(**options))))
+    where = zoo.target("llama")
+    target = load_target(where, read_target_config(where), 64, CPU, torch.float32)
+    opened = open_head(folder, target.config)
+    head = build_head(opened, target, 64, CPU, torch.float32)
+    assert isinstance(head, PEagleHead | DFlashHead)
+    again = save(tmp_path / "second", (config_of(head, {"rope_theta": 3000.0}), tensors_of(head)))
+    read = open_head(again, target.config)
+    assert replace(read.reading.spec, model=replace(read.reading.spec.model, dtype="float32")) == opened.reading.spec
+    same = build_head(read, target, 64, CPU, torch.float32).state_dict()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in head.state_dict().items())
