@@ -59,7 +59,8 @@ class HeadPrep:
         K = self.num_kv_heads
         qk_THD = qkv_TXD[:, : X - K]
         if self.norm_HD is not None:
-            qk_THD.copy_(F.rms_norm(qk_THD, (D,), None, self.eps) * self.norm_HD)
+            read_THD = qk_THD.clone() if qk_THD.requires_grad else qk_THD  # a gradient needs what the norm read
+            qk_THD.copy_(F.rms_norm(read_THD, (D,), None, self.eps) * self.norm_HD)
         if self.rotation is not None:
             self.rotation.rotate_(qk_THD)
         return qkv_TXD[:, : X - 2 * K], qkv_TXD[:, X - 2 * K :].view(T, 2, K, D)

@@ -29,10 +29,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of both commands.  Parsed flags hold `run`, the function that executes the command, and `prog`, its name."""
     parser = argparse.ArgumentParser(prog="python -m specdec.train", description="Train small models for specdec.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    about = "Train an EAGLE-3 head for a target, on text that the target writes itself."
-    head = commands.add_parser("head", prog="train_head", help="an EAGLE-3 head for a target", description=about)
-    _head_flags(head)
-    head.set_defaults(run=_head, prog=head.prog)
+    about = "Train a draft head for a target, on text that the target writes itself."
+    head = commands.add_parser("head", prog="train_head", help="a draft head for a target", description=about)
+    add_head_flags(head)
+    head.set_defaults(run=run_head, prog=head.prog)
     about = "Train a small Llama-family target model on plain text."
     target = commands.add_parser("target", prog="train_target", help="a small Llama-family target", description=about)
     _target_flags(target)
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _head_flags(parser: argparse.ArgumentParser) -> None:
+def add_head_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="DIR", help="the target's folder or hub id")
     add("--text", nargs="+", required=True, metavar="FILE", help=f"what prompts are made of: {TEXT}, texts or chats")
@@ -76,8 +76,11 @@ def _text_flags(parser: argparse.ArgumentParser) -> None:
 
 def _setting_flags(parser: argparse.ArgumentParser, run: type[HeadRun] | type[TargetRun]) -> None:
     for field in fields(run):
-        kind, metavar = (float, "X") if isinstance(field.default, float) else (int, "N")
         flag, about = "--" + field.name.replace("_", "-"), f"{meaning_of(field)}; default: %(default)s"
+        if choices := field.metadata["choices"]:
+            parser.add_argument(flag, choices=choices, default=field.default, help=about)
+            continue
+        kind, metavar = (float, "X") if isinstance(field.default, float) else (int, "N")
         parser.add_argument(flag, type=kind, default=field.default, metavar=metavar, help=about)
 
 
@@ -92,7 +95,7 @@ def _settings(args: argparse.Namespace, run: type[Run]) -> Run:
     return run(**{field.name: getattr(args, field.name) for field in fields(run)})
 
 
-def _head(args: argparse.Namespace) -> None:
+def run_head(args: argparse.Namespace) -> None:
     run = _settings(args, HeadRun)
 
     from specdec.train.head import train_head

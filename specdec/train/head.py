@@ -1,8 +1,9 @@
-"""Trains an EAGLE-3 head (arXiv 2503.01840) for a target, and measures the finished head with the runtime itself.
+"""Trains a draft head for a target, and measures the finished head with the runtime itself.
 
-The target writes the text that the head learns from.  The finished folder has the layout of the heads that SafeAILab publishes.
-This file knows settings, files and the order of the steps; `selftext` writes the text, `unroll` computes the loss, and `loop`
-runs the optimizer.
+The target writes the text that the head learns from.  A head is EAGLE-3's (arXiv 2503.01840), or one that drafts in one pass:
+P-EAGLE (arXiv 2602.01469), DFlash (arXiv 2602.06036) or DSpark.  This file knows settings, files and the order of the steps;
+`selftext` writes the text, `new_heads` makes and saves heads, `unroll` and `block_loss` compute losses, and `loop` runs the
+optimizer.
 """
 
 from __future__ import annotations
@@ -19,22 +20,21 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.decoder import SpecDecoder
+from specdec.draft.block.dflash import DFlashHead
+from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.body import default_aux_layers
-from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.head import DraftHead
 from specdec.generation import Stats
 from specdec.loading.threads import set_training_threads
-from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.checkpoint import resolve_folder
-from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig
-from specdec.models.layers import RMSNorm
-from specdec.models.linear import Linear
 from specdec.models.registry import choose_target
 from specdec.models.target import Target
+from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
-from specdec.train.head_files import save_head
 from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
+from specdec.train.new_heads import new_head, save
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
 from specdec.train.text.documents import Document
@@ -64,7 +64,7 @@ def train_head(
     split: how text without separators falls into documents.
     out: gets config.json and model.safetensors of the weights with the lowest evaluation loss, training.json with the settings
     and results, and the two files that `resume` reads: checkpoint.pt and self_text.pt.
-    aux_layers: 0-based numbers of the target layers whose outputs are the head's features; None stands for EAGLE-3's choice.
+    aux_layers: 0-based numbers of the target layers whose outputs are the head's features; None: those of EAGLE-3's authors.
     overwrite: whether a head or a run that `out` holds may be replaced.
     threads: of torch, for a run on a CPU; None for as many as torch takes by itself.
 
@@ -78,7 +78,11 @@ def train_head(
     torch.manual_seed(run.seed)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
     prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
-    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with", _memory(run, decoder.model)]
+    notes = [
+        *corpus.notes,
+        f"{len(prompts)} prompts to measure the finished head with",
+        _memory(run, decoder.model, len(layers)),
+    ]
     print("\n".join(notes), flush=True)
     set_training_threads(decoder.settings.device, threads)
     model = decoder.model
@@ -94,7 +98,7 @@ def train_head(
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
-    progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save_head(head, folder))
+    progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder))
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
@@ -108,7 +112,7 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
             "training reads texts of one model, not what an encoder read besides"
         )
     if refusal := config.features_refusal:
-        raise ValueError(f"target: an EAGLE-3 head can't be trained for {target}: {refusal}")
+        raise ValueError(f"target: no head can be trained for {target}: {refusal}")
     if run.draft_vocab_size > config.vocab_size:
         raise ValueError(
             f"draft_vocab_size: expected at most {config.vocab_size}, the target's vocabulary, got {run.draft_vocab_size}"
@@ -123,17 +127,19 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
     return tuple(sorted(layers))
 
 
-def _memory(run: HeadRun, model: Target) -> str:
-    """A line that says how much memory a step takes, about."""
+def _memory(run: HeadRun, model: Target, features: int) -> str:
+    """A line that says how much memory a step takes, about.  features: how many layers' outputs the head reads."""
     config = model.config
     H, width = config.hidden_size, run.intermediate_size or config.intermediate_size
     vocab = run.draft_vocab_size or config.vocab_size
-    attention = H * config.head_dim * (3 * config.num_heads + 4 * config.num_kv_heads)  # of two inputs of H, and one output
-    numbers = 3 * H * H + attention + 3 * H * width + vocab * H
+    query, key_value = H * config.head_dim * config.num_heads, H * config.head_dim * config.num_kv_heads
+    first = query + 2 * key_value if run.kind in ("eagle3", "p-eagle") else 0  # its layer reads two inputs of H
+    layers = run.layers * (2 * query + 2 * key_value + 3 * H * width)
+    own = {"eagle3": H, "p-eagle": 2 * H, "dflash": 0, "dspark": 2 * run.markov_rank}[run.kind] * vocab
+    numbers = features * H * H + first + layers + own
     target = sum(weight.nbytes for weight in {id(weight): weight for weight in model.parameters()}.values())
-    logits = (
-        4 * run.batch * (run.width - 2) * vocab * (3 * run.num_steps + 2)  # logits, their softmax, a gradient
-    )  # of each step: logits, their softmax, a gradient
+    places = run.width - 2 if run.kind == "eagle3" else run.anchors
+    logits = 4 * run.batch * places * vocab * (3 * run.num_steps + 2)  # of each step: logits, their softmax, a gradient
     sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
     parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {parts}"
@@ -141,36 +147,6 @@ def _memory(run: HeadRun, model: Target) -> str:
 
 def _command(target: str | Path, folder: Path) -> str:
     return f"specdec bench --target {shlex.quote(str(target))} --draft {shlex.quote(str(folder))}"
-
-
-def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> Eagle3Head:
-    """A fresh head with random weights, except that language-model head and final norm start as copies of the target's.
-
-    aux_layers: 0-based target layers whose outputs are the features.  draft_ids_V: ids of the draft vocabulary, ascending.
-    The head shares the target's embeddings, which are not trained.
-    """
-    config = model.config
-    shape = replace(
-        config, num_layers=1, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=False, qkv_bias=False, o_bias=False,
-        mlp_bias=False, intermediate_size=run.intermediate_size or config.intermediate_size,
-    )  # fmt: skip
-    head_config = HeadSpec(shape, "eagle3", tuple(sorted(aux_layers)), config.hidden_size, len(draft_ids_V))
-    device = model.embed_tokens.weight.device
-    head = build(lambda: Eagle3Head(head_config, run.width), device, torch.float32)
-    head.embed_tokens = model.embed_tokens
-    head.requires_grad_(True)
-    head.embed_tokens.requires_grad_(False)
-    with torch.no_grad():
-        for module in head.modules():
-            if isinstance(module, Linear) and module.weight is not None:
-                module.weight.normal_(std=0.02)
-            elif isinstance(module, RMSNorm):
-                module.weight.fill_(1.0)
-        head.lm_head.tensors()["weight"].tensor.copy_(model.lm_head.rows(draft_ids_V.to(device)))
-        if isinstance(model, CausalLM):  # the final norm of another model implementation may be of another kind
-            head.norm.weight.copy_(model.norm.weight)
-    head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
-    return head
 
 
 def _rows(
@@ -192,20 +168,27 @@ def _rows(
 
 
 def _objective(
-    model: Target, head: Eagle3Head, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
+    model: Target, head: DraftHead, rows: Tensor, draft_ids_V: Tensor, run: HeadRun
 ) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
     """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     kept = min(256, max(1, len(rows) // 20))
     train, test = rows[:-kept], rows[-kept:]
 
+    def loss_of(part: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        if isinstance(head, PEagleHead | DFlashHead):
+            return block_loss(model, head, part, draft_ids_V, run.num_steps, run.decay, run.anchors, generator)
+        assert isinstance(head, Eagle3Head)
+        return head_loss(model, head, part, draft_ids_V, run.num_steps, run.decay)
+
     def loss_at(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step)
         picks = torch.randint(len(train), (run.batch,), generator=generator).to(rows.device)
-        return head_loss(model, head, train[picks], draft_ids_V, run.num_steps, run.decay)[0]
+        return loss_of(train[picks], generator)[0]
 
     @torch.no_grad()
     def evaluate() -> float:
-        parts = [head_loss(model, head, part, draft_ids_V, run.num_steps, run.decay) for part in test.split(run.batch)]
+        generator = torch.Generator().manual_seed(run.seed)  # the same places at each evaluation
+        parts = [loss_of(part, generator) for part in test.split(run.batch)]
         accuracy = torch.stack([part[1] for part in parts]).mean(0)
         print("first choice right, by step: " + " ".join(f"{share:.3f}" for share in accuracy.tolist()), flush=True)
         return float(torch.stack([part[0] for part in parts]).mean())

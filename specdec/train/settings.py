@@ -8,14 +8,16 @@ from typing import Any, TypeVar
 
 from specdec.config import SpecConfig
 
+KINDS = ("eagle3", "p-eagle", "dflash", "dspark")
+MARKOV = ("vanilla", "gated", "rnn")
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
 
 
-def setting(default: T, meaning: str) -> T:
-    """A field of a run.  meaning: what `--help` says of its flag."""
-    return field(default=default, metadata={"meaning": meaning})
+def setting(default: T, meaning: str, choices: tuple[T, ...] = ()) -> T:
+    """A field of a run.  meaning: what `--help` says of its flag.  choices: its values, if there are few."""
+    return field(default=default, metadata={"meaning": meaning, "choices": choices})
 
 
 def meaning_of(field: Field[Any]) -> str:
@@ -39,14 +41,40 @@ def _check_optimizer(run: HeadRun | TargetRun) -> None:
         raise ValueError(f"held_out: expected a share between 0 and 1, got {run.held_out}")
 
 
+def _check_kind(run: HeadRun) -> None:
+    """The kind, and the settings that only some kinds have."""
+    for name, choices in (("kind", KINDS), ("markov", MARKOV)):
+        if getattr(run, name) not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(run, name)!r}")
+    if run.kind == "eagle3" and run.layers != 1:
+        raise ValueError(f"layers: expected 1 for kind=eagle3, got {run.layers}")
+    most = max(spec.max_steps for spec in MEASURED)
+    if run.kind != "eagle3" and type(run.num_steps) is int and run.num_steps < most:
+        raise ValueError(
+            f"num_steps: expected at least {most} for kind={run.kind}, which is measured with {most} levels at the end, "
+            f"got {run.num_steps}"
+        )
+    owners = {"anchors": ("p-eagle", "dflash", "dspark"), "markov": ("dspark",), "markov_rank": ("dspark",)}
+    for name, kinds in owners.items():
+        if run.kind not in kinds and getattr(run, name) != HeadRun.__dataclass_fields__[name].default:
+            raise ValueError(
+                f"{name}: expected no value for kind={run.kind}, got {getattr(run, name)!r}; only {', '.join(kinds)} has it"
+            )
+
+
 @dataclass(frozen=True)
 class HeadRun:
-    """Settings of one training run of an EAGLE-3 head.
+    """Settings of one training run of a draft head.
 
     ValueError names a setting that can't work, and the values that can.
     """
 
-    num_steps: int = setting(5, "steps of the training-time test")
+    kind: str = setting("eagle3", "what kind of head", KINDS)
+    num_steps: int = setting(5, "steps of the training-time test; of the other kinds: tokens drafted in a pass")
+    layers: int = setting(1, "layers of the head; eagle3 has 1")
+    anchors: int = setting(32, "of the kinds that draft in one pass: places in each row from which a step drafts")
+    markov: str = setting("vanilla", "of dspark: the kind of its Markov head", MARKOV)
+    markov_rank: int = setting(64, "of dspark: the rank of its Markov head")
     draft_vocab_size: int = setting(0, "tokens that the head can propose; 0: the target's whole vocabulary")
     intermediate_size: int = setting(0, "width of the head's MLP; 0: the target's")
     texts: int = setting(8192, "rows of text that the target writes")
@@ -65,7 +93,9 @@ class HeadRun:
     seed: int = setting(0, "seed of everything random")
 
     def __post_init__(self) -> None:
-        _check_whole(self, ("num_steps", "steps", "batch", "eval_every", "eval_prompts"), least=1)
+        _check_kind(self)
+        _check_whole(self, ("num_steps", "layers", "anchors", "markov_rank"), least=1)
+        _check_whole(self, ("steps", "batch", "eval_every", "eval_prompts"), least=1)
         _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
         _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width"), least=0)
         _check_optimizer(self)

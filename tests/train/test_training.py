@@ -11,10 +11,14 @@ from toolkit.oracles.heads import DenseHead, PathDrafter
 from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.train.block_loss import block_loss
 from specdec.train.head import train_head
 from specdec.train.head_files import save_head
+from specdec.train.new_heads import new_head
 from specdec.train.selftext import frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.target import train_target
@@ -91,8 +95,66 @@ def test_train_head_end_to_end_and_resumed(tmp_path: Path, capsys: pytest.Captur
     assert output.token_ids == plain[0].token_ids
 
 
-@pytest.mark.parametrize("field, value", [("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", 0)])
-def test_head_runs_that_cannot_work_are_refused(field: str, value: float) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "vocab"), [("p-eagle", 300), ("dflash", 0), ("dspark", 300)])
+def test_heads_of_one_pass_are_trained_and_read_back(kind: str, vocab: int, tmp_path: Path) -> None:
+    """Keeps out: a head whose files say another kind or sizes than what was trained, and one that nothing trains."""
+    run = HeadRun(
+        kind=kind, layers=2, texts=4, width=48, longest_prompt=16, steps=2, batch=2, eval_every=1, eval_prompts=1,
+        draft_vocab_size=vocab,
+    )  # fmt: skip
+    done = train_head(run, target_folder(), [story_file(tmp_path)], tmp_path / "head", device="cpu")
+    assert done.history[1][2] < done.history[0][2], "a step makes the held-out loss smaller"
+    decoder = SpecDecoder.from_pretrained(target_folder(), tmp_path / "head", SpecConfig(3, 2, 5), device="cpu", smoke=False)
+    assert decoder.head is not None and decoder.head.config.kind == kind
+    (output,), (plain,) = (decoder.generate(["Once upon a time"], speculate=speculate) for speculate in (True, False))
+    assert output.token_ids == plain.token_ids
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "dspark"])
+def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDecoder) -> None:
+    """Keeps out: a place that learns its neighbour's token, or a target's distribution of the token after the next."""
+    torch.manual_seed(1)
+    ids_V, steps = torch.arange(0, 2048, 2), 5  # half of the vocabulary, so that some places do not count
+    head = new_head(pair.model, (1, 13, 24), ids_V, HeadRun(kind=kind, width=48, longest_prompt=16))
+    assert isinstance(head, PEagleHead | DFlashHead)
+    row = torch.tensor([*ROW, -1, -1])
+    loss, share_S = block_loss(pair.model, head, row[None], ids_V, steps, 0.5, 100, torch.Generator().manual_seed(0))
+    out = target_pass(pair.model, row[None].clamp(min=0), (1, 13, 24))
+    target_TV = pair.model.logits(out.hidden_TH)[:, ids_V].softmax(-1)
+    total, right = [[] for _ in range(steps)], [[] for _ in range(steps)]
+    for anchor in range(1, len(ROW) - 1):
+        hidden_1SH = head.drafts(out.aux_TA, row.clamp(min=0), torch.tensor([anchor]), steps)
+        before = [ROW[min(anchor + i, len(ROW) - 1)] for i in range(steps)]
+        is_spark = isinstance(head, DSparkHead)
+        logits_SV = (head.walk(hidden_1SH, torch.tensor([before])) if is_spark else head.logits(hidden_1SH))[0]
+        for i in range(min(steps, len(ROW) - 1 - anchor)):
+            if (token := ROW[anchor + 1 + i]) % 2:
+                if is_spark:
+                    break
+                continue
+            p_V, log_V = target_TV[anchor + i], logits_SV[i].log_softmax(-1)
+            value = -(p_V * log_V).sum()
+            if is_spark:
+                overlap = torch.minimum(p_V, log_V.exp()).sum()
+                estimate = head.confidences(hidden_1SH[0, i], head.markov.embed(torch.tensor(before[i]))).sigmoid()
+                unsure = -(overlap * estimate.log() + (1 - overlap) * (1 - estimate).log())
+                value = 0.1 * value + 0.9 * (1 - overlap) + unsure
+            total[i].append(float(value))
+            right[i].append(float(logits_SV[i].argmax() == token // 2))
+    assert float(loss) == pytest.approx(sum(0.5**i * sum(values) / max(1, len(values)) for i, values in enumerate(total)), 1e-4)
+    assert share_S.tolist() == pytest.approx([sum(values) / max(1, len(values)) for values in right])
+
+
+WRONG = [
+    ("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", 0), ("kind", "medusa"), ("layers", 2),
+    ("markov", "gated"), ("markov_rank", 8), ("anchors", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, value", WRONG)
+def test_head_runs_that_cannot_work_are_refused(field: str, value: float | str) -> None:
     with pytest.raises(ValueError, match=field):
         HeadRun(**{field: value})  # type: ignore[arg-type]
 

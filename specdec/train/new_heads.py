@@ -1,0 +1,131 @@
+"""Fresh heads of every kind that can be trained, and the folders that they are saved in.
+
+What a head starts with: random weights, but for a final norm and a language-model head like the target's.  This file knows
+kinds of heads and what they share with their target.  It knows neither losses nor text.
+
+Shapes: V draft vocabulary, Q query heads, K key and value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from specdec.draft.block.dflash import DFlashHead, DSparkHead
+from specdec.draft.block.export import config_of, tensors_of
+from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.eagle.head import Eagle3Head
+from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
+from specdec.draft.head import DraftHead
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.loader import build
+from specdec.models.config import ModelConfig
+from specdec.models.layers import Embedding, HeadsRMSNorm, RMSNorm, SelfAttention
+from specdec.models.linear import Linear
+from specdec.models.target import Target
+from specdec.train.head_files import rope_keys, save_head
+from specdec.train.settings import HeadRun
+
+MODULES: dict[str, Callable[[HeadSpec, int], Eagle3Head | DFlashHead]] = {
+    "eagle3": Eagle3Head,
+    "p-eagle": PEagleHead,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
+}
+
+
+def new_head(model: Target, aux_layers: tuple[int, ...], draft_ids_V: Tensor, run: HeadRun) -> DraftHead:
+    """A fresh head in float32, of which whatever is trained requires gradients.
+
+    aux_layers: 0-based target layers whose outputs are the features.  draft_ids_V: ids of the draft vocabulary, ascending.
+    The embeddings are the target's and are not trained, but for a P-EAGLE head, which trains a copy.  Heads over blocks read
+    logits with the target's own rows too, as their trainers do it.
+    """
+    spec, device = spec_of(model.config, aux_layers, len(draft_ids_V), run), model.embed_tokens.weight.device
+    head = build(lambda: MODULES[run.kind](spec, run.width), device, torch.float32)
+    if spec.own_embeddings:
+        assert isinstance(head.embed_tokens, Embedding)
+    else:
+        head.embed_tokens = model.embed_tokens
+    if not spec.own_lm_head:
+        head.lm_head = model.lm_head
+    head.requires_grad_(True)
+    with torch.no_grad():
+        for name, module in head.named_modules():
+            _fill(module, name)
+        if isinstance(head, PEagleHead):
+            head.mask_hidden_F.normal_(std=0.02)
+            head.embed_tokens.weight.copy_(model.embed_tokens.weight)
+        if spec.own_lm_head:
+            head.lm_head.tensors()["weight"].tensor.copy_(model.lm_head.rows(draft_ids_V.to(device)))
+        if isinstance(model, CausalLM):  # the final norm of another model implementation may be of another kind
+            head.norm.weight.copy_(model.norm.weight)
+    head.embed_tokens.requires_grad_(spec.own_embeddings)
+    head.lm_head.requires_grad_(run.kind in ("eagle3", "p-eagle"))
+    if spec.own_lm_head:
+        head.d2t_V = (draft_ids_V - torch.arange(len(draft_ids_V))).to(device)
+    return head
+
+
+def spec_of(config: ModelConfig, aux_layers: tuple[int, ...], vocab: int, run: HeadRun) -> HeadSpec:
+    """The normal form of a head of these settings.  vocab: of the drafts."""
+    is_eagle, over_blocks = run.kind == "eagle3", run.kind in ("dflash", "dspark")
+    shape = replace(
+        config, num_layers=run.layers, layer_kinds=(), kv_source=(), tie_embeddings=False, qk_norm=over_blocks, qkv_bias=False,
+        o_bias=False, mlp_bias=False, quantization=None, intermediate_size=run.intermediate_size or config.intermediate_size,
+    )  # fmt: skip
+    spec = HeadSpec(shape, run.kind, tuple(sorted(aux_layers)), config.hidden_size, vocab)
+    if is_eagle:
+        return spec
+    mask = config.eos_ids[0] if config.eos_ids else config.vocab_size - 1  # as a row's input it can't come before an end
+    block = BlockSpec(run.num_steps + (run.kind == "dflash"), mask, (run.kind == "p-eagle",) * run.layers)
+    if run.kind == "dflash":
+        block = replace(block, skips_anchor=True)
+    if run.kind == "dspark":
+        block = replace(block, markov=cast(MarkovKind, run.markov), markov_rank=run.markov_rank, confidence="markov")
+    owns = run.kind == "p-eagle"
+    return replace(spec, block=block, own_embeddings=owns, own_lm_head=owns or vocab < config.vocab_size)
+
+
+def _fill(module: nn.Module, name: str) -> None:
+    """Random matrices, norms of 1.  What a head shares with its target has no module of its own yet, or one to be copied."""
+    if name in ("embed_tokens", "lm_head"):
+        return
+    if isinstance(module, Linear):
+        assert module.weight is not None
+        module.weight.normal_(std=0.02)
+        if module.bias is not None:
+            module.bias.zero_()
+    elif isinstance(module, Embedding):
+        module.weight.normal_(std=0.02)
+    elif isinstance(module, RMSNorm):
+        module.weight.fill_(1.0)
+    elif isinstance(module, SelfAttention) and isinstance(module.qk_norm, HeadsRMSNorm):
+        module.qk_norm.weight.fill_(1.0)
+        queries = module.num_heads
+        module.qk_norm.weight.register_hook(lambda grad_XD: _alike(grad_XD, queries))
+
+
+def _alike(grad_XD: Tensor, queries: int) -> Tensor:
+    """A gradient that keeps the norm's rows of all query heads equal, and those of all key heads: files hold one of each."""
+    return torch.cat([part.sum(0, keepdim=True).expand_as(part) for part in (grad_XD[:queries], grad_XD[queries:])])
+
+
+def save(head: DraftHead, folder: Path) -> None:
+    """Writes config.json and model.safetensors: EAGLE-3 heads as SafeAILab's are, heads of one pass as those of speculators."""
+    if isinstance(head, Eagle3Head) and not isinstance(head, PEagleHead):
+        save_head(head, folder)
+        return
+    from safetensors.torch import save_file
+
+    assert isinstance(head, PEagleHead | DFlashHead)
+    raw = {**config_of(head, rope_keys(head.config.model.rope)), "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
+    tensors = {name: each.to(torch.bfloat16) if each.is_floating_point() else each for name, each in tensors_of(head).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
