@@ -211,6 +211,7 @@ HEADS = {
     "eagle1-window": lambda folder, target: save_eagle1(folder, target, layers=2, sliding_window=4, seed=5),
     "eagle1-two-layers": lambda folder, target: save_eagle1(folder, target, layers=2, bias=False, seed=3),
 }
+MORE_HEADS: dict[str, Any] = {}  # of other kinds, which the files that make them add
 
 
 class Zoo:
@@ -227,7 +228,7 @@ class Zoo:
 
     def head(self, target: str, kind: str) -> Path:
         folder = self.root / f"{target}--{kind}"
-        return folder if folder.is_dir() else HEADS[kind](folder, self.target(target))
+        return folder if folder.is_dir() else (HEADS | MORE_HEADS)[kind](folder, self.target(target))
 
     def hf(self, name: str) -> PreTrainedModel:
         """The target in transformers, float32, eager attention."""

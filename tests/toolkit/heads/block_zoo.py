@@ -59,7 +59,7 @@ def save_block_head(folder: Path, target: Path, name: str) -> Path:
     return save(folder, BLOCK_WRITERS[HEADS[name][0]](parts_of(target, name)))
 
 
-models.HEADS |= {name: partial(save_block_head, name=name) for name in HEADS}
+models.MORE_HEADS |= {name: partial(save_block_head, name=name) for name in HEADS}
 
 
 class AlonePath:
