@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, inspect, plan, serve, verify
+from specdec.cli import bench, doctor, generate, inspect, plan, serve, train, verify
 from specdec.cli.flags import Parser, engine_of
 from specdec.cli.output import complain
 
@@ -27,7 +27,7 @@ SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
 INTERRUPTED, BROKEN_PIPE = 130, 141
 COMMANDS = (
     ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
-    ("doctor", doctor),
+    ("train", train), ("doctor", doctor),
 )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ def mtp_facts(target: str | Path | None) -> dict[str, Any]:
     held = {name: own for name, own in copies(spec).items() if name in checkpoint}
     return {
         "folder": str(folder),
+        "target_weights": str(config.quantization or "ordinary numbers"),
         "format": spec.family,
         "format_named": False,
         "published_by": "the target's publisher, with the target",

@@ -86,7 +86,7 @@ class HeadRun:
     lr: float = setting(1e-3, "peak learning rate")
     warmup: int = setting(200, "steps until the learning rate reaches its peak")
     weight_decay: float = setting(0.01, "AdamW's weight decay")
-    decay: float = setting(0.9, "step j of the training-time test counts decay**j in the loss")
+    decay: float = setting(0.9, "step j of the training-time test, or place j of a block, counts decay**j in the loss")
     held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
     eval_every: int = setting(500, "steps between two evaluations")
     eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on")

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toolkit.oracles.draws import DRAWS, LIMIT, draw
-from toolkit.oracles.statistics import filtered, p_value
+from toolkit.oracles.statistics import DRAWS, LIMIT, draw, filtered, p_value
 
 from specdec.batch import choose
 from specdec.ops.noise import sample

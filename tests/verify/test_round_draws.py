@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toolkit.oracles.draws import DRAWS, LIMIT, draw
-from toolkit.oracles.statistics import filtered, p_value, pair_counts
+from toolkit.oracles.statistics import DRAWS, LIMIT, draw, filtered, p_value, pair_counts
 from torch import Tensor
 
 from specdec.batch.state import BatchState

@@ -1,11 +1,22 @@
-"""What a target's sampling must look like: filtered distributions by the definition, and a chi-square test."""
+"""What a target's sampling must look like: filtered distributions by the definition, many draws, and a chi-square test."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from specdec import SamplingParams
+from specdec.batch.choose import choose_tokens
+from specdec.batch.sampling import RowSampling
+from specdec.engine.needs import RowChoice
+from specdec.parallel.group import ALONE
+from specdec.parallel.vocabulary import Vocabulary
+
+DRAWS, LIMIT = 200_000, 1e-4  # of a case; and the p-value below which counts do not follow a distribution
 
 
 def filtered(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
@@ -57,3 +68,12 @@ def pair_counts(ids: Sequence[Sequence[int]], at: int, vocab_size: int) -> np.nd
     for tokens in ids:
         counts[tokens[at], tokens[at + 1]] += 1
     return counts
+
+
+def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, **options: Any) -> Tensor:
+    """[R] int64: a token from each row of logits, by the runtime's own sampling code.  position_R: of the token itself.  options: of SamplingParams."""
+    choice = RowChoice.of(SamplingParams(**options), 0, prompt_ids=())
+    rows = RowSampling.of([choice.options], logits_RV.device).expand_rows(len(seed_R))
+    rows.seed_R.copy_(seed_R)
+    vocabulary = Vocabulary.of(logits_RV.shape[1], ALONE)
+    return choose_tokens(logits_RV, rows, position_R - 1, choice.needs, vocabulary).tokens_R
