@@ -71,7 +71,9 @@ def pair_counts(ids: Sequence[Sequence[int]], at: int, vocab_size: int) -> np.nd
 
 
 def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, **options: Any) -> Tensor:
-    """[R] int64: a token from each row of logits, by the runtime's own sampling code.  position_R: of the token itself.  options: of SamplingParams."""
+    """[R] int64: a token from each row of logits, by the runtime's own sampling code.
+
+    position_R: of the token itself.  options: of SamplingParams."""
     choice = RowChoice.of(SamplingParams(**options), 0, prompt_ids=())
     rows = RowSampling.of([choice.options], logits_RV.device).expand_rows(len(seed_R))
     rows.seed_R.copy_(seed_R)
