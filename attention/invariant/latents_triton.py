@@ -109,8 +109,9 @@ def latent_leaves_kernel(
     if CAUSAL:
         tile = tiles - 1 - tile  # the tiles with the most keys start first
     part, row = (tl.program_id(0) // tiles) % PARTS, tl.program_id(0) // tiles // PARTS
-    first = tl.load(cu_seqlens_q + row)
-    queries, length = tl.load(cu_seqlens_q + row + 1) - first, tl.load(cache_seqlens + row)
+    first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
+    queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
+    length = tl.load(cache_seqlens + row, cache_modifier=".cg")
     packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query_M, head_M = packed_M // HEADS, packed_M % HEADS
     ok_M = query_M < queries
@@ -128,7 +129,7 @@ def latent_leaves_kernel(
     pages = page_table + row.to(tl.int64) * stride_row
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
-    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
 
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -91,8 +91,9 @@ def leaves_kernel(
     if CAUSAL:
         tile = tiles - 1 - tile  # the tiles with the most keys start first
     kv_head, row = (tl.program_id(0) // tiles) % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
-    first = tl.load(cu_seqlens_q + row)
-    queries, length = tl.load(cu_seqlens_q + row + 1) - first, tl.load(cache_seqlens + row)
+    first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
+    queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
+    length = tl.load(cache_seqlens + row, cache_modifier=".cg")
     packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query_M = packed_M // GROUP
     head_M = kv_head * GROUP + packed_M % GROUP
@@ -105,7 +106,7 @@ def leaves_kernel(
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
     begin, start_M = end * 0, query_M * 0
     if HAS_STARTS:
-        start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647)
+        start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end) // BLOCK_N * BLOCK_N
         start_M = tl.where(ok_M, tl.maximum(start_M, 0), 0)
     leaf = leaf_of(begin, LEAST, OCTAVES)
@@ -118,7 +119,7 @@ def leaves_kernel(
     kv += kv_head.to(tl.int64) * stride_kv_head
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_DIM)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
-    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
 
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -220,8 +220,9 @@ def paged_attention_kernel(
     kv_head, row = (tl.program_id(0) // tiles) % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
     split, splits = tl.program_id(1), tl.num_programs(1)
 
-    first = tl.load(cu_seqlens_q + row)
-    queries, length = tl.load(cu_seqlens_q + row + 1) - first, tl.load(cache_seqlens + row)
+    first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
+    queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
+    length = tl.load(cache_seqlens + row, cache_modifier=".cg")
     packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query_M = packed_M // GROUP
     head_M = kv_head * GROUP + packed_M % GROUP
@@ -232,7 +233,7 @@ def paged_attention_kernel(
     end = tl.maximum(tl.where(tile * BLOCK_M < queries * GROUP, end, 0), 0)
     begin, start_M = 0, query_M
     if HAS_STARTS:
-        start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647)
+        start_M = tl.load(starts + first + query_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = tl.minimum(tl.maximum(tl.min(start_M, 0), 0), end)
     # A split has at least LEAST keys, or merging would cost more than splitting gains: a short row uses the first few splits.
     per_split = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), BLOCK_N) * BLOCK_N
@@ -244,7 +245,7 @@ def paged_attention_kernel(
         stride_v += kv_head * (stride_v_head - stride_kv_head)
     n = tl.arange(0, BLOCK_N)
     # A block's page numbers are read one block ahead, so that the loads of its keys can start at once.
-    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
 
     if PDL:
         tl.extra.cuda.gdc_wait()

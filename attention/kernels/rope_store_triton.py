@@ -60,9 +60,9 @@ def rope_store_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if KV_HEADS > 0:
-        slot = tl.load(slots + token)
+        slot = tl.load(slots + token, cache_modifier=".cg")
     if ROTATES:
-        position = tl.load(positions + token)
+        position = tl.load(positions + token, cache_modifier=".cg")
         turn_E = table + position * (4 * HALF) + e
         cos_low_E = tl.load(turn_E, mask=e < HALF, other=0.0).to(tl.float32)
         cos_high_E = tl.load(turn_E + HALF, mask=e < HALF, other=0.0).to(tl.float32)

@@ -95,10 +95,10 @@ def suffix_merge_kernel(
     acc_GE = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
 
     if HAS_SUFFIX:
-        length = tl.load(cache_seqlens + token)
+        length = tl.load(cache_seqlens + token, cache_modifier=".cg")
         at_GD, ok_GD = own_part(g, d, GROUP, HEAD_DIM, KEY_PARTS)
         at_GD += token * stride_qt + head_G[:, None] * stride_qh
-        q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0)
+        q_GD = tl.load(q + at_GD, mask=ok_GD & ok_G[:, None], other=0.0, cache_modifier=".cg")
         if INT8_QUERIES:
             q_GD, unit = queries_in_int8(q_GD)
             scale *= unit
@@ -107,29 +107,29 @@ def suffix_merge_kernel(
             stride_v += kv_head * (stride_v_head - stride_kv_head)
         begin = 0
         if HAS_STARTS:
-            begin = tl.maximum(tl.load(starts + token), 0)
+            begin = tl.maximum(tl.load(starts + token, cache_modifier=".cg"), 0)
         if HAS_SLOPES:
-            query_at, slope_G = tl.load(at + token), tl.load(slopes + head_G, mask=ok_G, other=0.0)
+            query_at, slope_G = tl.load(at + token, cache_modifier=".cg"), tl.load(slopes + head_G, mask=ok_G, other=0.0)
         if QUANT == "head":
             scale *= tl.load(scales + kv_head)
             value_scale = tl.load(scales + KV_HEADS + kv_head)
         for start in range(begin, length, BLOCK_N):
             key_N = start + tl.arange(0, BLOCK_N)
             ok_N = key_N < length
-            slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0).to(tl.int64)
+            slot_N = tl.load(slot_table + token * stride_row + key_N, mask=ok_N, other=0, cache_modifier=".cg").to(tl.int64)
             at_ND = kv + (slot_N * stride_slot)[:, None] + d[None, :]
             at_NE = values_at(kv, at_ND, slot_N, stride_slot, e, q.dtype, VALUE_DIM == HEAD_DIM, QUANT)
             # Values are masked too: an unwritten slot may hold NaN, and 0 * NaN is NaN.
-            k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0)
-            v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0)
+            k_ND = tl.load(at_ND, mask=ok_N[:, None] & ok_D[None, :], other=0.0, cache_modifier=".cg")
+            v_NE = tl.load(at_NE + stride_v, mask=ok_N[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg")
             if QUANT != "":
                 k_ND, v_NE = k_ND.to(q.dtype.element_ty), v_NE.to(q.dtype.element_ty)
             s_GN = tl.dot(q_GD.to(k_ND.dtype), tl.trans(k_ND), input_precision="ieee") * scale
             at_N = scales + slot_N * (KV_HEADS if QUANT == "key" else 2 * KV_HEADS) + kv_head
             if QUANT == "token" or QUANT == "key":
-                s_GN *= tl.load(at_N, mask=ok_N, other=0.0)[None, :]
+                s_GN *= tl.load(at_N, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
             if QUANT == "token":
-                value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0)[None, :]
+                value_scale = tl.load(at_N + KV_HEADS, mask=ok_N, other=0.0, cache_modifier=".cg")[None, :]
             if SOFTCAP:
                 s_GN = capped(s_GN, softcap)
             if HAS_SLOPES:

@@ -201,9 +201,9 @@ def latent_hopper_kernel(
         tile = tiles - 1 - tile
     row = gl.program_id(0) // tiles
     split, splits = gl.program_id(1), gl.num_programs(1)
-    first = gl.load(cu_seqlens_q + row)
-    queries = gl.load(cu_seqlens_q + row + 1) - first
-    length = gl.load(cache_seqlens + row)
+    first = gl.load(cu_seqlens_q + row, cache_modifier=".cg")
+    queries = gl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
+    length = gl.load(cache_seqlens + row, cache_modifier=".cg")
     packed_M = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
     query_M, end = packed_M // HEADS, length
     if CAUSAL:

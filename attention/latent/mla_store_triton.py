@@ -86,8 +86,8 @@ def store_latent_kernel(
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED_HALF)
     ok_E = e < HALF
-    position = tl.load(positions + token)
-    slot = tl.load(slots + token)
+    position = tl.load(positions + token, cache_modifier=".cg")
+    slot = tl.load(slots + token, cache_modifier=".cg")
     cos_low_E, cos_high_E, sin_low_E, sin_high_E = turn_of(table, position, e, ok_E, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -125,9 +125,9 @@ def latent_attention_kernel(
     split = tl.program_id(1)
     splits = tl.num_programs(1)
 
-    first = tl.load(cu_seqlens_q + row)
-    queries = tl.load(cu_seqlens_q + row + 1) - first
-    length = tl.load(cache_seqlens + row)
+    first = tl.load(cu_seqlens_q + row, cache_modifier=".cg")
+    queries = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg") - first
+    length = tl.load(cache_seqlens + row, cache_modifier=".cg")
     packed_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query_M = packed_M // HEADS
     head_M = packed_M % HEADS
@@ -139,7 +139,7 @@ def latent_attention_kernel(
     end = tl.where(tile * BLOCK_M < queries * HEADS, end, 0)
     begin = 0
     if HAS_STARTS:  # keys from the first one that any query of the tile reads
-        start_M = tl.load(starts + token_M, mask=ok_M, other=2147483647)
+        start_M = tl.load(starts + token_M, mask=ok_M, other=2147483647, cache_modifier=".cg")
         begin = tl.maximum(tl.min(start_M, 0), 0)
     # A split has at least LEAST keys, or merging would cost more than splitting gains: a short row uses the first few splits.
     per_split = tl.cdiv(tl.maximum(tl.cdiv(tl.maximum(end - begin, 0), splits), LEAST), BLOCK_N) * BLOCK_N

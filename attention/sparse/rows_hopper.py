@@ -72,7 +72,7 @@ def rows_hopper_kernel(
     token = (gl.program_id(0) // TILES).to(gl.int64)
     split = gl.program_id(1)
     splits = gl.num_programs(1)
-    length = gl.load(counts + token)
+    length = gl.load(counts + token, cache_modifier=".cg")
     per_split = gl.cdiv(gl.maximum(gl.cdiv(length, splits), LEAST), LEAST) * LEAST
     low = split * per_split
     high = gl.minimum(low + per_split, length)

@@ -65,8 +65,8 @@ def score_path(
     BLOCK_N: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores one query's own path."""
-    paged = tl.load(paged_T + token)
-    length = tl.load(path_T + token)
+    paged = tl.load(paged_T + token, cache_modifier=".cg")
+    length = tl.load(path_T + token, cache_modifier=".cg")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -132,14 +132,14 @@ def row_scores_kernel(
     place = (program // splits).to(tl.int64)
     split = program % splits
     token = first_token + place
-    paged = tl.load(paged_T + token)
-    visible = paged + tl.load(path_T + token)
-    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
+    paged = tl.load(paged_T + token, cache_modifier=".cg")
+    visible = paged + tl.load(path_T + token, cache_modifier=".cg")
+    pages = page_table + tl.load(rows_T + token, cache_modifier=".cg").to(tl.int64) * stride_row
     per_split = tl.cdiv(tl.cdiv(paged, splits), BLOCK_N) * BLOCK_N
     low = split * per_split
     high = tl.minimum(low + per_split, paged)
     n = tl.arange(0, BLOCK_N)
-    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0)
+    page_N = tl.load(pages + (low + n) // PAGE_SIZE, mask=low + n < high, other=0, cache_modifier=".cg")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -225,17 +225,18 @@ def rows_scores_kernel(
     group = program % groups  # neighbouring programs read the same keys
     block = program // groups % blocks
     row = program // groups // blocks
-    row_end = tl.load(cu_seqlens_q + row + 1)
-    begin = tl.maximum(tl.load(cu_seqlens_q + row), first_token) + group * group_size
+    row_end = tl.load(cu_seqlens_q + row + 1, cache_modifier=".cg")
+    begin = tl.maximum(tl.load(cu_seqlens_q + row, cache_modifier=".cg"), first_token) + group * group_size
     end = tl.minimum(tl.minimum(row_end, first_token + queries), begin + group_size)
-    length = tl.load(cache_seqlens + row)
+    length = tl.load(cache_seqlens + row, cache_modifier=".cg")
     start = block * BLOCK_N
     if CAUSAL:  # from the first query that sees the block
         begin = tl.maximum(begin, start + row_end - length)
-    most = tl.where(begin < end, tl.load(paged_T + tl.maximum(end - 1, 0)), 0)  # the last query sees the most keys
+    last = tl.load(paged_T + tl.maximum(end - 1, 0), cache_modifier=".cg")
+    most = tl.where(begin < end, last, 0)  # the last query sees the most keys
     key_N = start + tl.arange(0, BLOCK_N)
     ok_N = key_N < most
-    page_N = tl.load(page_table + row.to(tl.int64) * stride_row + key_N // PAGE_SIZE, mask=ok_N, other=0)
+    page_N = tl.load(page_table + row.to(tl.int64) * stride_row + key_N // PAGE_SIZE, mask=ok_N, other=0, cache_modifier=".cg")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -90,8 +90,8 @@ def filter_kernel(
     PDL: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
-    paged = tl.load(paged_T + first_token + place)
-    visible = paged + tl.load(path_T + first_token + place)
+    paged = tl.load(paged_T + first_token + place, cache_modifier=".cg")
+    visible = paged + tl.load(path_T + first_token + place, cache_modifier=".cg")
     begin, end, _ = slice_of(visible, BLOCK_N)
     at = counts + (place * tl.num_programs(1) + tl.program_id(1)) * 2
     if PDL:
@@ -255,9 +255,9 @@ def select_kernel(
     place = tl.program_id(0).to(tl.int64)
     slices = tl.num_programs(1)
     token = first_token + place
-    paged = tl.load(paged_T + token)
-    visible = paged + tl.load(path_T + token)
-    pages = page_table + tl.load(rows_T + token).to(tl.int64) * stride_row
+    paged = tl.load(paged_T + token, cache_modifier=".cg")
+    visible = paged + tl.load(path_T + token, cache_modifier=".cg")
+    pages = page_table + tl.load(rows_T + token, cache_modifier=".cg").to(tl.int64) * stride_row
     path = suffix + token * stride_suffix - paged
     begin, end, size = slice_of(visible, BLOCK_N)
     if PDL:

@@ -80,10 +80,10 @@ def least_logits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     b = row // each
-    heat = tl.load(temperature + b * stride_floats)
-    few = tl.load(top_k + b * stride_ints)
-    share = tl.load(top_p + b * stride_floats)
-    least = tl.load(min_p + b * stride_floats)
+    heat = tl.load(temperature + b * stride_floats, cache_modifier=".cg")
+    few = tl.load(top_k + b * stride_ints, cache_modifier=".cg")
+    share = tl.load(top_p + b * stride_floats, cache_modifier=".cg")
+    least = tl.load(min_p + b * stride_floats, cache_modifier=".cg")
     logits += row * stride_row
     if PDL:
         tl.extra.cuda.gdc_wait()

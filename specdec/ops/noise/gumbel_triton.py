@@ -93,11 +93,12 @@ def perturbation(
 
     token_N: numbers within the run that begins with id `first`; where ok_N is false, any.
     """
-    heat = tl.load(temperature + b * stride_temperature)
+    heat = tl.load(temperature + b * stride_temperature, cache_modifier=".cg")
     id_N = first + token_N.to(tl.int64)
     if HAS_OFFSETS:
         id_N += tl.load(offsets + id_N, mask=ok_N, other=0)
-    bits_N = noise_bits(tl.load(seeds + b * stride_seed), tl.load(lens + b) + ahead, id_N)
+    seed, length = tl.load(seeds + b * stride_seed, cache_modifier=".cg"), tl.load(lens + b, cache_modifier=".cg")
+    bits_N = noise_bits(seed, length + ahead, id_N)
     noise_N = gumbel_of_bits(bits_N, ASM)
     return tl.where(heat > 0.0, LOGIT_WEIGHT, 1.0), noise_N * (heat * NOISE_WEIGHT)
 
