@@ -49,7 +49,7 @@ PLAIN, KEPT, SMALL = {}, {"prefix_caching": True}, {"kv_cache_dtype": "int8"}
 def test_chunks_change_nothing(zoo: Zoo, kind: str, spec: SpecConfig, settings: dict) -> None:
     """For chunks of 1, 7, 64 and all tokens the ids are equal, and so is each round's acceptance where num_steps is fixed.
 
-    Each size runs greedily or sampled: 7, which ends inside pages and splits the long prompt most unevenly, runs both ways.
+    Each size runs greedily or sampled: 7, which ends inside pages, runs both ways.
     """
     decoder = zoo.decoder("llama", kind, spec, page_size=4, max_batch_size=4, max_seq_len=96, **settings)
     driver = Driver(decoder)
