@@ -1,6 +1,6 @@
 """The rule of acceptance by chi-square: whatever a tree proposes, the tokens that a round emits follow the target.
 
-A target over 8 tokens, whose next token depends on the last one, meets 100,000 trees of a root, its children, and a child of
+A target over 8 tokens, whose next token depends on the last one, meets 200,000 trees of a root, its children, and a child of
 each.  What is counted: the first token that is emitted; and where that one was proposed, the second token after it.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toolkit.oracles.draws import LIMIT, draw
+from toolkit.oracles.draws import DRAWS, LIMIT, draw
 from toolkit.oracles.statistics import filtered, p_value, pair_counts
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from specdec.ops.noise.gumbel import Noise, gumbel_noise
 from specdec.ops.topk import top_tokens
 from specdec.verify.accept import accept
 
-DRAWS = 100_000
 V, ROOT, AT = 8, 3, 9  # the root's token; the position of the first token after it
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # on a GPU, acceptance is the kernel's
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {"temperature": 1.0}, "filtered": {"temperature": 1.3, "top_k": 6, "top_p": 0.9}}
