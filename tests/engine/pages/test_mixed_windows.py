@@ -16,12 +16,12 @@ from toolkit.families import NO_FEATURES, Families, assert_greedy
 from toolkit.models import HEADS, Zoo
 from toolkit.pages import long_prompts_wait_from, ring_passes_take
 
-from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec import Generation, SamplingParams, SpecConfig, SpecDecoder
 from specdec.engine.pages.groups import ALL, Group
 from specdec.loading.memory import kv_page_bytes, pool_bytes, pool_plan
 from specdec.steps import CopyPages
 
-TREE, CHAIN, LENGTH, CHUNK = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5), 80, 8
+TREE, CHAIN, LENGTH, CHUNK = SpecConfig(3, 4, 12), SpecConfig(4, 1, 5), 64, 8
 PROMPTS = [[5, 9, 2], [*range(1, 38), *range(30)], [7] * 9, [4, 8] * 20]  # some longer than a ring
 SAMPLING = SamplingParams(max_tokens=LENGTH)
 
@@ -47,13 +47,14 @@ def mixed(zoo: Zoo, target: str, head: str | None, spec: SpecConfig | None, page
 PAIRS = [
     ("qwen2", "eagle1", TREE, 4), ("qwen2", "eagle1", CHAIN, 1), ("qwen2", "eagle1-window", TREE, 16), ("qwen2", None, None, 4),
     ("mistral", "eagle3", TREE, 1), ("mistral", "eagle3", CHAIN, 16), ("qwen2", "eagle1-window", CHAIN, 4),
-    ("mistral", "eagle3", TREE, 4),
 ]  # fmt: skip
 
 
 @pytest.mark.slow_cases(keep=2)
 @pytest.mark.parametrize(
-    ("target", "head", "spec", "page_size", "depth"), [(*pair, 1 - i % 2) for i, pair in enumerate(PAIRS)], ids=str
+    ("target", "head", "spec", "page_size", "depth"),
+    [(*pair, depth) for pair, depth in zip(PAIRS, (1, 0, 0, 1, 1, 0, 1), strict=True)],
+    ids=str,
 )
 def test_long_texts_are_what_transformers_writes(
     zoo: Zoo, target: str, head: str | None, spec: SpecConfig | None, page_size: int, depth: int
@@ -119,7 +120,7 @@ def test_families_through_transformers(families: Families, name: str, page_size:
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("target", "head", "spec", "page_size", "batch"),
-    [(*pair, batch) for pair, batch in zip([pair for pair in PAIRS if pair[1]], (3, 1, 1, 3, 3, 3, 1), strict=True)],
+    [(*pair, batch) for pair, batch in zip([pair for pair in PAIRS if pair[1]], (3, 1, 1, 1, 3, 3), strict=True)],
     ids=str,
 )
 def test_kept_prefixes_bring_their_windows(
@@ -132,8 +133,10 @@ def test_kept_prefixes_bring_their_windows(
     stem = [(7 * i * i + 3 * i) % 40 for i in range(90)]
     prompts = [stem + [1, 2], stem[:70] + [3], stem[:41] + [4, 5], stem[:13] + [6], stem + [1, 7]]
     found: list[int] = []
+    want: list[Generation] = []
     for turn in range(3):
-        want, got = cold.generate(prompts, sampling), warm.generate(prompts, sampling)
+        want = want if turn == 1 else cold.generate(prompts, sampling)  # the second turn asks what the first one asked
+        got = warm.generate(prompts, sampling)
         for one, other in zip(got, want, strict=True):
             assert one.token_ids == other.token_ids
             assert one.stats.accepted_per_round == other.stats.accepted_per_round
@@ -149,18 +152,21 @@ def test_kept_prefixes_bring_their_windows(
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize(("target", "head"), [("qwen2", "eagle1"), ("mistral", "eagle3"), ("qwen2", "eagle1-window")])
-@pytest.mark.parametrize("spec", [TREE, CHAIN], ids=str)
+@pytest.mark.parametrize(
+    ("target", "head", "spec"),
+    [("qwen2", "eagle1", TREE), ("mistral", "eagle3", CHAIN), ("qwen2", "eagle1-window", TREE), ("qwen2", "eagle1", CHAIN)],
+    ids=str,
+)
 def test_rows_share_pages_in_the_layers_that_read_all_keys(zoo: Zoo, target: str, head: str, spec: SpecConfig) -> None:
     """Keeps out: windowed layers that look for the shared pages' numbers in their own slots."""
     warm = mixed(zoo, target, head, spec, 4, prefix_caching=True)
-    driver, sampling = Driver(warm), SamplingParams(max_tokens=40)
+    driver, sampling = Driver(warm), SamplingParams(max_tokens=24)
     driver.set_least_shared(1)
     seen = driver.watch_sharing()
     prompts = [[*PROMPTS[1], 1], [*PROMPTS[1], 2], [*PROMPTS[1][:40], 3]]
     for _ in range(2):
         for out, prompt in zip(warm.generate(prompts, sampling), prompts, strict=True):
-            assert out.token_ids == zoo.greedy(target, prompt, 40)
+            assert out.token_ids == zoo.greedy(target, prompt, 24)
         driver.assert_nothing_leaked()
     assert seen and max(tokens for _, tokens in seen) >= 40
 
@@ -203,19 +209,20 @@ def test_a_copy_that_was_not_made_is_not_found(zoo: Zoo) -> None:
 def test_8_bit_caches_in_two_groups(zoo: Zoo, kept: str) -> None:
     """Keeps out: scales that stay behind when a page is copied or a path is moved."""
     warm = mixed(zoo, "qwen2", "eagle1", TREE, 4, kv_cache_dtype=kept, prefix_caching=True)
-    first, *again = (warm.generate(PROMPTS, SAMPLING) for _ in "123")
+    sampling = SamplingParams(max_tokens=LENGTH // 2)
+    first, *again = (warm.generate(PROMPTS, sampling) for _ in "123")
     assert [[out.token_ids for out in outs] for outs in again] == [[out.token_ids for out in first]] * 2
     assert all(any(out.stats.cached_tokens for out in outs) for outs in again)
     if kept == "fp8":  # its scales come from the first pass of each decoder, so that others may write other texts
         return
     cold = mixed(zoo, "qwen2", "eagle1", TREE, 4, kv_cache_dtype=kept)
     want = [out.token_ids for out in first]
-    assert [out.token_ids for out in cold.generate(PROMPTS, SAMPLING)] == want
+    assert [out.token_ids for out in cold.generate(PROMPTS, sampling)] == want
     with pytest.MonkeyPatch.context() as patch:
         ring_passes_take(10**6, patch)
         whole = zoo.decoder("qwen2", "eagle1", TREE, page_size=4, max_seq_len=240, max_batch_size=3, kv_cache_dtype=kept)
         Driver(whole).set_chunk(CHUNK)
-    assert [out.token_ids for out in whole.generate(PROMPTS, SAMPLING)] == want
+    assert [out.token_ids for out in whole.generate(PROMPTS, sampling)] == want
 
 
 def test_the_pool_is_what_arithmetic_says(zoo: Zoo) -> None:
