@@ -20,10 +20,10 @@ Rules for every chained kernel C.  Breaking one is a data race, which tests may 
   earlier kernels used may be reused as if nothing overlapped.
 - Before its wait, C may read only what is known to be complete when C starts.  Weights always qualify, because no kernel writes
   them.  The other cases depend on where the kernels in front trigger.
-- Complete is not visible: only gdc_wait makes writes visible to plain loads, and until then an SM's L1 cache may hold what stood
-  there before.  Memory of a graph's pool is used again and again, so that an old value there may be a token id, and now a slot is
-  read.  Loads before the wait of anything that kernels write therefore come from L2 (cache_modifier=".cg"), where every complete
-  kernel's writes are.
+- Complete is not visible: only gdc_wait makes writes visible to plain loads, and until then an SM's L1 cache may hold what
+  stood there before.  Memory of a graph's pool is used again and again, so that an old value there may be a token id, and now
+  a slot is read.  Loads before the wait of anything that kernels write therefore come from L2 (cache_modifier=".cg"), where
+  every complete kernel's writes are.
 - B triggers after its wait ("late"): every program of B has seen A complete.  Before its wait, C may read what A and all
   earlier kernels wrote; it must not read what B wrote.
 - B triggers before its wait ("early"): A may still be running.  Before its wait, C must not read what A or B wrote.  If A
