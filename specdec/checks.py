@@ -13,6 +13,10 @@ class PromptTooLong(ValueError):
     """A prompt and its longest output are longer together than a sequence, or all keys and values, may be."""
 
 
+class NoTokenLeft(ValueError):
+    """What a request asks for leaves no token at some position of its output."""
+
+
 def require_int(name: str, value: Any, low: int, high: float = math.inf) -> int:
     """The value as an int, if it is an integer of Python or numpy within [low, high].  A bool is refused."""
     if not is_number(type(value), Integral):

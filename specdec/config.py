@@ -217,7 +217,7 @@ class SamplingParams:
                 store(self, json_schema=_json_schema(value))
             elif not isinstance(value, str):
                 raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}"[:400])
-            elif not value:
+            elif not value or (name == "grammar" and not value.strip()):
                 raise ValueError(f"{name} must not be empty; nearest setting that works: leave it out")
             else:
                 _check_whole(name, value)
@@ -257,7 +257,8 @@ def _json_schema(value: Any) -> str:
         hint = ", for a class of pydantic its model_json_schema()" if hasattr(value, "model_json_schema") else ""
         raise TypeError(f"json_schema must be a dict, or JSON of an object, such as {_EXAMPLE}{hint}; got {got}")
     try:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return value if isinstance(value, str) else written
     except (TypeError, ValueError) as error:
         raise TypeError(f"json_schema must hold what JSON can hold: {error}") from None
 

@@ -297,6 +297,7 @@ class SpecDecoder:
         request = Request.new(
             ids, sampling, seed, self._eos_ids, self.tokenizer.decode, streaming, speculates, source_ids, bad_words
         )
+        request.left_after = self.grammars.left_after
         self.engine.check(request)
         return request
 

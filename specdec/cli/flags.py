@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
@@ -85,7 +86,7 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     """What the text must be; one of them at most."""
     add = parser.add_argument_group("structured output").add_argument
     add("--json-schema", type=_schema, metavar="FILE_OR_JSON", help="the text is JSON that this schema allows")
-    add("--regex", type=not_empty, metavar="REGEX", help="the whole text matches this regular expression")
+    add("--regex", type=_regex, metavar="REGEX", help="the whole text matches this regular expression")
     add("--grammar", type=_grammar, metavar="FILE_OR_TEXT", help="the text is one of this grammar, in Lark's notation or GBNF")
 
 
@@ -222,13 +223,32 @@ def tree_shape(text: str) -> SpecConfig:
 
 def _schema(text: str) -> str:
     """JSON as it stands, or what a file holds."""
-    return text if text.lstrip().startswith("{") else _read(text, "JSON of an object, or a file")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text if text.lstrip().startswith("{") else _read(text, "JSON of an object, or a file")
+    if not isinstance(value, dict) and not Path(text).is_file():
+        got = "a list" if isinstance(value, list) else f"{text[:200]!r}"
+        raise argparse.ArgumentTypeError(f"expected a JSON object, such as {{}}, or a file of one, got {got}")
+    return text if isinstance(value, dict) else _read(text, "JSON of an object, or a file")
+
+
+def _regex(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a regular expression, got an empty value; leave the flag out for any text")
+    return text
 
 
 def _grammar(text: str) -> str:
     """What a file holds, if there is one of that name; else the text."""
     is_name = len(text) < 256 and "\n" not in text
-    return _read(text, "a grammar, or a file") if is_name and Path(text).is_file() else not_empty(text)
+    return _read(text, "a grammar, or a file") if is_name and text and Path(text).is_file() else _rules(text)
+
+
+def _rules(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("expected a grammar, got an empty value; leave the flag out for any text")
+    return text
 
 
 def _read(name: str, expected: str) -> str:

@@ -65,17 +65,6 @@ class RowChoice(NamedTuple):
         )
         return cls(options, rules, needs, grammar)
 
-    @property
-    def may_leave_none(self) -> str:
-        """What an error says of options that may have banned every token; empty where there are none."""
-        if self.grammar is not None and self.rules is not None:
-            return f"; or {self.grammar.kind} and the options for single tokens (min_tokens among them) leave no token"
-        if self.grammar is not None:
-            return (
-                f"; or no token goes on towards the text that {self.grammar.kind} asks for, or the library's limits are reached"
-            )
-        return "; or the options for single tokens leave none" if self.rules is not None else ""
-
 
 class BatchNeeds:
     """What batches need.  A graph is captured for each combination, so there may not be too many of them."""

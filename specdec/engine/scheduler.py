@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count, repeat
 
 from specdec.engine.chunks import ChunkBudget
+from specdec.engine.failures import no_token
 from specdec.engine.needs import BatchNeeds
 from specdec.engine.pages.admission import Admission
 from specdec.engine.pages.sharing import RowSharing
@@ -343,12 +344,7 @@ class Scheduler:
         request, before = seat.request, len(seat.request.output.token_ids)
         try:
             if tokens[-1] < 0:  # no token is accepted after such a one, so it is always the last of its launch
-                position = len(request.prompt_ids) + len(request.output.token_ids) + len(tokens) - 1
-                raise FloatingPointError(
-                    f"the target's logits are not finite (NaN or inf) at position {position}"
-                    f"{', the first after the prompt' if tree is None else ''}: neither its weights nor its dtype may overflow"
-                    f"{request.choice.may_leave_none}"
-                )
+                raise no_token(request, tokens[:-1], is_first=tree is None)
             if tree is None:
                 request.take_first(tokens[0], logprobs)
             else:

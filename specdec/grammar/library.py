@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from specdec.config import GrammarKind
 from specdec.grammar.matcher import Matcher
 from specdec.steps import Grammar
@@ -50,6 +52,10 @@ class Grammars:
         compiled = self._compile(grammar.kind, grammar.text)
         return Matcher(compiled.deep_copy, grammar.ends, self._vocab_size)
 
+    def left_after(self, grammar: Grammar, tokens: Sequence[int]) -> tuple[list[int], str]:
+        """The tokens that a grammar allows after others, and what the library said if it failed there."""
+        return _left(self.matcher(grammar), tokens, self._vocab_size)
+
     def _compile(self, kind: GrammarKind, text: str) -> Any:
         """The library's matcher at the beginning of a text, which nobody moves on."""
         with self._lock:
@@ -78,6 +84,15 @@ class Grammars:
         if compiled.is_error():
             reason = " ".join(compiled.get_error().split())
             raise ValueError(f"{kind} can't be used: {reason}; expected what llguidance supports")
+        # The library finds that a grammar has no text, or is too large for it, only when it is asked for tokens.
+        left, reason = _left(Matcher(compiled.deep_copy, self._eos_ids, self._vocab_size), (), self._vocab_size)
+        goes_on = [token for token in left if token not in self._eos_ids][:1]
+        if goes_on:
+            left, reason = _left(Matcher(compiled.deep_copy, self._eos_ids, self._vocab_size), goes_on, self._vocab_size)
+        if not left:
+            raise ValueError(
+                f"{kind} can't be used: no text begins in the way it asks for, or it is too large; llguidance says: {reason}"
+            )
         return compiled
 
     def _read_tokenizer(self, kind: GrammarKind) -> Any:
@@ -94,3 +109,14 @@ class Grammars:
                         f"{kind} needs a tokenizer that llguidance can read, of at most {self._vocab_size} ids: {error}"
                     ) from error
         return self._tokenizer
+
+
+def _left(matcher: Matcher, tokens: Sequence[int], vocab_size: int) -> tuple[list[int], str]:
+    """The tokens that a matcher at the beginning of a text allows after others, and what the library said if it failed."""
+    words_X = np.zeros((1, -(-vocab_size // 32)), np.int32)
+    for token in tokens:  # the masks in between are made as they were for the text, since they move the library's limits
+        matcher.fill(words_X)
+        matcher.take([token])
+    matcher.fill(words_X)
+    left = np.nonzero(np.unpackbits(words_X.view(np.uint8), bitorder="little", count=vocab_size))[0].tolist()
+    return left, matcher.reason

@@ -22,6 +22,8 @@ class Matcher:
     start: makes the library's matcher at the beginning of a text.
     ends: ids that end the text.  They may stand where it is complete, or where the grammar itself has them.
     is_over: whether the text has ended, or holds a token that its grammar does not allow; then nobody reads its masks.
+    is_stuck: whether the library failed at a token that it allows, because of its limits.  Then no token is allowed.
+    reason: what the library said when it last failed; empty: it has not failed.
     """
 
     def __init__(self, start: Callable[[], Any], ends: Sequence[int], vocab_size: int) -> None:
@@ -29,17 +31,20 @@ class Matcher:
         self._inner = start()
         self._tokens: list[int] = []
         self._end_words = [(token >> 5, np.array(1 << (token & 31), np.uint32).view(np.int32)) for token in sorted(ends)]
-        self.is_over = False
+        self.is_over = self.is_stuck = False
+        self.reason = ""
 
     def take(self, tokens: Sequence[int]) -> None:
         """Goes on along tokens that the text has got."""
         for token in tokens:
-            if self.is_over:
+            if self.is_over or self.is_stuck:
                 return
             if self._goes_on(token):
                 self._tokens.append(token)
-            else:
-                self.is_over = True
+                continue
+            mask_X = np.zeros(-(-self._vocab_size // 32), np.int32)
+            self.is_stuck = not self._fill_one(mask_X) or self._fails(token, mask_X)
+            self.is_over = not self.is_stuck
 
     def fill(self, masks_NX: np.ndarray, tokens_N: Sequence[int] = (), parents_N: Sequence[int] = ()) -> None:
         """Writes the mask after each node of a tree.
@@ -56,7 +61,10 @@ class Matcher:
         children: list[list[int]] = [[] for _ in range(len(masks_NX))]
         for node in range(1, len(tokens_N)):
             children[parents_N[node]].append(node)
-        self._fill_from(0, [], masks_NX, tokens_N, children)
+        if not self.is_stuck:
+            self._fill_from(0, [], masks_NX, tokens_N, children)
+        if self.is_stuck:
+            masks_NX[:] = 0
 
     def _fill_from(
         self, node: int, path: list[int], masks_NX: np.ndarray, tokens_N: Sequence[int], children: list[list[int]]
@@ -74,6 +82,11 @@ class Matcher:
                 self._fill_from(child, [*path, token], masks_NX, tokens_N, children)
                 if not self._inner.rollback(1):
                     self._restore(path)
+            elif self._fails(token, masks_NX[node]):
+                masks_NX[child] = 0
+                self._restore(path)
+            elif self._inner.is_error():
+                self._restore(path)
 
     def _goes_on(self, token: int) -> bool:
         """Moves the library's matcher on, if the token neither ends the text nor breaks the grammar.  Drafts may be any ids."""
@@ -81,11 +94,26 @@ class Matcher:
             return False
         return self._inner.try_consume_tokens([token]) == 1
 
+    def _fails(self, token: int, mask_X: np.ndarray) -> bool:
+        """Whether a token at which the library does not go on is one that it allows: then its limits are reached.
+
+        mask_X: the mask before the token.  The library keeps the error to itself where tokens are only tried.
+        """
+        is_allowed = token not in self._ends and 0 <= token < self._vocab_size and mask_X[token >> 5] >> (token & 31) & 1
+        if is_allowed:
+            self._inner.consume_tokens([token])
+            self._keep_reason()
+        return bool(is_allowed)
+
+    def _keep_reason(self) -> None:
+        self.reason = " ".join(self._inner.get_error().replace("<non-verbose/>", "").split()) or "no reason given"
+
     def _fill_one(self, mask_X: np.ndarray) -> bool:
         """Fills the mask at the place of the library's matcher.  False: its limits are reached, and no token is allowed."""
         self._inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)
         if self._inner.is_error():
             mask_X[:] = 0
+            self._keep_reason()
             return False
         if self._inner.is_accepting():
             for word, bit in self._end_words:
@@ -95,4 +123,11 @@ class Matcher:
     def _restore(self, path: Sequence[int]) -> None:
         """Makes the library's matcher anew, after an error, which it does not survive."""
         self._inner = self._start()
-        self._inner.consume_tokens([*self._tokens, *path])
+        mask_X = np.zeros(-(-self._vocab_size // 32), np.int32)
+        for token in (*self._tokens, *path):  # with a mask before each token, as the text had: masks move the library's limits
+            self._inner.unsafe_compute_mask_ptr(mask_X.ctypes.data, mask_X.nbytes)
+            if self._inner.try_consume_tokens([token]) != 1:
+                self._inner.consume_tokens([token])  # says why
+                self._keep_reason()
+                self.is_stuck = True
+                return

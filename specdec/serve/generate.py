@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec.async_decoder import AsyncSpecDecoder
-from specdec.checks import PromptTooLong
+from specdec.checks import NoTokenLeft, PromptTooLong
 from specdec.config import SamplingParams
 from specdec.engine.request import Request
 from specdec.generation import Generation
-from specdec.serve.wire.errors import ApiError, engine_failed, request_failed, wrong
+from specdec.serve.wire.errors import REQUEST_FAILED, ApiError, engine_failed, request_failed, wrong
 from specdec.serve.wire.fields import COMPLETIONS
 from specdec.serve.wire.requests import Plan
 
@@ -73,4 +73,6 @@ async def run_all(decoder: AsyncSpecDecoder, requests: Sequence[Request]) -> lis
 def failure_of(decoder: AsyncSpecDecoder, error: BaseException) -> ApiError:
     """What to answer when a request has failed while it ran, or could not be run."""
     failure = decoder.failure
+    if failure is None and isinstance(error.__cause__, NoTokenLeft):
+        return wrong(None, str(error), REQUEST_FAILED)
     return request_failed(str(error)) if failure is None else engine_failed(failure)

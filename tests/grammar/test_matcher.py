@@ -106,6 +106,12 @@ def test_compiled_grammars_are_kept_and_forgotten(grammars: Grammars) -> None:
         ("grammar", "start: foo", 'grammar can\'t be used: .*unknown name: "foo"'),
         ("json_schema", '{"type": "strin"}', "json_schema can't be used: .*strin"),
         ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}', "minLength .5. is greater than maxLength"),
+        (
+            "json_schema",
+            '{"$ref": "#"}',
+            "json_schema can't be used: no text begins in the way it asks for.* llguidance says: ",
+        ),
+        ("regex", "a{800000}", "regex can't be used: .* or it is too large; llguidance says: .*too many expressions"),
         ("json_schema", '{"not": {}}', "json_schema can't be used: .*not"),
     ],
 )
@@ -160,6 +166,23 @@ def test_a_limit_in_one_branch_leaves_the_others(grammars: Grammars) -> None:
     for node, path in enumerate(([], [a], None, None, [comma], [comma, a])):
         want = np.zeros(V // 32, np.int32) if path is None else mask_after(grammars, "grammar", [a, *path])
         assert (masks_NX[node] | mask_of(STOP) == want | mask_of(STOP)).all(), node
+
+
+def test_a_text_at_which_the_library_fails_goes_nowhere(grammars: Grammars) -> None:
+    """Keeps out: free text after a limit that the library reaches, in a text and in a tree."""
+    token, rule = first_id("a"), Grammar("regex", "x|a{1000000}", (EOS,))
+    plain, tree = grammars.matcher(rule), grammars.matcher(rule)
+    one_NX, two_NX = np.ones((1, V // 32), np.int32), np.ones((2, V // 32), np.int32)
+    for matcher in (plain, tree):
+        matcher.fill(one_NX)
+        matcher.take([token])
+    plain.fill(one_NX)
+    plain.take([token])
+    plain.fill(one_NX)
+    tree.fill(two_NX, [0, token], [0, 0])
+    assert plain.is_stuck and "too many expressions" in plain.reason
+    assert not one_NX.any() and not two_NX[1].any()
+    assert grammars.left_after(rule, [token, token]) == ([], plain.reason)
 
 
 def first_id(text: str) -> int:

@@ -136,10 +136,23 @@ def test_what_ends_early_leaves_the_others(decoder: SpecDecoder, plain: list[lis
     (cut,) = decoder.generate(PROMPTS[0], replace(PARAMS[0], max_tokens=4))
     assert cut.finish_reason == "length" and cut.token_ids == plain[0][:4]
     impossible = SamplingParams(regex="yes", min_tokens=40, max_tokens=50)
-    with pytest.raises(RuntimeError, match=r"regex and the options for single tokens \(min_tokens among them\) leave no token"):
+    with pytest.raises(RuntimeError, match="ran: regex and min_tokens leave no token at position .* setting .*: min_tokens=0$"):
         decoder.generate([PROMPTS[1], PROMPTS[0]], [impossible, PARAMS[0]])
+    silent = SamplingParams(regex="yes", bad_words=list("yes") + ["ye", "yes"], max_tokens=50)
+    with pytest.raises(RuntimeError, match="ran: regex, bad_words and logit_bias leave no token at .*: fewer bad_words"):
+        decoder.generate(PROMPTS[1], silent)
     assert decoder.generate(PROMPTS[0], PARAMS[0])[0].token_ids == plain[0]
     Driver(decoder).assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_grammar_that_the_library_gives_up_ends_in_an_error(decoder: SpecDecoder, speculate: bool) -> None:
+    """Keeps out: free text, with finish_reason "length", after a limit of the library; an error that blames the weights."""
+    params = SamplingParams(regex="x|a{1000000}", max_tokens=20, bad_words=["x"])
+    said = r"ran: regex leaves no token at position \d+.*llguidance says: .*too many expressions"
+    with pytest.raises(RuntimeError, match=said) as info:
+        decoder.generate(PROMPTS[0], params, speculate=speculate)
+    assert "NaN" not in str(info.value)
 
 
 def test_a_target_s_tokenizer_must_be_there(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
