@@ -357,10 +357,7 @@ class Driver(Hooks):
         self._runner.lead(followers)
 
     def force_acceptance(self, probs: list[float]) -> Tensor:
-        """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says.
-
-        Returns the tensor that rounds read.
-        """
+        """Makes rounds accept draft tokens with these probabilities by level, and returns the tensor that they read."""
         self._runner.run(ForceAcceptance(tuple(probs)))
         synthetic = self._workers.verifier.synthetic
         assert synthetic is not None
