@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from specdec.checks import nearest_name
 from specdec.draft.drafter import DraftModel
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import load_head
@@ -18,7 +19,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.target import Target
 from specdec.options import EngineOptions
 
-WITHOUT_CHECKPOINT: dict[str, Callable[[Target], DraftModel]] = {"ngram": lambda target: NgramModel(target.config.vocab_size)}
+WITHOUT_CHECKPOINT: dict[str, Callable[[int], DraftModel]] = {"ngram": NgramModel}  # from the size of the target's vocabulary
 MTP = "mtp"  # the target's own layers, in the target's folder
 # What can be named as a draft, and what it is.
 NAMES = {
@@ -36,6 +37,16 @@ def is_name(draft: str | Path | None) -> bool:
     return isinstance(draft, str) and draft in NAMES
 
 
+def head_folder(draft: str | Path) -> Path:
+    """The folder of a head.  ValueError or TypeError if there is none; it names a kind that is spelled alike."""
+    try:
+        return resolve_folder(draft, "draft")
+    except ValueError as error:
+        if not isinstance(draft, str) or not (meant := nearest_name(draft.strip(), [*NAMES, "None"])):
+            raise
+        raise ValueError(f"{error}; nearest setting that works: draft={None if meant == 'None' else meant!r}") from None
+
+
 def find_drafter(draft: str | Path | None, options: EngineOptions, target_folder: Path) -> Load | None:
     """What loads the drafter for a target, given the most positions, the device and the dtype; None for no drafter.
 
@@ -51,8 +62,8 @@ def find_drafter(draft: str | Path | None, options: EngineOptions, target_folder
         return lambda target, most, device, dtype: load_mtp(target_folder, target, most, device, dtype, own)
     if is_name(draft):
         make = WITHOUT_CHECKPOINT[str(draft)]
-        return lambda target, max_positions, device, dtype: make(target)
-    folder = resolve_folder(draft, "draft")
+        return lambda target, max_positions, device, dtype: make(target.config.vocab_size)
+    folder = head_folder(draft)
     how = _how(options)
     return lambda target, max_positions, device, dtype: load_head(folder, target, max_positions, device, dtype, how)
 
@@ -65,7 +76,7 @@ def head_config(
         return open_mtp(target_folder, target).spec.model
     if draft is None or is_name(draft):
         return None
-    return open_head(resolve_folder(draft, "draft"), target, _how(options)).reading.spec.model
+    return open_head(head_folder(draft), target, _how(options)).reading.spec.model
 
 
 def _how(options: EngineOptions) -> HowToRead:

@@ -20,6 +20,7 @@ from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.fill import fill_eagle1, fill_eagle3
 from specdec.draft.eagle.head import Eagle1Head, Eagle3Head
 from specdec.draft.formats.open import AS_FOUND, HowToRead, OpenHead, open_head
+from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.head import DraftHead
 from specdec.models.checkpoints.loader import build, copy_, fill_linear
 from specdec.models.sharding import join, share_of
@@ -40,6 +41,11 @@ KINDS = {
     "dflash": Kind(DFlashHead, fill_dflash),
     "dspark": Kind(DSparkHead, fill_dspark),
 }
+
+
+def empty_head(spec: HeadSpec) -> DraftHead:
+    """The head without its weights: what can be asked of it before anything is loaded."""
+    return build(lambda: KINDS[spec.kind].make(spec, 1), torch.device("meta"), torch.float32)
 
 
 def load_head(
@@ -81,18 +87,23 @@ def build_head(opened: OpenHead, target: Target, max_positions: int, device: tor
 
 
 def _share_copies(head: DraftHead, target: Target, folder: Path) -> None:
-    """Gives the memory of copies back.  ValueError if they differ from what the target has."""
-    embeddings, lm_heads = (head.embed_tokens, target.embed_tokens), (head.lm_head, target.lm_head)
-    weights = {
-        "embed_tokens.weight": [part.weight for part in embeddings],
-        "lm_head.weight": [part.tensors()["weight"].tensor for part in lm_heads],
-    }
+    """Gives the memory of copies back.  ValueError if they differ from what the target has.
+
+    A target whose language-model head is stored in 8 or 4 bits has only nearly the same numbers, so the head keeps its copy.
+    """
+    weights = {"embed_tokens.weight": (head.embed_tokens.weight, target.embed_tokens.weight)}
+    shares_lm_head = target.lm_head.planes is None
+    if shares_lm_head:
+        own_head, its_head = (part.tensors()["weight"].tensor for part in (head.lm_head, target.lm_head))
+        weights["lm_head.weight"] = own_head, its_head
     for name, (own, its) in weights.items():
         if not torch.equal(own, its):
             raise ValueError(
                 f"{folder}: {name} must be a copy of the target's in this layout, but differs: is the head for this target?"
             )
-    head.embed_tokens, head.lm_head = target.embed_tokens, target.lm_head
+    head.embed_tokens = target.embed_tokens
+    if shares_lm_head:
+        head.lm_head = target.lm_head
 
 
 def _offsets(draft_ids: tuple[int, ...] | None, device: torch.device) -> Tensor | None:

@@ -39,7 +39,11 @@ class SpecConfig:
 
     def __init__(self, num_steps: int | Literal["auto"] = 5, topk: int = 4, num_draft_tokens: int | None = None) -> None:
         if isinstance(num_steps, str) and num_steps != "auto":
-            raise ValueError(f"num_steps must be an int or 'auto', got {num_steps!r}; nearest setting: 'auto'")
+            number = num_steps.strip()
+            near = min(max(int(number), 1), MAX_STEPS) if number.isdecimal() and len(number) < 10 else "auto"
+            raise ValueError(f"num_steps must be an int or 'auto', got {num_steps!r}; nearest setting: {near!r}")
+        if num_steps is None:
+            raise TypeError("num_steps must be an int or 'auto', got None; nearest setting that works: 'auto'")
         S = num_steps if num_steps == "auto" else require_int("num_steps", num_steps, 1, MAX_STEPS)
         k = require_int("topk", topk, 1, 64)
         most = _candidates(MAX_AUTO_STEPS if S == "auto" else S, k) + 1

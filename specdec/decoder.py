@@ -47,7 +47,7 @@ class Parts(NamedTuple):
 
 
 class SpecDecoder:
-    """A target model, usually with a drafter: an EAGLE head, or a kind that needs none.  The output is the target's own.
+    """A target model, usually with a drafter: a draft head, or a kind that needs none.  The output is the target's own.
 
     model, head, settings: the target and the loaded drafter, and what the options were resolved to.  tokenizer: the target's.
     ranks: those that hold the models, if there are several.  grammars: compiles what texts must be.

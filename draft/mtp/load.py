@@ -16,7 +16,7 @@ import torch
 from specdec.draft.mtp.head import MtpHead, MtpLayer
 from specdec.draft.mtp.layouts import read_mtp
 from specdec.draft.mtp.spec import MtpSpec
-from specdec.draft.mtp.tensors import check_tensors, copies
+from specdec.draft.mtp.tensors import check_tensors, copies, wanted_tensors
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.checkpoints.loader import build, copy_run, fill_attention, fill_mlp, fill_norm
 from specdec.models.config import ModelConfig
@@ -26,6 +26,8 @@ from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, SelfAttention
 from specdec.models.registry import choose_target
+from specdec.models.schemes.config import describe
+from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
 from specdec.ops.rope import by_halves
@@ -42,8 +44,14 @@ def open_mtp(folder: Path, target: ModelConfig) -> OpenMtp:
     """Reads config and headers.  ValueError names what is missing, unknown, or not computed here."""
     spec = read_mtp(folder, target)
     checkpoint = Checkpoint(folder)
+    _refuse_codes(Checkpoint(folder, quantization=target.quantization), spec)
     check_tensors(checkpoint, spec)
     return OpenMtp(checkpoint, spec)
+
+
+def empty_mtp(spec: MtpSpec) -> MtpHead:
+    """The layers without their weights: what can be asked of them before anything is loaded."""
+    return build(lambda: MtpHead(spec, 1), torch.device("meta"), torch.float32)
 
 
 def load_mtp(
@@ -71,6 +79,17 @@ def load_mtp(
     head.borrow(target)
     join(head, target.group)
     return head
+
+
+def _refuse_codes(checkpoint: Checkpoint, spec: MtpSpec) -> None:
+    """ValueError if a matrix of the layers is stored in 8 or 4 bits.  What is rounded at load is ordinary numbers."""
+    for name in (name.removesuffix(".weight") for name, shape in wanted_tensors(spec).items() if len(shape) == 2):
+        format = checkpoint.format_of(name)
+        if format is not None and not isinstance(format, RoundToNearest) and format.has(checkpoint, name):
+            raise ValueError(
+                f"{checkpoint.folder}: {name} is stored as {describe(format)}; draft='mtp' does not read MTP layers in 8 or 4 "
+                "bits yet, only in ordinary numbers; nearest setting that works: draft='ngram', or no draft"
+            )
 
 
 def _fill(layer: MtpLayer, checkpoint: Checkpoint, prefix: str, spec: MtpSpec) -> None:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="specdec", description="Speculative decoding with EAGLE heads.", epilog=EPILOG)
+    parser = Parser(prog="specdec", description="Speculative decoding with draft heads, MTP layers or n-grams.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"specdec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS:

@@ -115,7 +115,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, command: str) -> None:
     group = parser.add_argument_group("models and engine", "; ".join(filter(None, decided)) or None)
     target = "folder or hub id of the model; default: the pair that ships with specdec"
     group.add_argument("--target", type=not_empty, metavar="DIR", help=target)
-    draft = "folder or hub id of its EAGLE head, or mtp (its own MTP layers) or ngram; without it, a --target decodes plainly"
+    draft = "folder or hub id of its draft head, or mtp (its own MTP layers) or ngram; without it, a --target decodes plainly"
     group.add_argument("--draft", type=not_empty, metavar="DIR", help=draft)
     add_option_flags(group, EngineOptions, [item.name for item in fields(EngineOptions) if decided_by(item, command)])
 

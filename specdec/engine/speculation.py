@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.config import SpecConfig
-from specdec.engine.control.controller import Controller
+from specdec.engine.control.controller import Controller, Size
 from specdec.engine.control.costs import Shape
 from specdec.limits import MAX_PAUSE
 from specdec.steps import CatchUp, Needs, RunRound, Step, Try
@@ -63,16 +63,16 @@ class Speculation:
         if not share:
             assert not self.pause, "tokens that the drafter has not seen belong to a row that speculates"
             return [], RunRound(rows, "plain", None, needs, shared)
-        batch = Batch(rows, needs, shared)
+        batch, size = Batch(rows, needs, shared), Size(rows, needs.grammar)
         if self.controller is None:
             (spec,) = self.shapes
             return [], RunRound(rows, "speculative", spec, needs, shared)
         wanted, ready = list[Shape](), None
         if self.controller.tries:
             ready = self._ready.setdefault(batch, set())
-            wanted = self.controller.wanted(rows, share, ready)
+            wanted = self.controller.wanted(size, share, ready)
             ready.update(wanted)
-        shape = self.controller.choose(rows, share, self.pause, ready)
+        shape = self.controller.choose(size, share, self.pause, ready)
         before = list[Step]()
         if self.pause and (shape is not None or wanted or self.pause == MAX_PAUSE):
             before.append(CatchUp(*batch))
@@ -106,16 +106,17 @@ class Speculation:
         best: of these rows, see Emitted; None for a chain.
         """
         if self.controller is not None:
-            self.controller.observe(step.rows, step.spec, seconds, accepted, best)
+            self.controller.observe(Size(step.rows, step.needs.grammar), step.spec, seconds, accepted, best)
 
     def tried(self, step: Try, seconds: float) -> None:
         """Records the seconds of a step that was tried."""
         if self.controller is not None and isinstance(step.step, RunRound):
-            self.controller.tried(step.step.rows, step.step.spec, seconds)
+            size = Size(step.step.rows, step.step.needs.grammar)
+            self.controller.tried(size, step.step.spec, seconds)
 
     def reasons(self) -> list[str]:
-        """For each number of rows that has run: which shape runs, and why.  Nothing where the shape is fixed."""
-        return [] if self.controller is None else [self.controller.reason(rows) for rows in sorted(self.controller.books)]
+        """For each size that has run: which shape runs, and why.  Nothing where the shape is fixed."""
+        return [] if self.controller is None else [self.controller.reason(size) for size in sorted(self.controller.books)]
 
     def _tries(self, batch: Batch, shapes: Sequence[Shape]) -> list[Step]:
         steps = [Try(_round(batch, shape)) for shape in shapes]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ import torch
 from specdec.config import SpecConfig
 from specdec.draft.formats.open import open_head
 from specdec.draft.formats.spec import BlockSpec
-from specdec.draft.kinds import MTP, is_name
-from specdec.draft.mtp.load import open_mtp
+from specdec.draft.kinds import MTP, WITHOUT_CHECKPOINT, head_folder, is_name
+from specdec.draft.load import empty_head
+from specdec.draft.mtp.load import empty_mtp, open_mtp
 from specdec.draft.mtp.tensors import wanted_tensors
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
@@ -28,13 +30,21 @@ from specdec.models.checkpoints.loader import DTYPES, open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
 from specdec.models.config import ModelConfig
 from specdec.models.registry import choose_target
-from specdec.models.schemes.size import matrix_bytes
+from specdec.models.schemes.formats import Format
+from specdec.models.schemes.size import matrix_size
 from specdec.options import EngineOptions
 
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 4096  # the most that max_batch_size takes
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
 MATRICES = re.compile(r"((?<!kv_b)_proj(_with_mqa)?|\.wq_b|\.wk|lm_head)\.\w+$")
+# What lies together in one matrix: parts of a projection, and the experts of a layer.
+TOGETHER = (
+    (re.compile(r"\.experts\.\d+\."), ".experts."),
+    (re.compile(r"\b(gate|up)_proj$"), "gate_up"),
+    (re.compile(r"\b(q_b_proj|indexer\.wq_b)$"), "q_b"),
+    (re.compile(r"\b([qkv]_proj|q_a_proj|kv_a_proj_with_mqa|indexer\.wk)$"), "in"),
+)
 
 
 class Models(NamedTuple):
@@ -42,6 +52,7 @@ class Models(NamedTuple):
 
     features: how many numbers of each token the drafter reads of the target.  block: of a head of one pass.
     page_bytes: what the drafter keeps of each page besides keys and values.
+    scratch: how many numbers the largest matrix of the target has that is stored as codes: prompts compute them; 0: none is.
     """
 
     configs: tuple[ModelConfig, ...]
@@ -49,6 +60,7 @@ class Models(NamedTuple):
     features: int = 0
     block: BlockSpec | None = None
     page_bytes: int = 0
+    scratch: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -133,7 +145,8 @@ def parts_of(models: Models, settings: EngineSettings) -> dict[str, int]:
         **({"weights of the draft head": models.weights[1]} if len(models.weights) > 1 else {}),
         "keys and values": kv + source_bytes(target, settings),
         "a round": pass_bytes(target, queries, queries, models.features, dtype),
-        "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype),
+        "a chunk of prompts": pass_bytes(target, chunk, options.max_batch_size, models.features, dtype)
+        + models.scratch * dtype,
         "CUDA itself": CONTEXT_BYTES,
     }
 
@@ -154,29 +167,50 @@ def _page_bytes(configs: Sequence[ModelConfig], settings: EngineSettings) -> tup
 def _models(folder: Path, config: ModelConfig, draft: str | Path | None, settings: EngineSettings) -> Models:
     own, mtp = open_target(folder, config), mtp_prefixes(config)
     without = {name for name in own.names() if name.startswith(mtp)} | ({"lm_head.weight"} if config.tie_embeddings else set())
-    weights = [tensor_bytes(own, settings.dtype, without)]
+    weights, scratch = [tensor_bytes(own, settings.dtype, without)], scratch_numbers(own, without)
+    alone = Models((config,), tuple(weights), scratch=scratch)
     if draft is None:
-        return Models((config,), tuple(weights))
+        return alone
+    assert settings.spec is not None
     if draft == MTP:
         spec = open_mtp(folder, config).spec
+        empty_mtp(spec).shapes(settings.spec)
         weights.append(sum(map(math.prod, wanted_tensors(spec).values())) * settings.dtype.itemsize)
         kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
-        return Models((config, spec.model), tuple(weights), spec.model.hidden_size, page_bytes=kept)
+        return Models((config, spec.model), tuple(weights), spec.model.hidden_size, page_bytes=kept, scratch=scratch)
     if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights
-        return Models((config,), tuple(weights))
-    files, _, reading = open_head(resolve_folder(draft, "draft"), config)
+        WITHOUT_CHECKPOINT[str(draft)](config.vocab_size).shapes(settings.spec)
+        return alone
+    files, _, reading = open_head(head_folder(draft), config)
     head, without = reading.spec, {"d2t", "t2d", *reading.beside}
     without |= set() if head.own_embeddings else {"embed_tokens.weight"}
     without |= set() if head.own_lm_head else {"lm_head.weight"}
+    empty_head(head).shapes(settings.spec)
     weights.append(tensor_bytes(files.checkpoint, settings.dtype, without))
-    return Models((config, head.model), tuple(weights), head.feature_size, head.block)
+    return Models((config, head.model), tuple(weights), head.feature_size, head.block, scratch=scratch)
 
 
 def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) -> int:
     """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep."""
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
-    matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
-    formats = {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}
+    formats = _formats(checkpoint, names)
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
-    coded = sum(matrix_bytes(format, checkpoint, name) for name, format in formats.items())
+    coded = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
     return coded + sum(math.prod(checkpoint.shape(name)) for name in own) * dtype.itemsize
+
+
+def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
+    """How many numbers the largest matrix has that is stored as codes, all its parts together; 0: there is none."""
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for name, format in _formats(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
+        whole = name
+        for part, together in TOGETHER:
+            whole = part.sub(together, whole)
+        sizes[whole] += matrix_size(format, checkpoint, name).numbers
+    return max(sizes.values(), default=0)
+
+
+def _formats(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
+    """The matrices of these tensors that are stored as codes, and how."""
+    matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
+    return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}

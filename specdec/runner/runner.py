@@ -265,7 +265,13 @@ class DeviceRunner:
 
     def _force_acceptance(self, step: ForceAcceptance) -> None:
         verifier = self.workers.verifier
-        verifier.synthetic = SyntheticAcceptance.of(step.probs, verifier.model.config.vocab_size, self.device)
+        forced, held = SyntheticAcceptance.of(step.probs, verifier.model.config.vocab_size, self.device), verifier.synthetic
+        if held is not None and held.probs_S.shape == forced.probs_S.shape:
+            held.probs_S.copy_(forced.probs_S)  # captured rounds read this very tensor
+            return
+        is_captured = len(self.rounds.round_graphs) or len(self.rounds.phase_graphs)
+        assert not is_captured, "a captured round would go on as it was captured"
+        verifier.synthetic = forced
 
     def _rows(self, rows: int, shared: bool) -> BatchState:
         """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""

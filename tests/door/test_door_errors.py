@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.attention.capabilities import KV_DTYPES, choose_backend
 from specdec.attention.needs import AttentionNeeds
+from specdec.draft.kinds import head_folder
 from specdec.loading.resolve import resolve_device, resolve_dtype, resolve_max_seq_len
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.checkpoints.loader import read_target_config
@@ -31,6 +32,8 @@ SPEC_ERRORS = [
     (dict(num_steps=0), ValueError, "num_steps must be in \\[1, 64\\], got 0; nearest .* num_steps=1"),
     (dict(num_steps=65), ValueError, "num_steps .* got 65; nearest .* num_steps=64"),
     (dict(num_steps=True), TypeError, "num_steps must be an int, got True of type bool"),
+    (dict(num_steps="5"), ValueError, "num_steps must be an int or 'auto', got '5'; nearest setting: 5"),
+    (dict(num_steps=None), TypeError, "num_steps must be an int or 'auto', got None"),
     (dict(topk="4"), TypeError, "topk must be an int, got '4' of type str"),
     (dict(topk=0), ValueError, "topk must be in \\[1, 64\\], got 0; nearest .* topk=1"),
     (dict(num_draft_tokens=1), ValueError, "num_draft_tokens .* got 1; nearest .* num_draft_tokens=2"),
@@ -341,6 +344,16 @@ def test_folders(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             resolve_folder(name, "draft")
     assert resolve_folder(str(tmp_path), "target") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("draft", "near"), [("Ngram", "'ngram'"), ("MTP", "'mtp'"), ("mtp ", "'mtp'"), ("none", "None"), ("eagle", "")]
+)
+def test_a_misspelt_drafter_is_named(draft: str, near: str) -> None:
+    """Keeps out: a name of a drafter, written otherwise, of which is said only that it is no folder."""
+    with pytest.raises(ValueError, match="existing model folder or a hub id") as error:
+        head_folder(draft)
+    assert str(error.value).partition("nearest setting that works: draft=")[2] == near
 
 
 def test_auto_means_what_it_says(zoo: Zoo) -> None:

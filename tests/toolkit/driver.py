@@ -22,7 +22,7 @@ from specdec.engine.needs import union
 from specdec.engine.request import Request
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.runner import Followers
-from specdec.verify.synthetic import SyntheticAcceptance
+from specdec.steps import ForceAcceptance
 from toolkit.drafters import Script
 from toolkit.inside.hooks import Hooks
 from toolkit.pages import check_books
@@ -356,10 +356,12 @@ class Driver(Hooks):
         """Has other ranks told each step before it runs."""
         self._runner.lead(followers)
 
-    def force_acceptance(self, probs: list[float]) -> None:
-        """Makes rounds accept draft tokens with these probabilities, level by level, whatever the target says."""
-        vocab_size, device = self.decoder.model.config.vocab_size, self.decoder.settings.device
-        self._workers.verifier.synthetic = SyntheticAcceptance.of(probs, vocab_size, device)
+    def force_acceptance(self, probs: list[float]) -> Tensor:
+        """Makes rounds accept draft tokens with these probabilities by level, and returns the tensor that they read."""
+        self._runner.run(ForceAcceptance(tuple(probs)))
+        synthetic = self._workers.verifier.synthetic
+        assert synthetic is not None
+        return synthetic.probs_S
 
     # ---- rounds ----
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec import SamplingParams, SpecConfig
 from specdec.batch.tree import DraftTree
 from specdec.generation import Stats
+from specdec.ops.cuda_graph import GraphSet
 from specdec.verify.accept import accept_path
 from specdec.verify.synthetic import SyntheticAcceptance
 
@@ -172,3 +173,14 @@ def test_it_runs_inside_a_graph() -> None:
         got.fill_(-1)
         graph.replay()
         assert torch.equal(got.cpu(), wanted)
+
+
+def test_captured_rounds_follow_new_probabilities(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: a captured round that goes on reading the probabilities of its capture."""
+    driver = Driver(zoo.decoder("llama", "ngram", SpecConfig(2, 1, 3)))
+    read_by_a_graph = driver.force_acceptance([0.25, 0.5])
+    driver.force_acceptance([1.0, 0.75])
+    assert read_by_a_graph.tolist() == [1.0, 0.75]
+    monkeypatch.setattr(GraphSet, "__len__", lambda graphs: 1)
+    with pytest.raises(AssertionError, match="as it was captured"):
+        driver.force_acceptance([1.0])

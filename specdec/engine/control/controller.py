@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
@@ -28,9 +29,22 @@ CATCH_UP = 0.1  # what a drafter's catching up is taken to cost, as a share of a
 FIRST_RUNS = 3  # where shapes can't be tried on the side, the first ones run so often to be measured; the first compiles
 
 
+class Size(NamedTuple):
+    """What a round's cost depends on besides its shape.
+
+    rows: of the batch.  grammar: whether the round runs phase by phase, for the masks of a grammar (see `Needs`).
+    """
+
+    rows: int
+    grammar: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rows} row{'' if self.rows == 1 else 's'}{' with a grammar' if self.grammar else ''}"
+
+
 @dataclass
 class Book:
-    """What is known of one number of rows.
+    """What is known of one size.
 
     first: the shapes that are measured before anything is chosen.  best: the one last found the best; a look is none.
     account: seconds that looks may lose.  share: of all time, which goes there.  since: rounds since the last look.
@@ -69,42 +83,42 @@ class Controller:
         assert shapes, "a drafter can grow some shape"
         self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
         self.acceptance = Acceptance(max(shape.max_steps for shape in shapes))
-        self.books: dict[int, Book] = {}
+        self.books: dict[Size, Book] = {}
 
     # ---- what rounds have shown ----
 
     def observe(
-        self, rows: int, shape: Shape, seconds: float, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None
+        self, size: Size, shape: Shape, seconds: float, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None
     ) -> None:
         """A round was verified.
 
         seconds: from the end of the round before it to its own end.  accepted: of each row that speculates, how many draft
         tokens it took.  best: of each of these rows, see Emitted; None for a chain.
         """
-        self._book(rows).costs.observe(shape, seconds)
+        self._book(size).costs.observe(shape, seconds)
         if shape is not None and accepted:
             self.acceptance.observe(shape, accepted, best)
 
-    def tried(self, rows: int, shape: Shape, seconds: float) -> None:
+    def tried(self, size: Size, shape: Shape, seconds: float) -> None:
         """A shape was tried on the side."""
-        self._book(rows).costs.tried(shape, seconds)
+        self._book(size).costs.tried(shape, seconds)
 
     # ---- what runs next ----
 
-    def wanted(self, rows: int, share: float, ready: Collection[Shape]) -> list[Shape]:
+    def wanted(self, size: Size, share: float, ready: Collection[Shape]) -> list[Shape]:
         """The shapes to make ready before the next round: the first ones, and later one that is worth it.
 
         A shape is worth it once the rounds without it have lost as much time as it takes to make ready.  So no more is ever
         paid than twice what the best choice in hindsight would have paid.
         """
-        book = self._book(rows)
+        book = self._book(size)
         if first := [shape for shape in dict.fromkeys((None, *book.first, book.best)) if shape not in ready]:
             return first
         if not book.knows_enough:
             return []
         if len(ready) > len(self.shapes) or book.rounds % JUDGE_EVERY:
             return []
-        rates = self.rates(rows, share, (None, *self.shapes))
+        rates = self.rates(size, share, (None, *self.shapes))
         best = max(rates, key=lambda shape: rates[shape])
         if best in ready:
             return []
@@ -115,18 +129,18 @@ class Controller:
         book.missed.clear()
         return [best]
 
-    def choose(self, rows: int, share: float, pause: int, ready: Collection[Shape] | None = None) -> Shape:
+    def choose(self, size: Size, share: float, pause: int, ready: Collection[Shape] | None = None) -> Shape:
         """The shape of the next round; None: no levels.
 
         share: of the running rows, those that speculate; the others gain nothing from a draft and wait for it.
         pause: rounds of no levels since the drafter last caught up.  ready: shapes that may run; None: all.
         """
         usable = [shape for shape in (None, *self.shapes) if ready is None or shape in ready]
-        book = self._book(rows)
+        book = self._book(size)
         if unmeasured := self._unmeasured(book, usable):
             return unmeasured[0]
         if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
-            book.judged, book.rates = (share, usable), self.rates(rows, share, usable)
+            book.judged, book.rates = (share, usable), self.rates(size, share, usable)
             best = max(usable, key=lambda shape: book.rates[shape])
             is_better = book.best not in book.rates or book.rates[best] >= (1 + GAIN) * book.rates[book.best]
             if is_better and best != book.best:
@@ -134,40 +148,41 @@ class Controller:
         book.rounds += 1
         return self._look(book, share, pause)
 
-    def rates(self, rows: int, share: float, shapes: Sequence[Shape]) -> dict[Shape, float]:
+    def rates(self, size: Size, share: float, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Expected tokens a second and row."""
-        costs, lengths = self._book(rows).costs, self.acceptance.accept_lengths(shapes)
+        costs, lengths = self._book(size).costs, self.acceptance.accept_lengths(shapes)
         return {shape: (1 + share * (length - 1)) / costs.of(shape) for shape, length in zip(shapes, lengths, strict=True)}
 
-    def reason(self, rows: int, share: float = 1.0) -> str:
-        """What runs at that number of rows, and why."""
-        book = self.books.get(rows)
+    def reason(self, size: Size, share: float = 1.0) -> str:
+        """What runs at that size, and why."""
+        book = self.books.get(size)
         if book is None or not book.costs.is_known(book.best):
-            return f"{_rows(rows)}: nothing was measured yet"
-        rates = self.rates(rows, share, [shape for shape in (None, *self.shapes) if shape != book.best])
+            return f"{size}: nothing was measured yet"
+        rates = self.rates(size, share, [shape for shape in (None, *self.shapes) if shape != book.best])
         second = max(rates, key=lambda shape: rates[shape])
         levels = " ".join(f"{probability:.2f}" for probability in self.acceptance.of_chain(5))
         return (
-            f"{_rows(rows)}: {self._line(rows, book.best, share)}; next best {self._line(rows, second, share)}; "
+            f"{size}: {self._line(size, book.best, share)}; next best {self._line(size, second, share)}; "
             f"a chain's levels are accepted with {levels}"
         )
 
-    def _line(self, rows: int, shape: Shape, share: float) -> str:
-        tokens, cost = self._tokens(shape, share), self._book(rows).costs.of(shape)
+    def _line(self, size: Size, shape: Shape, share: float) -> str:
+        tokens, cost = self._tokens(shape, share), self._book(size).costs.of(shape)
         return f"{label(shape)} with {tokens:.2f} tokens in {1e3 * cost:.2f} ms"
 
     def _tokens(self, shape: Shape, share: float) -> float:
         return 1 + share * (self.acceptance.accept_lengths([shape])[0] - 1)
 
-    def _book(self, rows: int) -> Book:
-        if rows not in self.books:
-            near = min(self.books, key=lambda other: abs(math.log(other / rows)), default=None)
+    def _book(self, size: Size) -> Book:
+        """The size's own book, which begins with what the nearest one says, of those with a grammar or without, as it is."""
+        if size not in self.books:
+            near = min(self.books, key=lambda other: (other.grammar != size.grammar, _apart(other, size)), default=None)
             if near is None:
-                self.books[rows] = Book(Costs(first_counts=self.tries), first_shapes(self.shapes))
+                self.books[size] = Book(Costs(first_counts=self.tries), first_shapes(self.shapes))
             else:
                 book = self.books[near]
-                self.books[rows] = Book(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
-        return self.books[rows]
+                self.books[size] = Book(Costs(self.tries, book.costs), [book.best or book.first[0]], book.best)
+        return self.books[size]
 
     def _unmeasured(self, book: Book, usable: Sequence[Shape]) -> list[Shape]:
         """The shapes to run because too little is known of costs; none if enough is."""
@@ -213,8 +228,8 @@ def _looking(best: Shape) -> tuple[float, float]:
     return PAUSED_LOOKING if best is None else DRAFTING_LOOKING
 
 
-def _rows(rows: int) -> str:
-    return "1 row" if rows == 1 else f"{rows} rows"
+def _apart(one: Size, other: Size) -> float:
+    return abs(math.log(one.rows / other.rows))
 
 
 def label(shape: Shape) -> str:

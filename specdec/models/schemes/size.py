@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.schemes.formats import Awq, Format, Fp4, Fp8, Gptq, PackedInts, RoundToNearest
 from specdec.ops.quantised.codes import Kind, row_bytes
@@ -9,8 +11,14 @@ from specdec.ops.quantised.codes import Kind, row_bytes
 FLOAT32 = 4
 
 
-def matrix_bytes(format: Format, checkpoint: Checkpoint, name: str) -> int:
-    """Of its codes, scales and zeros, as schemes/planes.py keeps them."""
+class MatrixSize(NamedTuple):
+    """bytes: of its codes, scales and zeros, as schemes/planes.py keeps them.  numbers: how many the codes stand for."""
+
+    bytes: int
+    numbers: int
+
+
+def matrix_size(format: Format, checkpoint: Checkpoint, name: str) -> MatrixSize:
     if isinstance(format, Fp8):
         (rows, columns), kind, scales = checkpoint.shape(f"{name}.weight"), "e4m3", f"{name}.{format.scale}"
         group, zeros, scale_bytes = format.block[1] if format.per == "block" else 0, 0, checkpoint.itemsize(scales)
@@ -38,4 +46,4 @@ def matrix_bytes(format: Format, checkpoint: Checkpoint, name: str) -> int:
         kind, group, scale_bytes = f"int{bits}", format.group, checkpoint.itemsize(f"{name}.scales")
     groups = -(-columns // (group or columns))
     known: dict[str, Kind] = {"e4m3": "e4m3", "e2m1": "e2m1", "int4": "int4", "int8": "int8"}
-    return rows * (row_bytes(known[kind], columns) + groups * (scale_bytes + zeros))
+    return MatrixSize(rows * (row_bytes(known[kind], columns) + groups * (scale_bytes + zeros)), rows * columns)

@@ -6,18 +6,23 @@ round's; a Markov head fed with the token of another branch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toolkit.driver import Driver, new_request
 from toolkit.heads.block_zoo import HEADS, AlonePath
 from toolkit.models import Zoo, ragged_prompts
 from toolkit.parallel.decoders import with_ranks
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.draft.load import load_head
 from specdec.loading.build import plan_pool
 from specdec.loading.plan import plan_memory
+from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.models.schemes.config import ROUNDED, Quantization, Rule
 from specdec.options import EngineOptions
 
 TEXTS = [  # target, head, shape, settings
@@ -133,6 +138,29 @@ def test_the_plan_of_memory(zoo: Zoo) -> None:
         assert decoder.head is not None and plan.parts["keys and values"] == pool.bytes
         own = set(decoder.head.parameters()) - set(decoder.model.parameters())
         assert plan.parts["weights of the draft head"] == sum(weight.nbytes for weight in own)
+
+
+def test_a_copy_of_an_output_layer_in_codes_is_kept(zoo: Zoo) -> None:
+    """Keeps out: an assertion where a layout repeats the output layer and the target's is stored in 8 bits."""
+    folder = zoo.target("llama")
+    every = Quantization("test", ((Rule("class", "Linear"), ROUNDED["fp8"]),))
+    config, cpu = replace(read_target_config(folder), quantization=every), torch.device("cpu")
+    target = load_target(folder, config, 64, cpu, torch.float32)
+    head = load_head(zoo.head("llama", "dspark-gated"), target, 64, cpu, torch.float32)
+    assert target.lm_head.planes is not None and head.lm_head is not target.lm_head
+    assert head.embed_tokens is target.embed_tokens
+    assert torch.equal(head.lm_head.rows(torch.arange(40)), load_file(folder / "model.safetensors")["lm_head.weight"])
+
+
+def test_the_plan_refuses_what_the_drafter_refuses(zoo: Zoo) -> None:
+    """Keeps out: a plan that says of a shape that it fits, which then can't run."""
+    options = EngineOptions(max_batch_size=2, max_seq_len=64, dtype="float32")
+    target, head = zoo.target("llama"), zoo.head("llama", "dspark")
+    with pytest.raises(ValueError, match="num_steps must be at most 5"):
+        plan_memory(target, head, SpecConfig(9, 4, 16), options, 10**9)
+    with pytest.raises(ValueError, match="a tree of n-grams needs a vocabulary"):
+        plan_memory(target, "ngram", SpecConfig(9, 64, 300), options, 10**9)
+    plan_memory(target, head, SpecConfig("auto", 4, 16), options, 10**9)
 
 
 def test_more_steps_than_rows_are_refused(zoo: Zoo) -> None:

@@ -9,7 +9,7 @@ from toolkit.inside.simulated import Machine, Text, best_rate, cost, plain_cost
 
 from specdec import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
-from specdec.engine.control.controller import PAUSED_LOOKING
+from specdec.engine.control.controller import PAUSED_LOOKING, Controller, Size
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
 from specdec.steps import Needs, RunRound, Try
@@ -96,9 +96,21 @@ def test_few_rows_that_speculate_do_not_slow_many_that_do_not() -> None:
     made.run(16, 300, Text.of(4.5))
     controller = made.speculation.controller
     assert controller is not None
-    alike = [controller.choose(16, 1.0, 0) for _ in range(20)]
-    few = [controller.choose(16, 1 / 16, 0) for _ in range(20)]
+    alike = [controller.choose(Size(16), 1.0, 0) for _ in range(20)]
+    few = [controller.choose(Size(16), 1 / 16, 0) for _ in range(20)]
     assert None not in alike and few.count(None) >= 19
+
+
+def test_rounds_with_a_grammar_have_costs_of_their_own() -> None:
+    """Keeps out: rounds that run phase by phase, by whose costs the fused ones are judged."""
+    controller, shape = Controller((SpecConfig(2, 1),)), SpecConfig(2, 1)
+    for _ in range(8):
+        controller.observe(Size(4), shape, 0.01, [1])
+    before = controller.books[Size(4)].costs.of(shape)
+    for _ in range(8):
+        controller.observe(Size(4, grammar=True), shape, 0.05, [1])
+    assert controller.books[Size(4)].costs.of(shape) == before
+    assert controller.books[Size(4, grammar=True)].costs.of(shape) > 2 * before
 
 
 def test_a_disturbed_measurement_is_outlived() -> None:
@@ -183,7 +195,7 @@ def test_the_reason_names_what_runs() -> None:
     assert made.speculation.reasons()[0].startswith("8 rows: ")
     made.run(8, 300, Text.of(4.5))
     (reason,) = made.speculation.reasons()
-    shape = made.speculation.controller.books[8].best
+    shape = made.speculation.controller.books[Size(8)].best
     assert shape is not None and made.shapes[-10:].count(shape) >= 9
     assert reason.startswith(f"8 rows: chain {shape.label} with ") and "next best" in reason
     assert Speculation((SpecConfig(5, 1),)).reasons() == []
