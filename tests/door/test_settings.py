@@ -19,7 +19,7 @@ from specdec import SamplingParams, SpecConfig
     [
         ({}, 16), (dict(topk=1), 6), (dict(num_steps=3, topk=1), 4), (dict(num_steps=64, topk=1), 65),
         (dict(num_steps=3, topk=2), 11), (dict(num_steps=1), 5), (dict(num_steps=1, topk=64), 16),
-        (dict(num_steps="auto"), 16), (dict(num_steps="auto", topk=1), 8), (dict(num_steps="auto", topk=2), 16),
+        (dict(num_steps="auto"), 16), (dict(num_steps="auto", topk=1), 11), (dict(num_steps="auto", topk=2), 16),
     ],
 )  # fmt: skip
 def test_the_number_of_nodes_follows_the_other_two(given: dict[str, Any], nodes: int) -> None:
