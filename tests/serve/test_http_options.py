@@ -143,6 +143,13 @@ def test_what_a_text_must_be_is_the_decoder_s(served: Served, field: dict[str, A
     assert "json_schema" not in rule or json.loads(want.text).keys() == {"who", "n"}
 
 
+def test_options_that_leave_no_token_are_the_caller_s_error(served: Served) -> None:
+    """Keeps out: a grammar that ends before min_tokens, answered as a fault of the server or of the model's weights."""
+    ask = {**GOOD, "structured_outputs": {"regex": "dog"}, "min_tokens": 20, "max_tokens": 30}
+    error = error_of(served.post(COMPLETIONS, ask), 400)
+    assert "min_tokens" in error["message"] and "NaN" not in error["message"], error
+
+
 def test_a_json_object_of_a_chat(chat_served: Served) -> None:
     """Keeps out: response_format of chats taken and ignored.  The random target ends no string, so max_tokens ends its text."""
     ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
