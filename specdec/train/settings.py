@@ -58,7 +58,7 @@ def _check_kind(run: HeadRun) -> None:
     for name, kinds in owners.items():
         if run.kind not in kinds and getattr(run, name) != HeadRun.__dataclass_fields__[name].default:
             raise ValueError(
-                f"{name}: expected no value for kind={run.kind}, got {getattr(run, name)!r}; only {', '.join(kinds)} has it"
+                f"{name}: expected no value for kind={run.kind}, got {getattr(run, name)!r}; it belongs to {', '.join(kinds)}"
             )
 
 
