@@ -76,7 +76,7 @@ def test_harmless_extras_load(tmp_path: Path) -> None:
 
 
 CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", dict(model_type="gpt2"), "model_type must be one of llama, mistral, qwen2, qwen3, got 'gpt2'"),
+    ("llama", dict(model_type="gpt2"), "model_type must be one of llama, mistral, qwen2, qwen3, mimo, got 'gpt2'"),
     ("llama", dict(model_type="absent"), "model_type must be .* got None"),
     ("llama", dict(quantization_config={"quant_method": "hqq"}), "quant_method must be one of .* got 'hqq'"),
     ("llama", dict(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
