@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from engine_internals import target_cache
 from round_8b import random_prompts
 
 from specdec.bench.session import Session
@@ -44,7 +45,6 @@ from specdec.options import EngineOptions
 from specdec.parallel.group import Group
 from specdec.parallel.shard import Shard
 from specdec.prompts import Tokenizer
-from specdec.runner.workers import Workers
 
 LAYERS = 4
 PAGE = 64
@@ -107,12 +107,12 @@ def settings_of(options: EngineOptions, spec: SpecConfig | None, config: ModelCo
     return replace(settings, attention_backend=choose_attention(settings, config))
 
 
-def fill_caches(workers: Workers) -> None:
+def fill_caches(workers: Any) -> None:
     for plane in workers.verifier.cache.planes.values():
         plane.normal_()
 
 
-def commit(workers: Workers, context: int) -> None:
+def commit(workers: Any, context: int) -> None:
     """Has every row that runs go on from that many committed tokens."""
     lens_B, active_B = workers.state.lens_B, workers.state.active_B
     lens_B.copy_(torch.where(active_B > 0, context, lens_B))
@@ -135,11 +135,11 @@ def measure(decoder: SpecDecoder, batch: int, context: int, rounds: int) -> dict
     session.cancel()
     return {
         "ms": 1e3 * median(step.wall for step in steps), "host_ms": 1e3 * median(step.wall - step.waited for step in steps),
-        "kv_bytes": decoder.engine.runner.workers.verifier.cache.bytes,
+        "kv_bytes": target_cache(decoder).bytes,
     }  # fmt: skip
 
 
-def shortest(workers: Workers) -> int:
+def shortest(workers: Any) -> int:
     """Committed tokens of the shortest row that runs."""
     state = workers.state
     return int(state.lens_B[state.active_B > 0].min())

@@ -19,6 +19,7 @@ from specdec.batch.tree import DraftTree
 from specdec.config import SpecConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
+from specdec.runner.grammars import GrammarRows
 from specdec.runner.prompts import FirstTokens
 from specdec.steps import RunChunk, RunRound, Step
 from specdec.verify.tables import tree_tables
@@ -36,6 +37,14 @@ def caches(decoder: SpecDecoder) -> list[KVCache]:
     """The target's, and the draft's if there is one."""
     drafter: Any = decoder.engine.runner.workers.drafter
     return [target_cache(decoder)] + ([drafter.cache] if drafter else [])
+
+
+def grammar_rows(decoder: SpecDecoder) -> GrammarRows:
+    """The rows that obey a grammar, which compile it by the decoder's own library from now on."""
+    runner: Any = decoder.engine.runner
+    rows: GrammarRows = runner.grammars
+    rows.grammars = decoder.grammars
+    return rows
 
 
 def clear_caches(decoder: SpecDecoder) -> None:

@@ -22,13 +22,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from engine_internals import grammar_rows
 from round_8b import TARGET, Case, make_decoder, random_pair, random_prompts, spec_of
 
 from specdec.bench.profile import Work, full_rounds
 from specdec.bench.session import Session
 from specdec.config import GraphMode, SamplingParams
 from specdec.grammar.library import Grammars
-from specdec.runner.grammars import GrammarRows
 
 CASES = (Case("plain", 1, 1024), Case("5,4,16", 1, 1024), Case("5,4,16", 8, 1024), Case("5,1,6", 32, 1024))
 ITEM = {
@@ -48,7 +48,7 @@ SETTLE = 16  # rounds before those that count: kernels compile, graphs are captu
 class Clock:
     """Adds up what the host does for masks, and how long it waits for trees."""
 
-    def __init__(self, rows: GrammarRows) -> None:
+    def __init__(self, rows: Any) -> None:
         self.rounds, self.masks, self.waits = 0, 0.0, 0.0
         send, of_round = rows._send, rows.of_round
 
@@ -81,13 +81,12 @@ def session_of(case: Case, pair: Any, tokenizer: str, graphs: GraphMode) -> Sess
     """A decoder whose texts end with EOS, over a tokenizer that only grammars use."""
     decoder = make_decoder(*pair, spec_of(case.spec), case.batch, case.context, graphs)
     decoder.grammars = Grammars(lambda: tokenizer, TARGET.vocab_size, [EOS])
-    decoder.engine.runner.grammars.grammars = decoder.grammars
     return Session(decoder)
 
 
 def measure(session: Session, case: Case, rounds: int, masked: int, **options: Any) -> dict[str, Any]:
     """One line.  masked: so many rows have a grammar.  options: of the others."""
-    clock = Clock(session.decoder.engine.runner.grammars)
+    clock = Clock(grammar_rows(session.decoder))
     work = Work(session, random_prompts(case.batch, case.context), [SamplingParams()] * case.batch, case.spec != "plain")
     free, held = SamplingParams(max_tokens=900, ignore_eos=True, **options), SamplingParams(max_tokens=900, json_schema=ENDLESS)
     work.sampling = [held] * masked + [free] * (case.batch - masked)
