@@ -135,16 +135,13 @@ class Recorded(Drafter):
         return DraftTree.from_parents(tokens_BN, parents_N.expand_as(tokens_BN).contiguous(), spec.max_steps)
 
     def extend(self, *args: Any) -> None:
-        pass
+        """Nothing: it knows the texts, and has nothing to learn of them here and in the three below."""
 
-    def prefill(self, *args: Any) -> None:
-        pass
+    def prefill(self, *args: Any) -> None: ...
 
-    def keep(self, *args: Any) -> None:
-        pass
+    def keep(self, *args: Any) -> None: ...
 
-    def catch_up(self, *args: Any) -> None:
-        pass
+    def catch_up(self, *args: Any) -> None: ...
 
     def _shape(self, spec: SpecConfig) -> tuple[Tensor, Tensor, Tensor]:
         """(parents, depths, whether a node is on the path of the text): one random tree for each spec."""

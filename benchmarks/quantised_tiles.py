@@ -82,7 +82,7 @@ def compile_one(trial: Trial) -> tuple[str, Trial]:
         with torch.no_grad():
             launch_quantised_linear(x, weight, None, trial.gated, trial.tiles)
         torch.cuda.synchronize()
-    except Exception as error:
+    except Exception as error:  # of any kind: tiles that can't compile or launch are named, and the search goes on
         return f"{trial}: {type(error).__name__} {str(error)[:100]}", trial
     return "", trial
 

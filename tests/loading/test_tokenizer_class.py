@@ -27,7 +27,7 @@ def test_it_is_what_transformers_makes(kind: str, tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name} if name else {}))
         try:
             expected = AutoTokenizer.from_pretrained(tmp_path)
-        except Exception:
+        except Exception:  # of any kind: transformers fails on some pairs of family and class in its own ways
             with pytest.raises(ValueError, match="tokenizer"):
                 Tokenizer(tmp_path)
             continue
