@@ -1,5 +1,6 @@
 """What every test shares: one thread, the markers, the shared folder, and tiny random models saved once a session."""
 
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
             if seen[test] > marker.kwargs.get("keep", 1):
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and garbage is no longer looked for in it: a decoder looks for some when it is closed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)
