@@ -1,8 +1,8 @@
 """Random traffic: requests arrive, are cancelled and fail at random, in chunks of random sizes, and nobody else notices.
 
-The oracle is the request alone, in a decoder of its own without a drafter.  Every text that survives must equal it, every text that was cut off
-must be its beginning, and nothing may be left behind.  Keeps out: a row, a page or a kept prefix that one request's end or
-failure changes under another.
+The oracle is the request alone, in a decoder of its own without a drafter.  Every text that survives must equal it, every text
+that was cut off must be its beginning, and nothing may be left behind.  Keeps out: a row, a page or a kept prefix that one
+request's end or failure changes under another.
 """
 
 import random
