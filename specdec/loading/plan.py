@@ -22,7 +22,7 @@ from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.kinds import MTP, WITHOUT_CHECKPOINT, head_folder, is_name
 from specdec.draft.load import empty_head
 from specdec.draft.mtp.load import empty_mtp, open_mtp
-from specdec.draft.mtp.tensors import wanted_tensors
+from specdec.draft.mtp.tensors import stored_tensors
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
@@ -37,7 +37,7 @@ from specdec.options import EngineOptions
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 4096  # the most that max_batch_size takes
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
-MATRICES = re.compile(r"((?<!kv_b)_proj(_with_mqa)?|\.wq_b|\.wk|lm_head)\.\w+$")
+MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|lm_head)\.\w+$")
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
@@ -173,9 +173,11 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
         return alone
     assert settings.spec is not None
     if draft == MTP:
-        spec = open_mtp(folder, config).spec
+        checkpoint, spec = open_mtp(folder, config)
         empty_mtp(spec).shapes(settings.spec)
-        weights.append(sum(map(math.prod, wanted_tensors(spec).values())) * settings.dtype.itemsize)
+        weights.append(
+            tensor_bytes(checkpoint, settings.dtype, set(checkpoint.names()) - set(stored_tensors(checkpoint, spec)))
+        )
         kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
         return Models((config, spec.model), tuple(weights), spec.model.hidden_size, page_bytes=kept, scratch=scratch)
     if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights

@@ -35,9 +35,17 @@ class Source(Protocol):
 
 
 class Format(Protocol):
-    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape."""
+    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape.
+
+    endings: of the names of its tensors.  may_end: of tensors that may be there, too.
+    """
 
     packs: ClassVar[bool]
+
+    @property
+    def endings(self) -> tuple[str, ...]: ...
+    @property
+    def may_end(self) -> tuple[str, ...]: ...
 
     def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
         """The matrix of that name and shape, on the device.  ValueError if a tensor is missing or of another shape."""
@@ -59,6 +67,11 @@ class Fp8:
     per: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (128, 128)
     packs: ClassVar[bool] = False
+    may_end: ClassVar[tuple[str, ...]] = ("input_scale",)  # of activations, which are not rounded here
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return "weight", self.scale
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.{self.scale}" in source
@@ -67,7 +80,7 @@ class Fp8:
         O, I = shape
         numbers = source.take_codes(f"{name}.weight", shape, "F8_E4M3").to(device)
         source.landed(f"{name}.weight", numbers)
-        source.ignore(f"{name}.input_scale")  # of activations, which are not rounded here
+        _ignore(source, name, self.may_end)
         scale_name, group = f"{name}.{self.scale}", 0
         if self.per == "block":
             rows, group = self.block
@@ -89,6 +102,11 @@ class PackedInts:
     group: int
     symmetric: bool
     packs: ClassVar[bool] = True
+    may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)  # which `read` refuses by name
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return "weight_packed", "weight_scale", "weight_shape", *(() if self.symmetric else ("weight_zero_point",))
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.weight_packed" in source
@@ -119,6 +137,8 @@ class Awq:
 
     group: int
     packs: ClassVar[bool] = True
+    endings: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    may_end: ClassVar[tuple[str, ...]] = ()
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
@@ -151,6 +171,8 @@ class Gptq:
     symmetric: bool
     added: int
     packs: ClassVar[bool] = True
+    endings: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    may_end: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
@@ -191,6 +213,15 @@ class Fp4:
     divides: bool = False
     packs: ClassVar[bool] = True
 
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return self.weight, "weight_scale", *((self.whole,) if self.whole else ())
+
+    @property
+    def may_end(self) -> tuple[str, ...]:
+        """Scales of activations, which are not rounded here."""
+        return ("input_scale", "input_global_scale") if self.whole else ()
+
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.weight_scale" in source and (not self.whole or f"{name}.{self.whole}" in source)
 
@@ -206,8 +237,7 @@ class Fp4:
         if not self.whole:
             scales_OG = power_of_two(source.take_integers(scale_name, grid).to(device))
         else:
-            source.ignore(f"{name}.input_scale")
-            source.ignore(f"{name}.input_global_scale")
+            _ignore(source, name, self.may_end)
             scales_OG = source.take_codes(scale_name, grid, "F8_E4M3").to(device).float()
             of_all = _scale(source, f"{name}.{self.whole}", _one_of(source, f"{name}.{self.whole}", (), (1,)), device).float()
             scales_OG = scales_OG / of_all if self.divides else scales_OG * of_all
@@ -222,6 +252,8 @@ class RoundToNearest:
     kind: Kind
     group: int
     packs: ClassVar[bool] = False
+    endings: ClassVar[tuple[str, ...]] = ("weight",)
+    may_end: ClassVar[tuple[str, ...]] = ()
 
     def has(self, source: Source, name: str) -> bool:
         return True
@@ -262,6 +294,11 @@ def _relative(zeros: Tensor, bits: int) -> Tensor:
 
 def _inverse() -> list[int]:
     return [AWQ_ORDER.index(column) for column in range(8)]
+
+
+def _ignore(source: Source, name: str, endings: tuple[str, ...]) -> None:
+    for ending in endings:
+        source.ignore(f"{name}.{ending}")
 
 
 def _scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -14,7 +14,6 @@ from toolkit.oracles.quantised import SCHEMES, as_codes
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
-from specdec.draft.mtp.load import open_mtp
 from specdec.loading.doctor import drafter_rows
 from specdec.loading.plan import plan_memory, scratch_numbers
 from specdec.models.checkpoints.loader import open_target
@@ -102,15 +101,6 @@ def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="topk must be at most the draft vocabulary, 40, got 41"):
         plan_memory(v3, "mtp", SpecConfig(2, 41, 42), EngineOptions(dtype="float32"), 10**9)
     assert main(["inspect", "mtp"]) == 2 and main(["inspect", "mtp", "--target", str(zoo.target("llama"))]) == 2
-
-
-def test_layers_stored_as_codes_are_refused(tmp_path: Path) -> None:
-    """Keeps out: DeepSeek's own checkpoints in fp8, refused for tensors whose names say nothing to who asked for a draft."""
-    quantised = as_codes(save_mtp_target(tmp_path / "plain", "v3"), tmp_path / "quantised", SCHEMES["deepseek fp8"])
-    with pytest.raises(ValueError, match=r"layers\.3\..* is stored as fp8, .* MTP layers in 8 or 4 bits yet.* draft='ngram'"):
-        open_mtp(quantised, choose_target(quantised).config)
-    plain = tmp_path / "plain"
-    assert open_mtp(plain, choose_target(plain, quantize="fp8").config).spec.prefixes == ("model.layers.3",)
 
 
 def test_plan_counts_the_largest_matrix_of_codes(tmp_path: Path) -> None:
