@@ -196,23 +196,27 @@ def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) 
     """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep."""
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
     formats = _formats(checkpoint, names)
+    coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
+    own = [name for name in own if name not in coded_names]
     coded = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
     return coded + sum(math.prod(checkpoint.shape(name)) for name in own) * dtype.itemsize
 
 
 def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
-    """How many numbers the largest matrix has that is stored as codes, all its parts together; 0: there is none."""
+    """How many numbers the largest matrix has whose numbers are computed for many rows, all its parts together; 0: none."""
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, format in _formats(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
         whole = name
         for part, together in TOGETHER:
             whole = part.sub(together, whole)
-        sizes[whole] += matrix_size(format, checkpoint, name).numbers
+        size = matrix_size(format, checkpoint, name)
+        sizes[whole] += size.numbers if size.is_computed else 0
     return max(sizes.values(), default=0)
 
 
 def _formats(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
     """The matrices of these tensors that are stored as codes, and how."""
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
+    matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
     return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}

@@ -8,6 +8,7 @@ Shapes: O rows, I columns, G groups of a row's columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -18,6 +19,7 @@ from specdec.models.schemes.rows import CodedRows
 from specdec.ops.quantised.codes import Kind, quantise, unpack
 
 ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
+MX_BLOCK = 32  # columns that share a scale in mxfp4
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first
 
 
@@ -246,6 +248,41 @@ class Fp4:
 
 
 @dataclass(frozen=True)
+class ExpertBlocks:
+    """gpt-oss's own layout: a projection of all experts of a layer in two tensors, mxfp4 in blocks of 32 columns.
+
+    The rows of an expert's gate and up projections alternate; they are read as they lie.  experts: how many there are.
+    """
+
+    experts: int
+    packs: ClassVar[bool] = True
+    endings: ClassVar[tuple[str, ...]] = ()  # its names have no dot before their endings
+    may_end: ClassVar[tuple[str, ...]] = ()
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}_blocks" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        """The rows of all experts, one expert's after another's."""
+        rows, columns = shape
+        parts = list(self.matrices(source, name, (rows // self.experts, columns), device))
+        scales_OG = torch.cat([part.scales_PG for part in parts])
+        return parts[0]._replace(codes_PI=torch.cat([part.codes_PI for part in parts]), scales_PG=scales_OG)
+
+    def matrices(
+        self, source: Source, name: str, shape: tuple[int, int], device: torch.device
+    ) -> Iterator[CodedRows]:  # fmt: skip
+        """Each expert's matrix, of that shape."""
+        (O, I), E = shape, self.experts
+        blocks = _bytes(source, f"{name}_blocks", (E, O, I // MX_BLOCK, MX_BLOCK // 2))
+        exponents = _bytes(source, f"{name}_scales", (E, O, I // MX_BLOCK))
+        for packed, own in zip(blocks, exponents):
+            packed, scales_OG = packed.to(device).flatten(1), power_of_two(own.to(device))
+            source.landed(f"{name}_scales", scales_OG)
+            yield CodedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_OG, None, MX_BLOCK)
+
+
+@dataclass(frozen=True)
 class RoundToNearest:
     """A matrix of ordinary numbers, rounded to codes as it is loaded.  group: columns of a scale; 0: all of a row."""
 
@@ -299,6 +336,13 @@ def _inverse() -> list[int]:
 def _ignore(source: Source, name: str, endings: tuple[str, ...]) -> None:
     for ending in endings:
         source.ignore(f"{name}.{ending}")
+
+
+def _bytes(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    found = source.take_integers(name, shape)
+    if found.dtype != torch.uint8:
+        raise source.refuse(name, f"must hold bytes (U8), got {found.dtype}")
+    return found
 
 
 def _scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:

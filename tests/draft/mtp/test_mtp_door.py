@@ -18,6 +18,7 @@ from specdec.loading.doctor import drafter_rows
 from specdec.loading.plan import plan_memory, scratch_numbers
 from specdec.models.checkpoints.loader import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
 from specdec.options import EngineOptions
 
@@ -104,11 +105,14 @@ def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_plan_counts_the_largest_matrix_of_codes(tmp_path: Path) -> None:
-    """Keeps out: prompts that take memory for numbers which the plan forgot; experts and fused parts are one matrix each."""
+    """Keeps out: prompts that take memory for numbers which the plan forgot; fused parts are one matrix.
+
+    Experts' numbers are computed nowhere on a GPU.
+    """
     folder = as_codes(save_mtp_target(tmp_path / "plain", "v3"), tmp_path / "quantised", SCHEMES["fp8 channel"])
     chosen = choose_target(folder)
     model = load_chosen(chosen, folder, 64, torch.device("cpu"), torch.float32, False)
-    codes = [module.planes.weight.codes_OJ for module in model.modules() if getattr(module, "planes", None) is not None]
+    codes = [module.planes.weight.codes_OJ for module in model.modules() if isinstance(module, Linear) and module.planes]
     own = {name for name in open_target(folder, chosen.config).names() if not name.startswith(mtp_prefixes(chosen.config))}
     files = open_target(folder, chosen.config)
     assert scratch_numbers(files, set(files.names()) - own) == max(matrix.numel() for matrix in codes)
