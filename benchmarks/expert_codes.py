@@ -140,13 +140,13 @@ class Trial(NamedTuple):
 
 
 def trials() -> Iterator[Trial]:
-    for name, gated, (T, blocks) in itertools.product(
-        ("mxfp4", "fp8 blocks"), (True, False), ((1, (8,)), (32, (8, 16)), (256, (32, 64)))
-    ):
-        few = ((16, 1), (32, 2), (64, 2), (64, 4)), (3, 6)
-        forms, stages = few if T < 64 else (((64, 4), (128, 4), (128, 8)), (3, 4))
-        for block_t, (block_o, warps), stage in itertools.product(blocks, forms, stages):
-            yield Trial(name, gated, T, ExpertTiles(block_t, block_o, warps, stage))
+    few = itertools.product((8,), ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4)), (3, 5), (1, 2))
+    more = itertools.product((8,), ((32, 2), (64, 2), (64, 4), (128, 4)), (2, 3, 4), (1, 2))
+    wide = itertools.product((16,), ((64, 2), (64, 4)), (3,), (1, 2))
+    forms = {1: list(few), 32: [*more, *wide]}
+    for T, name, gated in itertools.product(forms, FORMATS, (True, False)):
+        for block_t, (block_o, warps), stages, unroll in forms[T]:
+            yield Trial(name, gated, T, ExpertTiles(block_t, block_o, warps, stages, unroll))
 
 
 def product_of(trial: Trial, experts: CodedExperts, layer: Layer) -> Callable[[int], Tensor]:
@@ -195,7 +195,7 @@ def sweep(seconds: float, processes: int) -> None:
         for trial in sorted(done, key=str):
             if trial.name == name and time.time() - start < seconds:
                 rows.append((trial, time_calls(product_of(trial, experts, layer))))
-        for T, gated in itertools.product((1, 32, 256), (True, False)):
+        for T, gated in itertools.product((1, 32), (True, False)):
             best = sorted((us, *trial.tiles) for trial, us in rows if (trial.T, trial.gated) == (T, gated))
             stack = experts.gate_up if gated else experts.down
             limit = limit_us((stack,), choices(layer, T))

@@ -63,7 +63,8 @@ def runs_on_codes(x_TH: Tensor, experts: CodedExperts) -> bool:
     """Whether `coded_experts` can compute the mixture."""
     if not use_kernels(x_TH) or x_TH.dtype == torch.float32 or not has_pdl(x_TH.device):
         return False
-    return all(scales_form(stack.kind, stack.group) for stack in (experts.gate_up, experts.down))
+    stacks = experts.gate_up, experts.down
+    return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group) for stack in stacks)
 
 
 def coded_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts) -> Tensor:

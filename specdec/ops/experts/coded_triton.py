@@ -1,7 +1,8 @@
 """The kernel of a mixture of experts over weights in 8 or 4 bits: each pair's product with its expert's matrix.
 
-A tile of codes is converted in registers to x's dtype, in which every code is exact, and multiplied; scales multiply float32
-sums over their columns.  So nothing is rounded before the end, and the numbers of a matrix are never written to memory.
+A tile of codes is converted in registers to x's dtype, in which every code is exact (convert_triton.py), and multiplied; scales
+multiply float32 sums over their columns.  So nothing is rounded before the end, and the numbers of a matrix are never written
+to memory.
 
 A program takes a tile of one expert's rows and some of the pairs that chose this expert.  There are two ways to find them:
 - of few pairs, each program reads all choices.  It belongs to a pair, and works if the pair is the first of its expert's (or
@@ -25,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops.experts.codes import scales_form
+from specdec.ops.experts.convert_triton import LARGE, convert_4, convert_8, enlarged
 from specdec.ops.launch import chained
 from specdec.ops.products.linear_triton import _prefetch
 from specdec.ops.products.stacked_triton import rows_of_expert
-from specdec.ops.quantised.linear_triton import _convert_4, _convert_8
 
 if TYPE_CHECKING:
     from specdec.ops.experts.coded import Gate
@@ -53,7 +54,8 @@ def coded_experts_kernel(
     PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_O)
     HALF: tl.constexpr = BLOCK_O // 2
@@ -87,7 +89,7 @@ def coded_experts_kernel(
         x_T = x + (pair_T // CHOSEN if GATED else pair_T).to(tl.int64) * stride_x
         acc_OT = _product(
             x_T, ok_T, codes_O, scales + row_O * G, zeros + row_O * G, I, G,
-            KIND, GROUP, SCALES, HAS_ZEROS, ASM, BLOCK_T, BLOCK_O, STAGES,
+            KIND, GROUP, SCALES, HAS_ZEROS, ASM, GATED, BLOCK_T, BLOCK_O, UNROLL, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             acc_OT += tl.load(bias + row_O).to(tl.float32)[:, None]
@@ -98,6 +100,8 @@ def coded_experts_kernel(
                 gate_FT = tl.minimum(gate_FT, LIMIT)
                 up_FT = tl.minimum(tl.maximum(up_FT, -LIMIT), LIMIT) + 1
             out_FT = gate_FT / (1 + tl.exp(-ALPHA * gate_FT)) * up_FT
+            if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, whose codes are alike, need not
+                out_FT *= LARGE
             out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
             tl.store(y_T[None, :] + out_F[:, None], out_FT.to(y.dtype.element_ty), mask=(out_F < O)[:, None] & ok_T[None, :])
         else:
@@ -124,77 +128,100 @@ def _pairs_of_program(chosen, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_T: tl.con
 def _product(
     x_T, ok_T, codes_O, scales_O, zeros_O, I: tl.constexpr, G: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
+    ENLARGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[O, T] float32: rows of a matrix times rows of x.
 
+    ENLARGES: whether x is still to be multiplied by LARGE, where it must be; else it was.
     SCALES: as `scales_form` names them.  They are read a step ahead, because the loop's pipeline holds only what is multiplied.
     """
     FOUR: tl.constexpr = KIND == "int4" or KIND == "e2m1"
+    SMALL: tl.constexpr = ASM and (KIND == "e2m1" or KIND == "e4m3")
     WORDS: tl.constexpr = 32 if FOUR else 64
-    DTYPE: tl.constexpr = x_T.dtype.element_ty
     STEPS: tl.constexpr = (I + 127) // 128
-    EVEN_I: tl.constexpr = I % 128 == 0
+    EVEN_I: tl.constexpr = I % 128 == 0 and STEPS % UNROLL == 0
     j = tl.arange(0, WORDS)
     i = j if FOUR else j // 32 * 64 + j % 32
-    none_O = tl.zeros([BLOCK_O], tl.float32)
     acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
     next_O = _scale(scales_O, 0, I, GROUP, SCALES)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        now_O = next_O
-        next_O = _scale(scales_O, tl.minimum(step + 1, STEPS - 1) * 128, I, GROUP, SCALES)
-        at = step * 128
-        c_OJ = tl.load(codes_O[:, None] + (step * WORDS + j)[None, :])
-        a_TJ = _columns(x_T, at + i, ok_T, I, EVEN_I)
-        b_TJ = _columns(x_T, at + i + 32, ok_T, I, EVEN_I)
-        if FOUR:
-            c_TJ = _columns(x_T, at + i + 64, ok_T, I, EVEN_I)
-            d_TJ = _columns(x_T, at + i + 96, ok_T, I, EVEN_I)
-            a_OJ, b_OJ, c_OJ, d_OJ = _convert_4(c_OJ, none_O, none_O, KIND, False, ASM, DTYPE)
-        else:
-            a_OJ, b_OJ = _convert_8(c_OJ, none_O, KIND, False, ASM, DTYPE)
-        if HAS_ZEROS:
-            a_OJ -= _zero(zeros_O, at, I, GROUP).to(DTYPE)[:, None]
-            b_OJ -= _zero(zeros_O, at + 32, I, GROUP).to(DTYPE)[:, None]
-            if FOUR:
-                c_OJ -= _zero(zeros_O, at + 64, I, GROUP).to(DTYPE)[:, None]
-                d_OJ -= _zero(zeros_O, at + 96, I, GROUP).to(DTYPE)[:, None]
-        if SCALES == "row":
-            acc_OT = tl.dot(a_OJ, tl.trans(a_TJ), acc_OT, input_precision="ieee")
-            acc_OT = tl.dot(b_OJ, tl.trans(b_TJ), acc_OT, input_precision="ieee")
-            if FOUR:
-                acc_OT = tl.dot(c_OJ, tl.trans(c_TJ), acc_OT, input_precision="ieee")
-                acc_OT = tl.dot(d_OJ, tl.trans(d_TJ), acc_OT, input_precision="ieee")
-        elif SCALES == "step":
-            part_OT = tl.dot(a_OJ, tl.trans(a_TJ), input_precision="ieee")
-            part_OT = tl.dot(b_OJ, tl.trans(b_TJ), part_OT, input_precision="ieee")
-            if FOUR:
-                part_OT = tl.dot(c_OJ, tl.trans(c_TJ), part_OT, input_precision="ieee")
-                part_OT = tl.dot(d_OJ, tl.trans(d_TJ), part_OT, input_precision="ieee")
-            acc_OT += part_OT * now_O.to(tl.float32)[:, None]
-        elif SCALES == "powers":
-            acc_OT += tl.dot(a_OJ, tl.trans(a_TJ), input_precision="ieee") * _power(now_O)[:, None]
-            acc_OT += tl.dot(b_OJ, tl.trans(b_TJ), input_precision="ieee") * _power(now_O >> 8)[:, None]
-            acc_OT += tl.dot(c_OJ, tl.trans(c_TJ), input_precision="ieee") * _power(now_O >> 16)[:, None]
-            acc_OT += tl.dot(d_OJ, tl.trans(d_TJ), input_precision="ieee") * _power(now_O >> 24)[:, None]
-        else:
-            acc_OT += tl.dot(a_OJ, tl.trans(a_TJ), input_precision="ieee") * now_O.to(tl.float32)[:, None]
-            b_O = _scale(scales_O, at + 32, I, GROUP, SCALES).to(tl.float32)
-            acc_OT += tl.dot(b_OJ, tl.trans(b_TJ), input_precision="ieee") * b_O[:, None]
-            c_O = _scale(scales_O, at + 64, I, GROUP, SCALES).to(tl.float32)
-            acc_OT += tl.dot(c_OJ, tl.trans(c_TJ), input_precision="ieee") * c_O[:, None]
-            d_O = _scale(scales_O, at + 96, I, GROUP, SCALES).to(tl.float32)
-            acc_OT += tl.dot(d_OJ, tl.trans(d_TJ), input_precision="ieee") * d_O[:, None]
+    for first in tl.range(0, STEPS, UNROLL, num_stages=STAGES):
+        for n in tl.static_range(UNROLL):
+            step = first + n
+            now_O = next_O
+            next_O = _scale(scales_O, tl.minimum(step + 1, STEPS - 1) * 128, I, GROUP, SCALES)
+            at_J = step * WORDS + j
+            if STEPS % UNROLL == 0:
+                c_OJ = tl.load(codes_O[:, None] + at_J[None, :])
+            else:
+                c_OJ = tl.load(codes_O[:, None] + at_J[None, :], mask=(at_J < STEPS * WORDS)[None, :], other=0)
+            acc_OT = _add_step(
+                acc_OT, c_OJ, x_T, step * 128, i, ok_T, now_O, scales_O, zeros_O, I,
+                KIND, GROUP, SCALES, HAS_ZEROS, ASM, SMALL and ENLARGES, FOUR, EVEN_I,
+            )  # fmt: skip
     if SCALES == "row":
         acc_OT *= next_O.to(tl.float32)[:, None]
+    if SMALL:  # what LARGE, and the place of the codes' bits, have multiplied it by
+        acc_OT *= 4.611686018427388e18 if KIND == "e2m1" else 7.205759403792794e16  # 2^(126 - 64), 2^(120 - 64)
     return acc_OT
 
 
 @triton.jit
-def _columns(x_T, at_J, ok_T, I: tl.constexpr, EVEN_I: tl.constexpr):
+def _add_step(
+    acc_OT, c_OJ, x_T, at, i, ok_T, now_O, scales_O, zeros_O, I: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
+    ENLARGES: tl.constexpr, FOUR: tl.constexpr, EVEN_I: tl.constexpr,
+):  # fmt: skip
+    """acc_OT plus the products of a step's columns.  c_OJ: their words.  now_O: their scale, or scales."""
+    DTYPE: tl.constexpr = x_T.dtype.element_ty
+    a_TJ = _columns(x_T, at + i, ok_T, I, EVEN_I, ENLARGES)
+    b_TJ = _columns(x_T, at + i + 32, ok_T, I, EVEN_I, ENLARGES)
+    if FOUR:
+        c_TJ = _columns(x_T, at + i + 64, ok_T, I, EVEN_I, ENLARGES)
+        d_TJ = _columns(x_T, at + i + 96, ok_T, I, EVEN_I, ENLARGES)
+        a_OJ, b_OJ, c_OJ, d_OJ = convert_4(c_OJ, KIND, ASM, DTYPE)
+    else:
+        a_OJ, b_OJ = convert_8(c_OJ, KIND, ASM, DTYPE)
+    if HAS_ZEROS:
+        a_OJ -= _zero(zeros_O, at, I, GROUP).to(DTYPE)[:, None]
+        b_OJ -= _zero(zeros_O, at + 32, I, GROUP).to(DTYPE)[:, None]
+        if FOUR:
+            c_OJ -= _zero(zeros_O, at + 64, I, GROUP).to(DTYPE)[:, None]
+            d_OJ -= _zero(zeros_O, at + 96, I, GROUP).to(DTYPE)[:, None]
+    if SCALES == "row":
+        acc_OT = tl.dot(a_OJ, tl.trans(a_TJ), acc_OT, input_precision="ieee")
+        acc_OT = tl.dot(b_OJ, tl.trans(b_TJ), acc_OT, input_precision="ieee")
+        if FOUR:
+            acc_OT = tl.dot(c_OJ, tl.trans(c_TJ), acc_OT, input_precision="ieee")
+            acc_OT = tl.dot(d_OJ, tl.trans(d_TJ), acc_OT, input_precision="ieee")
+    elif SCALES == "step":
+        part_OT = tl.dot(a_OJ, tl.trans(a_TJ), input_precision="ieee")
+        part_OT = tl.dot(b_OJ, tl.trans(b_TJ), part_OT, input_precision="ieee")
+        if FOUR:
+            part_OT = tl.dot(c_OJ, tl.trans(c_TJ), part_OT, input_precision="ieee")
+            part_OT = tl.dot(d_OJ, tl.trans(d_TJ), part_OT, input_precision="ieee")
+        acc_OT += part_OT * now_O.to(tl.float32)[:, None]
+    elif SCALES == "powers":
+        acc_OT += tl.dot(a_OJ, tl.trans(a_TJ), input_precision="ieee") * _power(now_O)[:, None]
+        acc_OT += tl.dot(b_OJ, tl.trans(b_TJ), input_precision="ieee") * _power(now_O >> 8)[:, None]
+        acc_OT += tl.dot(c_OJ, tl.trans(c_TJ), input_precision="ieee") * _power(now_O >> 16)[:, None]
+        acc_OT += tl.dot(d_OJ, tl.trans(d_TJ), input_precision="ieee") * _power(now_O >> 24)[:, None]
+    else:
+        acc_OT += tl.dot(a_OJ, tl.trans(a_TJ), input_precision="ieee") * now_O.to(tl.float32)[:, None]
+        b_O = _scale(scales_O, at + 32, I, GROUP, SCALES).to(tl.float32)
+        acc_OT += tl.dot(b_OJ, tl.trans(b_TJ), input_precision="ieee") * b_O[:, None]
+        c_O = _scale(scales_O, at + 64, I, GROUP, SCALES).to(tl.float32)
+        acc_OT += tl.dot(c_OJ, tl.trans(c_TJ), input_precision="ieee") * c_O[:, None]
+        d_O = _scale(scales_O, at + 96, I, GROUP, SCALES).to(tl.float32)
+        acc_OT += tl.dot(d_OJ, tl.trans(d_TJ), input_precision="ieee") * d_O[:, None]
+    return acc_OT
+
+
+@triton.jit
+def _columns(x_T, at_J, ok_T, I: tl.constexpr, EVEN_I: tl.constexpr, ENLARGES: tl.constexpr):
     """These columns of x, [T, J]; 0 beyond the last one."""
     ok_TJ = ok_T[:, None] if EVEN_I else ok_T[:, None] & (at_J < I)[None, :]
-    return tl.load(x_T[:, None] + at_J[None, :], mask=ok_TJ, other=0.0)
+    x_TJ = tl.load(x_T[:, None] + at_J[None, :], mask=ok_TJ, other=0.0)
+    return enlarged(x_TJ) if ENLARGES else x_TJ
 
 
 @triton.jit
@@ -249,7 +276,7 @@ def launch_coded_experts(
         KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
         HAS_ZEROS=weight.zeros_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
-        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, STAGES=tiles.stages, AHEAD=AHEAD,
+        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PO

@@ -19,6 +19,10 @@ STEP = 128  # columns that a program multiplies at once; rows are padded to a mu
 LANES = 32  # columns that lie in neighbouring words
 POWERS = 4  # scales of a step where each 32 columns have a power of two
 
+# Where the four bits of each of a word's e2m1 codes lie, the lowest first: the first code's as bfloat16 has them, so that it
+# takes one step of the GPU to find it, two steps for the next two, and more for the fourth, which has the bits that are left.
+E2M1_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
+
 
 class StackedCodes(NamedTuple):
     """Matrices [N, O, I].
@@ -80,19 +84,29 @@ def pack_steps(kind: Kind, codes_RI: Tensor) -> Tensor:
 
     A run of 64 columns (128 of 4 bits) becomes 32 words: the first 32 columns are the lowest bits of these words, the next 32
     the bits above them, and so on.  So the numbers of a word belong to different tiles of a product, and each tile has
-    neighbouring columns, which have one scale.
+    neighbouring columns, which have one scale.  The bits of e2m1 codes are spread as E2M1_BITS says.
     """
     a_word, rows = codes_a_word(kind), codes_RI.shape[0]
     if pad := -codes_RI.shape[1] % STEP:
         codes_RI = torch.nn.functional.pad(codes_RI, (0, pad))
     runs = codes_RI.view(rows, -1, a_word, LANES).transpose(2, 3)  # [R, run, word, code of the word]
+    if kind == "e2m1":
+        words = torch.zeros(runs.shape[:-1], dtype=torch.int32, device=runs.device)
+        for code, places in zip(runs.unbind(-1), E2M1_BITS):
+            for bit, place in enumerate(places):
+                words |= (code.int() >> bit & 1) << place
+        return torch.stack((words & 255, words >> 8), dim=-1).to(torch.uint8).reshape(rows, -1)
     return (runs if a_word == 2 else runs[..., ::2] | runs[..., 1::2] << 4).reshape(rows, -1)
 
 
 def unpack_steps(kind: Kind, codes_RJ: Tensor, columns: int) -> Tensor:
     """[R, I]: codes one a byte, from `pack_steps`'s."""
     runs = codes_RJ.view(codes_RJ.shape[0], -1, LANES, 2)
-    if codes_a_word(kind) == 4:
+    if kind == "e2m1":
+        words = runs[..., 0].int() | runs[..., 1].int() << 8
+        codes = [sum((words >> place & 1) << bit for bit, place in enumerate(places)) for places in E2M1_BITS]
+        runs = torch.stack(codes, dim=-1).to(torch.uint8)  # type: ignore[arg-type]  # sum() may be 0 by its type alone
+    elif codes_a_word(kind) == 4:
         runs = torch.stack((runs & 15, runs >> 4), dim=-1).flatten(3)
     return runs.transpose(2, 3).reshape(codes_RJ.shape[0], -1)[:, :columns]
 

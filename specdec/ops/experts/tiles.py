@@ -16,20 +16,20 @@ MOST_READ = 512  # threshold in pairs: programs find their pairs in more by sort
 class ExpertTiles(NamedTuple):
     """What one program works on.
 
-    block_t: pairs (padded).  block_o: rows of a matrix.  warps, stages: Triton's.
+    block_t: pairs (padded).  block_o: rows of a matrix.  warps, stages: Triton's.  unroll: steps of 128 columns between two
+        looks at the pipeline.
     """
 
     block_t: int
     block_o: int
     warps: int
     stages: int
+    unroll: int = 1
 
 
 @cache
 def expert_tiles(pairs: int, experts: int, kind: Kind, gated: bool) -> ExpertTiles:
     """By how many pairs an expert has on average."""
     each = -(-pairs // experts)
-    block_t = min(64, max(8, 1 << (each - 1).bit_length()))
-    if block_t >= 32:
-        return ExpertTiles(block_t, 64, 4, 3)
-    return ExpertTiles(block_t, 32, 2, 6 if codes_a_word(kind) == 4 else 4)
+    block_t = min(64, max(8, 1 << (each // 2).bit_length()))
+    return ExpertTiles(block_t, 64, 4, 3)
