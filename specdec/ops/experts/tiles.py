@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from specdec.ops.quantised.codes import Kind, codes_a_word
+from specdec.ops.quantised.codes import Kind
 
 MOST_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
 
