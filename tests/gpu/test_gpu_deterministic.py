@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from toolkit.deepseek import DEEPSEEKS, DeepseekZoo
 from toolkit.models import Zoo, ragged_prompts
 
@@ -25,6 +26,20 @@ WAYS: list[tuple[SpecConfig, dict[str, Any]]] = [
     (SpecConfig(3, 8, 32), {"max_batch_size": 5, "page_size": 7, "prefix_caching": True}),
     (SpecConfig(7, 10, 60), {"max_batch_size": 16, "cuda_graphs": False}),
 ]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("family", ["llama", "v2-lite"])
+def test_two_ranks_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    """Keeps out: an exchange whose sum or norm depends on how many rows meet.  Other bits than one rank's are right."""
+    zoo = DeepseekZoo(tmp_path) if family in DEEPSEEKS else zoo
+    prompts, specs = ragged_prompts(40, 6, seed=2), (SpecConfig(3, 2, 6), SpecConfig(3, 1, 4))
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "tensor_parallel_size": 2}
+    with zoo.decoder(family, "eagle3", specs[0], max_batch_size=1, **settings) as decoder:
+        want = texts(decoder, prompts, speculate=False)
+    for spec, rows in zip(specs, (6, 2), strict=True):
+        with zoo.decoder(family, "eagle3", spec, max_batch_size=rows, prefill_chunk=7, **settings) as decoder:
+            assert texts(decoder, prompts) == want, spec
 
 
 def texts(decoder: SpecDecoder, prompts: list[Any], **more: Any) -> list[list[list[int]]]:
