@@ -41,6 +41,7 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.indexer_config import IndexerConfig
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
@@ -72,6 +73,11 @@ MODELS: dict[str, ModelConfig | None] = {
         family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64, rank=512,
         q_rank=1536, nope_dim=128, value_dim=128, first_dense=3, has_experts=True, **COMMON,
         experts=ExpertsConfig(64, 8, 2048, 1, "sigmoid", 8, 4, True, 2.5),
+    ),
+    "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
+        family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
+        rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=4, **COMMON,
+        indexer=IndexerConfig(64, 128, 256, False, (0, 1, 2, 3)),
     ),
     "differential": DiffLlamaConfig(**{**vars(FEW), "family": "diffllama"}),
 }  # fmt: skip

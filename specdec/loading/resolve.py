@@ -174,8 +174,6 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
     if target.quantization is not None:
         refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
-    if most_read(target) is not None:
-        refuse(f"can't fix the order of sums where an indexer chooses what a query reads, got a {target.family} target")
     if keeps_latents(target) and not pieces(latent_rank(target)):
         refuse(f"reads latents of up to {PIECE} numbers, or of an even number up to {2 * PIECE}, got {latent_rank(target)}")
     if settings.dtype not in (torch.bfloat16, torch.float16):

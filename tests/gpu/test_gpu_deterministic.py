@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.deepseek import DEEPSEEKS, DeepseekZoo
+from toolkit.deepseek import DEEPSEEKS, SPARSES, DeepseekZoo, SparseZoo
 from toolkit.models import Zoo, ragged_prompts
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
@@ -62,10 +62,12 @@ def test_the_shipped_pair_writes_one_text() -> None:
             assert texts(decoder, prompts) == want, (spec, settings)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora", "v32", "glm-shared"]
+)
 def test_families_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
-    """Keeps out: windows, biases, norms of heads, experts and latents that are computed in another order in some passes."""
-    zoo = DeepseekZoo(tmp_path) if family in DEEPSEEKS else zoo
+    """Keeps out: windows, biases, norms of heads, experts, latents and chosen keys that passes compute in other orders."""
+    zoo = DeepseekZoo(tmp_path) if family in DEEPSEEKS else SparseZoo(tmp_path) if family in SPARSES else zoo
     prompts = ragged_prompts(40, 6, seed=2)
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "page_size": 4}
     want = texts(zoo.decoder(family, "eagle3", SpecConfig(3, 1, 4), max_batch_size=1, **settings), prompts, speculate=False)
