@@ -188,9 +188,12 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
             f"keeps whole sequences on each rank, got decode_context_parallel_size={options.decode_context_parallel_size}",
             "decode_context_parallel_size=1",
         )
-    sizes = row_lengths(target, options.tensor_parallel_size)
-    if any(size % 8 for size in sizes):
-        refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {' and '.join(map(str, sizes))}")
+    ranks = options.tensor_parallel_size
+    if any(size % 8 for size in row_lengths(target, ranks)):
+        fits = [n for n in range(ranks, 0, -1) if ranks % n == 0 and not any(size % 8 for size in row_lengths(target, n))]
+        got = " and ".join(map(str, row_lengths(target, ranks)))
+        nearest = f"tensor_parallel_size={fits[0]}" if fits else "deterministic=False"
+        refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {got}", nearest)
 
 
 def row_lengths(target: ModelConfig, ranks: int) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ def test_targets_that_depend_on_the_batch(hopper: None) -> None:
     assert "64 and 40 and 96 and 64 and 12" in refusal(
         settings(), DeepseekConfig(**latents, experts=replace(experts, intermediate_size=12))
     )
-    assert "64 and 48 and 28" in refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))
+    text = refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))
+    assert "64 and 48 and 28" in text and text.endswith("tensor_parallel_size=1")
     check_deterministic(settings(), DeepseekConfig(**latents, indexer=IndexerConfig(2, 16, 8, True, (0, 1))))
     assert "multiples of 8 numbers, got 64 and 100 and 64" in refusal(settings(), replace(LLAMA, intermediate_size=100))
