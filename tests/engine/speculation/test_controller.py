@@ -9,7 +9,7 @@ from toolkit.inside.simulated import Machine, Text, best_rate, cost, plain_cost
 
 from specdec import SpecConfig
 from specdec.engine.control.acceptance import Acceptance
-from specdec.engine.control.controller import PAUSED_LOOKING, Controller, Size
+from specdec.engine.control.controller import LOOKING, Controller, Size
 from specdec.engine.speculation import Speculation
 from specdec.limits import MAX_PAUSE
 from specdec.steps import Needs, RunRound, Try
@@ -131,7 +131,7 @@ def test_looks_lose_no_more_than_their_share() -> None:
     shapes, start = len(made.shapes), made.seconds
     made.run(32, 2000, Text(0.0))
     lost = sum(cost(32, shape) - cost(32, None) for shape in made.shapes[shapes:] if shape is not None)
-    assert 0 < lost < PAUSED_LOOKING[0] * (made.seconds - start)
+    assert 0 < lost < LOOKING[0] * (made.seconds - start)
 
 
 def test_looks_wait_for_the_drafter_to_catch_up_and_for_captures() -> None:
