@@ -11,15 +11,16 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdec.config import SpecConfig
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
 MEMORY, MEMORY_ROUNDS = 300.0, 6.0
-# The last rounds are also kept apart, in blocks of at least so many observations.  If the last blocks together are more than so
-# many standard deviations from what older ones promise, and there are so many observations of both at least, the text has
-# changed, and what is older than these blocks is forgotten.
-BLOCK, WINDOWS, CHANGED, FEWEST = 8, (1, 2, 3, 4, 6, 8, 12), 3.2, 8.0
+# The last rounds are also kept apart, in blocks of at least so many observations and two rounds.  If the last blocks together
+# are more than so many standard deviations from what older rounds promise, and there are so many observations of both at least,
+# the text has changed, and what is older than these blocks is forgotten.
+BLOCK, WINDOWS, CHANGED, FEWEST = 8, (1, 2, 3, 4, 6, 8, 12), 3.2, 8
 FIRST_GUESS, FIRST_WEIGHT = 0.7, 0.1  # what the first level is assumed to accept, and how many observations that is worth
 # Another level is assumed to accept as those above it, which is worth so many observations; and how many all levels above are
 # worth against the level itself, in the assumption for the next one.
@@ -61,17 +62,11 @@ class Branching:
         self.value = min(MOST_BRANCHING, max(0.0, self.value + surprise / self.information))
 
 
-class Block:
-    """Some rounds: for each level, how many rows reached it, and how many of these accepted there.  observations: rows."""
+class Sums(NamedTuple):
+    """Of all rounds up to one: for each level, how many rows reached it, and how many of these accepted there."""
 
-    def __init__(self, levels: int) -> None:
-        self.reached, self.accepted, self.observations = [0.0] * levels, [0.0] * levels, 0
-
-    def add(self, other: Block, observations: int) -> None:
-        """Adds other rounds, of so many rows together."""
-        self.reached = [a + b for a, b in zip(self.reached, other.reached, strict=True)]
-        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
-        self.observations += observations
+    reached: list[int]
+    accepted: list[int]
 
 
 class Acceptance:
@@ -84,7 +79,9 @@ class Acceptance:
 
     def __init__(self, levels: int) -> None:
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
-        self._blocks = deque[Block](maxlen=WINDOWS[-1])  # the last rounds, the newest at the end
+        self._sums = Sums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
+        self._marks = deque([self._copied()], maxlen=WINDOWS[-1] + 1)  # these, at the ends of the last blocks
+        self._since = 0  # observations since the last of them
         self.branching = Branching()
         self._own = dict[SpecConfig, Branching]()
         self._widths = dict[SpecConfig, float]()
@@ -141,15 +138,20 @@ class Acceptance:
             else:
                 refused[first] += 1
                 rescued[first] += a > first
-        block, reached = Block(levels), len(accepted)
+        reached = len(accepted)
         for level in range(levels):
             reached -= ended[level]
             taken = reached - refused[level]
             self.reached[level] = self.reached[level] * fade + reached
             self.accepted[level] = self.accepted[level] * fade + taken
-            block.reached[level], block.accepted[level] = reached, taken
+            self._sums.reached[level] += reached
+            self._sums.accepted[level] += taken
             reached = taken
-        self._remember(block, len(accepted))
+        self._since += len(accepted)
+        if self._since >= max(BLOCK, 2 * len(accepted)):
+            self._since = 0
+            self._drop_what_is_over()
+            self._marks.append(self._copied())
         self._age(len(accepted))
         if shape.topk > 1 and (x := self._width(shape)):
             own = self._own.setdefault(shape, Branching(self.branching.value))
@@ -163,39 +165,40 @@ class Acceptance:
         for each in (self.branching, *self._own.values()):
             each.information = max(BRANCHING_WEIGHT, each.information * slow)
 
-    def _remember(self, block: Block, observations: int) -> None:
-        """Adds a round to the last blocks, and forgets what is older than them if the text has changed."""
-        if not self._blocks or self._blocks[-1].observations >= BLOCK:
-            self._blocks.append(Block(len(self.reached)))
-        last = self._blocks[-1]
-        last.add(block, observations)
-        if last.observations < BLOCK:
-            return
-        found, most = 0, CHANGED
-        recent = Block(len(self.reached))
-        for count, each in enumerate(reversed(self._blocks), 1):
-            recent.add(each, each.observations)
-            if count in WINDOWS and (apart := self._apart(recent)) > most:
-                found, most = count, apart
-        if not found:
-            return
-        kept = Block(len(self.reached))
-        while len(self._blocks) > found:
-            self._blocks.popleft()
-        for each in self._blocks:
-            kept.add(each, each.observations)
-        self.reached, self.accepted = list(kept.reached), list(kept.accepted)
+    def _copied(self) -> Sums:
+        return Sums(list(self._sums.reached), list(self._sums.accepted))
 
-    def _apart(self, recent: Block) -> float:
-        """How many standard deviations the last rounds are from older ones, at the level where they are furthest apart."""
+    def _drop_what_is_over(self) -> None:
+        """Forgets what is older than the last blocks if these show that the text has changed."""
+        found, most = 0, CHANGED**2
+        for blocks in WINDOWS:
+            if blocks > len(self._marks):
+                break
+            if (apart := self._apart(self._marks[-blocks])) > most:
+                found, most = blocks, apart
+        if found:
+            mark = self._marks[-found]
+            self.reached = [float(now - then) for now, then in zip(self._sums.reached, mark.reached, strict=True)]
+            self.accepted = [float(now - then) for now, then in zip(self._sums.accepted, mark.accepted, strict=True)]
+            while len(self._marks) > found:
+                self._marks.popleft()
+
+    def _apart(self, mark: Sums) -> float:
+        """How many standard deviations, squared, the rounds since a mark are from older ones: at the level with the most."""
         most = 0.0
-        for new, hits, all_of, all_hits in zip(recent.reached, recent.accepted, self.reached, self.accepted, strict=True):
-            older = all_of - new
-            if new < FEWEST or older < FEWEST:
+        for level, whole in enumerate(self.reached):
+            new = self._sums.reached[level] - mark.reached[level]
+            older = whole - new
+            if new < FEWEST:
+                break  # fewer reach the levels below
+            if older < FEWEST:
                 continue
-            p = min(1.0, max(0.0, (all_hits - hits) / older))
-            both = min(1 - 0.5 / all_of, max(0.5 / all_of, all_hits / all_of))
-            most = max(most, (abs(hits - new * p) - 0.5) / (new * math.sqrt(both * (1 - both) * (1 / new + 1 / older))))
+            hits = self._sums.accepted[level] - mark.accepted[level]
+            p = min(1.0, max(0.0, (self.accepted[level] - hits) / older))
+            apart = abs(hits - new * p) - 0.5
+            if apart > 0:
+                both = min(1 - 0.5 / whole, max(0.5 / whole, self.accepted[level] / whole))
+                most = max(most, apart * apart / (new * new * both * (1 - both) * (1 / new + 1 / older)))
         return most
 
     def _shifted(self, chain: Sequence[float], shape: SpecConfig, doubts: bool = False) -> list[float]:

@@ -65,6 +65,7 @@ class Costs:
         self._drift, self._rounds = 0.0, 0
         self._last = deque[Shape](maxlen=LAST)
         self._squares = self._products = 0.0  # of what tokens, and tokens and seconds, were apart from a shape's averages
+        self._late = -1, 0.0  # what _least_surprise found, and after how many rounds
         self._guesses: dict[Shape, float] = {}  # of shapes of which nothing is known, without drift; made anew now and then
 
     def tried(self, shape: Shape, seconds: float, tokens: float = 0.0) -> None:
@@ -142,12 +143,15 @@ class Costs:
 
         Where the host is slower than the device, it is slower for cheap rounds than for others.
         """
+        if self._late[0] == self._rounds:
+            return self._late[1]
         late = [
             self._seconds(ran, self.tokens) - self._seconds(ran.tried, self.tokens)
             for ran in self._measured.values()
             if ran.tried is not None
         ]
-        return max(0.0, min(late, default=0.0))
+        self._late = self._rounds, max(0.0, min(late, default=0.0))
+        return self._late[1]
 
     def _guess(self, shape: Shape) -> float:
         """Seconds of a shape of which nothing is known."""
