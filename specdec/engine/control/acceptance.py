@@ -29,7 +29,7 @@ DOUBT = 0.7  # standard deviations that an optimist adds to what is not known we
 BRANCHING, MOST_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the first is assumed, the second is the limit
 MOST = 0.999  # no probability is taken to be higher
 # How slowly `branching` is forgotten, in observations and in rounds at least, and what the assumption is worth.
-BRANCHING_MEMORY, BRANCHING_ROUNDS, BRANCHING_WEIGHT = 2000.0, 500.0, 10.0
+BRANCHING_MEMORY, BRANCHING_ROUNDS, BRANCHING_WEIGHT = 1000.0, 250.0, 10.0
 
 
 @dataclass

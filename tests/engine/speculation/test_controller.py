@@ -123,6 +123,17 @@ def test_a_look_tells_of_the_shape_that_was_looked_at() -> None:
     assert costs.of(steady) == pytest.approx(0.004, rel=0.02) and costs.of(other) == pytest.approx(0.005, rel=0.03)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_trees_are_tried_again(rows: int) -> None:
+    """Keeps out: branches that were worth nothing once, and are never asked for again while a chain runs."""
+    made = machine((rows,))
+    made.run(rows, 600, Text(0.6))
+    text = Text(0.6, 1.0)
+    made.run(rows, 1200, text)
+    assert made.run(rows, 300, text) > 0.95 * best_rate(rows, text, SHAPES)
+    assert best_rate(rows, text, SHAPES) > 1.1 * best_rate(rows, text, [shape for shape in SHAPES if shape.topk == 1])
+
+
 def test_deep_levels_are_forgotten_with_the_text() -> None:
     """Keeps out: what a good text accepted at levels that a bad one hardly reaches, which makes the deepest chain look best."""
     rng, deep, acceptance = random.Random(0), SpecConfig(10, 1), Acceptance(10)
