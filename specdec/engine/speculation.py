@@ -49,7 +49,7 @@ class Speculation:
         self.controller = Controller(shapes, ready_seconds > 0, ready_seconds) if is_auto else None
         self.pause = 0
         self._tokens = 0  # of the rows with which a step is tried
-        self._ready: dict[Batch, set[Shape]] = {}  # what has been captured, where anything is
+        self._ready: dict[Batch, tuple[Shape, ...]] = {}  # what has been captured, where anything is
 
     @property
     def drafts(self) -> bool:
@@ -72,9 +72,8 @@ class Speculation:
         self._tokens = tokens
         wanted, ready = list[Shape](), None
         if self.controller.tries:
-            ready = self._ready.setdefault(batch, set())
-            wanted = self.controller.wanted(size, share, ready)
-            ready.update(wanted)
+            wanted = self.controller.wanted(size, share, self._ready.get(batch, ()))
+            ready = self._made_ready(batch, wanted)
         shape = self.controller.choose(size, share, self.pause, ready)
         before = list[Step]()
         if self.pause and (shape is not None or wanted or self.pause == MAX_PAUSE):
@@ -98,9 +97,8 @@ class Speculation:
         for needs in list(dict.fromkeys(batch.needs for batch in self._ready)):
             for rows in sizes:
                 batch = Batch(rows, needs, shared=False)
-                ready = self._ready.setdefault(batch, set())
-                missing = [shape for shape in (None, *self.shapes) if shape not in ready]
-                ready.update(missing)
+                missing = [shape for shape in (None, *self.shapes) if shape not in self._ready.get(batch, ())]
+                self._made_ready(batch, missing)
                 steps += self._tries(batch, missing)
         return steps
 
@@ -128,6 +126,13 @@ class Speculation:
     def reasons(self) -> list[str]:
         """For each size that has run: which shape runs, and why.  Nothing where the shape is fixed."""
         return [] if self.controller is None else [self.controller.reason(size) for size in sorted(self.controller.books)]
+
+    def _made_ready(self, batch: Batch, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        """Everything that is ready, now that these shapes are, in one order."""
+        ready = self._ready.get(batch, ())
+        if shapes:
+            ready = self._ready[batch] = tuple(shape for shape in (None, *self.shapes) if shape in ready or shape in shapes)
+        return ready
 
     def _tries(self, batch: Batch, shapes: Sequence[Shape]) -> list[Step]:
         steps = [Try(_round(batch, shape)) for shape in shapes]

@@ -63,12 +63,13 @@ class Book:
     missed: dict[Shape, float] = field(default_factory=dict)
     rounds: int = 0
     rates: dict[Shape, float] = field(default_factory=dict)
-    judged: tuple[float, list[Shape]] | None = None
+    judged: tuple[float, Sequence[Shape]] | None = None
+    _knows_enough: bool = False
 
-    @property
     def knows_enough(self) -> bool:
         """Whether the first shapes and that of no levels have run or were tried."""
-        return all(self.costs.is_known(shape) for shape in (None, *self.first))
+        self._knows_enough = self._knows_enough or all(self.costs.is_known(shape) for shape in (None, *self.first))
+        return self._knows_enough
 
 
 class Controller:
@@ -82,6 +83,7 @@ class Controller:
     def __init__(self, shapes: Sequence[SpecConfig], tries: bool = False, ready_seconds: float = 0.0) -> None:
         assert shapes, "a drafter can grow some shape"
         self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
+        self.all: tuple[Shape, ...] = (None, *self.shapes)
         self.acceptance = Acceptance(max(shape.max_steps for shape in shapes))
         self.books: dict[Size, Book] = {}
 
@@ -117,14 +119,14 @@ class Controller:
         A shape is worth it once the rounds without it have lost as much time as it takes to make ready.  So no more is ever
         paid than twice what the best choice in hindsight would have paid.
         """
+        if len(ready) > len(self.shapes):
+            return []
         book = self._book(size)
         if first := [shape for shape in dict.fromkeys((None, *book.first, book.best)) if shape not in ready]:
             return first
-        if not book.knows_enough:
+        if not book.knows_enough() or book.rounds % JUDGE_EVERY:
             return []
-        if len(ready) > len(self.shapes) or book.rounds % JUDGE_EVERY:
-            return []
-        rates = self.rates(size, share, (None, *self.shapes), book.best)
+        rates = self.rates(size, share, self.all, book.best)
         best = max(rates, key=lambda shape: rates[shape])
         if best in ready:
             return []
@@ -135,20 +137,20 @@ class Controller:
         book.missed.clear()
         return [best]
 
-    def choose(self, size: Size, share: float, pause: int, ready: Collection[Shape] | None = None) -> Shape:
+    def choose(self, size: Size, share: float, pause: int, ready: Sequence[Shape] | None = None) -> Shape:
         """The shape of the next round; None: no levels.
 
         share: of the running rows, those that speculate; the others gain nothing from a draft and wait for it.
         pause: rounds of no levels since the drafter last caught up.  ready: shapes that may run; None: all.
         """
-        usable = [shape for shape in (None, *self.shapes) if ready is None or shape in ready]
+        usable = self.all if ready is None else ready
         book = self._book(size)
         if unmeasured := self._unmeasured(book, usable):
             return unmeasured[0]
         if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
             book.judged, book.rates = (share, usable), self.rates(size, share, usable, book.best)
-            best = max(usable, key=lambda shape: book.rates[shape])
-            is_better = book.best not in book.rates or book.rates[best] >= (1 + GAIN) * book.rates[book.best]
+            best, most = max(book.rates.items(), key=lambda item: item[1])
+            is_better = book.best not in book.rates or most >= (1 + GAIN) * book.rates[book.best]
             if is_better and best != book.best:
                 book.best, book.share = best, LOOKING[0]
         book.rounds += 1
@@ -157,11 +159,11 @@ class Controller:
     def rates(self, size: Size, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
         """Tokens a second and row: as expected, or where a shape runs, what others may well reach of which less is known."""
         costs, lengths = self._book(size).costs, self.acceptance.accept_lengths(shapes, runs)
-        doubts = {shape: costs.doubt(shape) if runs is not None and shape != runs else 0.0 for shape in shapes}
-        return {
-            shape: (1 + share * (length - 1)) / (costs.of(shape) * (1 - doubts[shape]))
-            for shape, length in zip(shapes, lengths, strict=True)
-        }
+        found = dict[Shape, float]()
+        for shape, length in zip(shapes, lengths, strict=True):
+            least = 1.0 if runs is None or shape == runs else 1 - costs.doubt(shape)
+            found[shape] = (1 + share * (length - 1)) / (least * costs.of(shape))
+        return found
 
     def reason(self, size: Size, share: float = 1.0) -> str:
         """What runs at that size, and why."""
@@ -197,7 +199,7 @@ class Controller:
     def _unmeasured(self, book: Book, usable: Sequence[Shape]) -> list[Shape]:
         """The shapes to run because too little is known of costs; none if enough is."""
         if self.tries:  # what was tried is read a round late
-            return [] if book.knows_enough else [shape for shape in book.first if shape in usable]
+            return [] if book.knows_enough() else [shape for shape in book.first if shape in usable]
         return [shape for shape in (*book.first, None) if book.costs.runs(shape) < FIRST_RUNS]
 
     def _look(self, book: Book, share: float, pause: int) -> Shape:
@@ -207,9 +209,11 @@ class Controller:
             return best  # what is doubtful of other shapes speaks for them, so they run when they may be better
         cost = book.costs.of(None)
         book.account, book.since = min(book.account + book.share * cost, MOST_SAVED * cost), book.since + 1
-        looks = [shape for shape in rates if shape is not None]
-        if book.since < LEAST_WAIT or pause < MAX_PAUSE or not looks:
+        if book.since < LEAST_WAIT or pause < MAX_PAUSE:
             return None  # a look waits until the drafter has to catch up anyway
+        looks = [shape for shape in rates if shape is not None]
+        if not looks:
+            return None
         look = max(looks, key=lambda shape: rates[shape])
         if book.costs.of(look) - self._tokens(look, share) / rates[None] > book.account:
             return None
