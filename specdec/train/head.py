@@ -33,10 +33,11 @@ from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
-from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
+from specdec.train.loop import Checkpoint, Progress, Schedule, fast_products, fit, make_optimizer
 from specdec.train.new_heads import new_head, save
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
+from specdec.train.states import Seen, States
 from specdec.train.text.documents import Document
 from specdec.train.text.heldout import load_corpus
 from specdec.train.unroll import head_loss
@@ -98,7 +99,8 @@ def train_head(
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
-    progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder))
+    with fast_products():
+        progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder))
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
@@ -172,23 +174,26 @@ def _objective(
 ) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
     """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     kept = min(256, max(1, len(rows) // 20))
-    train, test = rows[:-kept], rows[-kept:]
+    train = len(rows) - kept
+    states = States(model, rows, head.config.aux_layers, run.keep_states << 20)
+    weight_VH = model.lm_head.rows(draft_ids_V)
 
-    def loss_of(part: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def loss_of(seen: Seen, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, PEagleHead | DFlashHead):
-            return block_loss(model, head, part, draft_ids_V, run.num_steps, run.decay, run.anchors, generator)
+            return block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, run.anchors, generator)
         assert isinstance(head, Eagle3Head)
-        return head_loss(model, head, part, draft_ids_V, run.num_steps, run.decay)
+        return head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
 
     def loss_at(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step)
-        picks = torch.randint(len(train), (run.batch,), generator=generator).to(rows.device)
-        return loss_of(train[picks], generator)[0]
+        picks = torch.randint(train, (run.batch,), generator=generator).to(rows.device)
+        return loss_of(states.of(picks), generator)[0]
 
     @torch.no_grad()
     def evaluate() -> float:
         generator = torch.Generator().manual_seed(run.seed)  # the same places at each evaluation
-        parts = [loss_of(part, generator) for part in test.split(run.batch)]
+        picks = torch.arange(train, len(rows), device=rows.device)
+        parts = [loss_of(states.of(part), generator) for part in picks.split(run.batch)]
         accuracy = torch.stack([part[1] for part in parts]).mean(0)
         print("first choice right, by step: " + " ".join(f"{share:.3f}" for share in accuracy.tolist()), flush=True)
         return float(torch.stack([part[0] for part in parts]).mean())

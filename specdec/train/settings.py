@@ -87,6 +87,7 @@ class HeadRun:
     warmup: int = setting(200, "steps until the learning rate reaches its peak")
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     decay: float = setting(0.9, "step j of the training-time test, or place j of a block, counts decay**j in the loss")
+    keep_states: int = setting(4096, "MiB that the target's states of all rows may take; if they take more, steps compute them")
     held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
     eval_every: int = setting(500, "steps between two evaluations")
     eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on")
@@ -97,7 +98,9 @@ class HeadRun:
         _check_whole(self, ("num_steps", "layers", "anchors", "markov_rank"), least=1)
         _check_whole(self, ("steps", "batch", "eval_every", "eval_prompts"), least=1)
         _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
-        _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width"), least=0)
+        _check_whole(
+            self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width", "keep_states"), least=0
+        )
         _check_optimizer(self)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")

@@ -21,8 +21,9 @@ from specdec.train.head_files import save_head
 from specdec.train.new_heads import new_head
 from specdec.train.selftext import frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
+from specdec.train.states import States, read_rows
 from specdec.train.target import train_target
-from specdec.train.unroll import draft_steps, target_pass
+from specdec.train.unroll import draft_steps
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
 
@@ -41,10 +42,9 @@ def test_each_step_sees_what_drafting_sees(pair: SpecDecoder) -> None:
     head = pair.head
     assert isinstance(head, Eagle3Head)
     ids = torch.tensor([ROW])
-    features = target_pass(pair.model, ids, head.config.aux_layers).aux_TA
-    assert features is not None
+    features_1TF = read_rows(pair.model, ids, head.config.aux_layers).features_BTF
     P, num_steps = len(ROW) - 1, 4
-    steps = list(draft_steps(head, features[None, :P], ids[:, 1:], num_steps))
+    steps = list(draft_steps(head, features_1TF[:, :P], ids[:, 1:], num_steps))
     oracle = AutoModelForCausalLM.from_pretrained(target_folder(), dtype=torch.float64)
     dense = DenseHead(draft_folder(), oracle)
     for step in range(num_steps):
@@ -120,12 +120,13 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
     head = new_head(pair.model, (1, 13, 24), ids_V, HeadRun(kind=kind, width=48, longest_prompt=16))
     assert isinstance(head, PEagleHead | DFlashHead)
     row = torch.tensor([*ROW, -1, -1])
-    loss, share_S = block_loss(pair.model, head, row[None], ids_V, steps, 0.5, 100, torch.Generator().manual_seed(0))
-    out = target_pass(pair.model, row[None].clamp(min=0), (1, 13, 24))
-    target_TV = pair.model.logits(out.hidden_TH)[:, ids_V].softmax(-1)
+    seen = read_rows(pair.model, row[None], (1, 13, 24))
+    weight_VH = pair.model.lm_head.rows(ids_V)
+    loss, share_S = block_loss(head, seen, weight_VH, ids_V, steps, 0.5, 100, torch.Generator().manual_seed(0))
+    target_TV = pair.model.logits(seen.hidden_BTH[0])[:, ids_V].softmax(-1)
     total, right = [[] for _ in range(steps)], [[] for _ in range(steps)]
     for anchor in range(1, len(ROW) - 1):
-        hidden_1SH = head.drafts(out.aux_TA, row.clamp(min=0), torch.tensor([anchor]), steps)
+        (hidden_1SH,) = head.drafts(seen.features_BTF, seen.ids_BT, torch.tensor([[anchor]]), steps)
         before = [ROW[min(anchor + i, len(ROW) - 1)] for i in range(steps)]
         is_spark = isinstance(head, DSparkHead)
         logits_SV = (head.walk(hidden_1SH, torch.tensor([before])) if is_spark else head.logits(hidden_1SH))[0]
@@ -145,6 +146,15 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
             right[i].append(float(logits_SV[i].argmax() == token // 2))
     assert float(loss) == pytest.approx(sum(0.5**i * sum(values) / max(1, len(values)) for i, values in enumerate(total)), 1e-4)
     assert share_S.tolist() == pytest.approx([sum(values) / max(1, len(values)) for values in right])
+
+
+def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
+    """Keeps out: rows that learn from another row's states, and states that change with the memory they may take."""
+    rows = torch.tensor([ROW, ROW[::-1], [7, *ROW[:-3], -1, -1]])
+    kept, computed = (States(pair.model, rows, (1, 13), size) for size in (1 << 30, 0))
+    assert kept.kept is not None and computed.kept is None
+    for a, b in zip(kept.of(torch.tensor([2, 0])), computed.of(torch.tensor([2, 0])), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 WRONG = [

@@ -69,7 +69,7 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, layout: str, options: dict[str, 
     ids = torch.randint(40, (15,), generator=generator)
     features = torch.randn(15, 32 * len(o.aux), dtype=F64, generator=generator)
     anchors, steps = [1, 4, 9, 14], o.size - o.skips
-    drawn = head.drafts(features, ids, torch.tensor(anchors), steps)
+    (drawn,) = head.drafts(features[None], ids[None], torch.tensor([anchors]), steps)
     lm_head, embed = target.lm_head.rows(torch.arange(40)), target.embed_tokens.weight
     for hidden, anchor in zip(drawn, anchors, strict=True):
         want = parts.drafts(features, ids.tolist(), anchor, steps, embed)
