@@ -2,7 +2,7 @@
 
 The target writes the text that the head learns from.  A head is EAGLE-3's (arXiv 2503.01840), or one that drafts in one pass:
 P-EAGLE (arXiv 2602.01469), DFlash (arXiv 2602.06036) or DSpark.  This file knows settings, files and the order of the steps;
-`selftext` writes the text, `new_heads` makes and saves heads, `unroll` and `block_loss` compute losses, and `loop` runs the
+`selftext` writes the text, `heads/` makes and saves heads, `unroll` and `block_loss` compute losses, and `loop` runs the
 optimizer.
 """
 
@@ -33,8 +33,9 @@ from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
+from specdec.train.heads.files import save
+from specdec.train.heads.fresh import new_head
 from specdec.train.loop import Checkpoint, Progress, Schedule, fast_products, fit, make_optimizer
-from specdec.train.new_heads import new_head, save
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
 from specdec.train.states import Seen, States
@@ -100,7 +101,7 @@ def train_head(
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
     with fast_products():
-        progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder))
+        progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head))
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
@@ -126,6 +127,8 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
     layers = default_aux_layers(config.num_layers, target) if aux_layers is None else tuple(aux_layers)
     if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < config.num_layers for layer in layers):
         raise ValueError(f"aux_layers: expected distinct layer numbers in [0, {config.num_layers - 1}], got {list(layers)}")
+    if fault := refusal(run.layout_of_head, layers, config.num_layers):
+        raise ValueError(fault)
     return tuple(sorted(layers))
 
 

@@ -17,8 +17,8 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.block_loss import block_loss
 from specdec.train.head import train_head
-from specdec.train.head_files import save_head
-from specdec.train.new_heads import new_head
+from specdec.train.heads.files import save
+from specdec.train.heads.fresh import new_head
 from specdec.train.selftext import frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.states import States, read_rows
@@ -53,14 +53,16 @@ def test_each_step_sees_what_drafting_sees(pair: SpecDecoder) -> None:
             torch.testing.assert_close(steps[step][0, i].double(), alone, rtol=2e-4, atol=2e-4)
 
 
-def test_a_saved_head_is_the_head(pair: SpecDecoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_a_saved_head_is_the_head(layout: str, pair: SpecDecoder, tmp_path: Path) -> None:
     """Keeps out: names or fused rows mixed up on the way to disk.  bfloat16 weights survive a save and load unchanged."""
     assert isinstance(pair.head, Eagle3Head)
-    save_head(pair.head, tmp_path)
+    save(pair.head, tmp_path, layout)
     again = SpecDecoder.from_pretrained(target_folder(), tmp_path, device="cpu", max_seq_len=64).head
     assert again is not None
-    for (name, a), b in zip(pair.head.state_dict().items(), again.state_dict().values()):
+    for (name, a), b in zip(pair.head.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+    assert again.config.format == layout and again.config.aux_layers == (1, 13, 24)
 
 
 def test_frequent_ids_are_the_most_frequent_ascending() -> None:
@@ -159,7 +161,7 @@ def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
 
 WRONG = [
     ("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", 0), ("kind", "medusa"), ("layers", 2),
-    ("markov", "gated"), ("markov_rank", 8), ("anchors", 3),
+    ("markov", "gated"), ("markov_rank", 8), ("anchors", 3), ("layout", "nemo"),
 ]  # fmt: skip
 
 

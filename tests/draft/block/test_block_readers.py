@@ -18,11 +18,11 @@ from toolkit.heads.writers import save
 from toolkit.models import Zoo
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.export import config_of, tensors_of
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
 from specdec.models.checkpoints.loader import load_target, read_target_config
+from specdec.train.heads.speculators import config_of, tensors_of
 
 CPU, F64 = torch.device("cpu"), torch.float64
 PEAGLE = dict(kind="p-eagle", skips=False, own_embeddings=True, own_lm_head=True, qk_norm=False, draft_vocab=26)
