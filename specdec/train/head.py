@@ -33,7 +33,7 @@ from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
-from specdec.train.heads.files import save
+from specdec.train.heads.files import layout_fault, save
 from specdec.train.heads.fresh import new_head
 from specdec.train.loop import Checkpoint, Progress, Schedule, fast_products, fit, make_optimizer
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
@@ -127,7 +127,7 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
     layers = default_aux_layers(config.num_layers, target) if aux_layers is None else tuple(aux_layers)
     if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < config.num_layers for layer in layers):
         raise ValueError(f"aux_layers: expected distinct layer numbers in [0, {config.num_layers - 1}], got {list(layers)}")
-    if fault := refusal(run.layout_of_head, layers, config.num_layers):
+    if fault := layout_fault(run.layout_of_head, layers, config.num_layers):
         raise ValueError(fault)
     return tuple(sorted(layers))
 

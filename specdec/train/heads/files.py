@@ -17,7 +17,7 @@ from specdec.train.heads import safeailab, speculators
 
 
 def save(head: DraftHead, folder: Path, layout: str) -> None:
-    """Writes config.json and model.safetensors.  layout: one that `refusal` allows for the head."""
+    """Writes config.json and model.safetensors.  layout: one that `layout_fault` allows for the head."""
     from safetensors.torch import save_file
 
     assert isinstance(head, Eagle3Head | DFlashHead)
@@ -33,7 +33,7 @@ def save(head: DraftHead, folder: Path, layout: str) -> None:
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def refusal(layout: str, aux_layers: tuple[int, ...], target_layers: int) -> str:
+def layout_fault(layout: str, aux_layers: tuple[int, ...], target_layers: int) -> str:
     """Why heads that read these layers of a target of so many can't be saved in the layout; empty if they can."""
     if layout == "speculators" and max(aux_layers) == target_layers - 1:
         return (
