@@ -24,7 +24,8 @@ class Seen(NamedTuple):
     """Rows of text, and what the target made of them.
 
     rows_BT: int64 ids; columns after the end of a text hold -1.
-    hidden_BTH: the hidden states after the final norm.  features_BTF: outputs of the layers that the head reads.
+    hidden_BTH: the hidden states after the final norm.
+    features_BTF: outputs of the layers that the head reads; the hidden states for a head that reads none.
     """
 
     rows_BT: Tensor
@@ -44,8 +45,8 @@ def read_rows(model: Target, rows_BT: Tensor, aux_layers: tuple[int, ...]) -> Se
     positions = torch.arange(T, device=rows_BT.device).repeat(B)
     attn = DenseAttention(model.config.layer_kinds, B, sources=model.config.kv_source)
     out = model(rows_BT.clamp(min=0).flatten(), positions, attn, aux_layers)
-    assert out.aux_TA is not None
-    return Seen(rows_BT, out.hidden_TH.unflatten(0, (B, T)), out.aux_TA.unflatten(0, (B, T)))
+    features = out.hidden_TH if out.aux_TA is None else out.aux_TA
+    return Seen(rows_BT, out.hidden_TH.unflatten(0, (B, T)), features.unflatten(0, (B, T)))
 
 
 class States:
