@@ -65,6 +65,8 @@ class MaskedAttention:
         assert rows_R is None and N * Q == len(q), "a mask has a row for each query"
         parts = [N * rows for rows in self.parts]
         k, v = (torch.cat([x.unflatten(0, (N, -1)) for x in each.split(parts)], dim=1) for each in (k, v))
+        group = q.shape[1] // k.shape[2]  # repeated here, since torch's attention that keeps no scores in memory can't
+        k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q.unflatten(0, (N, Q)), k, v))
-        out = F.scaled_dot_product_attention(q, k, v, mask_NQR[:, None], enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, mask_NQR[:, None])
         return out.transpose(1, 2).flatten(0, 1)

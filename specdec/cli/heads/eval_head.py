@@ -38,6 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_files({"--json": args.json} if args.json else {})
     options = EngineOptions(**{name: getattr(args, name) for name in USED})
+    SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are none
     specs = tuple(args.spec or DEFAULT_SPECS)
     from specdec.progress import show_progress
     from specdec.train.offline.run import check_head, eval_head
@@ -69,7 +70,7 @@ def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> lis
     if args.longest_prompt is not None and not args.eval_text:
         raise ValueError("--longest-prompt would do nothing without --eval-text: prompts of a file are taken whole")
     folder = resolve_folder(args.target, "--target")
-    tokenizer, sampling = Tokenizer(folder), SamplingParams(max_tokens=args.max_tokens)
+    tokenizer, one = Tokenizer(folder), SamplingParams(max_tokens=1)
     if args.eval_text:
         if args.prompts or args.chat:
             raise ValueError(f"--eval-text and {'--prompts' if args.prompts else '--chat'} were given; expected one of the two")
@@ -80,7 +81,7 @@ def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> lis
     else:
         source = Path(args.prompts) if args.prompts else shipped.prompts_file()
         listed = read_prompts(source, args.num_prompts)[: args.num_prompts]
-        prompts = encode_prompts(listed, str(source), args.target, tokenizer, sampling, options, chat=args.chat)
+        prompts = encode_prompts(listed, str(source), args.target, tokenizer, one, options, chat=args.chat)
     most = choose_target(folder).config.max_position - more - max(map(len, prompts))
     if args.max_tokens > most:
         raise ValueError(
