@@ -117,7 +117,7 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
 
 
 def can_rehearse(model: Target, settings: EngineSettings) -> bool:
-    """Whether passes may be rehearsed (ops/rehearsal.py): on one GPU, through code that is all our own and torch's.
+    """Whether passes may be rehearsed (ops/compiling/rehearsal.py): on one GPU, through code that is all our own and torch's.
 
     An fp8 cache takes its scales from the first values that it stores, and a rehearsal has none.
     """

@@ -11,9 +11,9 @@ from functools import wraps
 import torch
 from torch import Tensor
 
+from specdec.ops.compiling.rehearsal import is_rehearsed
 from specdec.ops.launch import has_triton
 from specdec.ops.operator import is_traced
-from specdec.ops.rehearsal import is_rehearsed
 
 
 def use_index_kernels(x: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Has the kernels of a decoder's first passes compiled side by side: those of the first chunk and of the round after it.
 
-This module knows which passes come first; how a pass is rehearsed is the matter of ops/rehearsal.py.
+This module knows which passes come first; how a pass is rehearsed is the matter of ops/compiling/rehearsal.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from specdec.batch.state import BatchState
 from specdec.config import SpecConfig
-from specdec.ops.rehearsal import Rehearsals
+from specdec.ops.compiling.rehearsal import Rehearsals
 from specdec.runner.prompts import PromptRunner
 from specdec.runner.rounds import RoundRunner
 from specdec.startup import STARTUP

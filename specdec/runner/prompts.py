@@ -80,7 +80,7 @@ class PromptRunner:
         return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
 
     def rehearse(self, chunk: RunChunk) -> None:
-        """Runs the chunk's first pass as a rehearsal (ops/rehearsal.py) does."""
+        """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does."""
         self._eager(chunk, ChunkShape.of(chunk.parts))
 
     def replay(self, chunk: RunChunk, work: Work) -> FirstTokens:

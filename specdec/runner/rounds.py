@@ -60,7 +60,7 @@ class RoundRunner:
         return self._by_phases(state, step, self.phase_graphs.run)
 
     def rehearse(self, state: BatchState, step: RunRound) -> None:
-        """Runs the round as a rehearsal (ops/rehearsal.py) does: it captures nothing."""
+        """Runs the round as a rehearsal (ops/compiling/rehearsal.py) does: it captures nothing."""
         self._by_phases(state, step, lambda key, phase, changed: phase())
 
     def _by_phases(self, state: BatchState, step: RunRound, run: RunPhase) -> Round:

@@ -50,7 +50,8 @@ class Rehearsals:
 
         If run() fails, what was launched before is compiled.
         """
-        self._compilers.needed = needed = {}
+        needed: dict[str, Any] = {}
+        self._compilers.needed = needed
         try:
             with _one_at_a_time, _no_launches(self._compilers), Nothing():
                 run()
@@ -72,7 +73,7 @@ def _compilers(pool: ThreadPoolExecutor) -> Any:
     """Triton's own mode of compiling in other threads, but for two things: nobody waits at its end, and kernels get loaded."""
     from triton import AsyncCompileMode
 
-    class Compilers(AsyncCompileMode):  # type: ignore[misc]
+    class Compilers(AsyncCompileMode):
         needed: dict[str, Any]  # what the rehearsal has launched
 
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
