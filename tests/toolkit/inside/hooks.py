@@ -163,7 +163,7 @@ class Hooks:
         return seen
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether the condition comes true within that time, by the work of another thread."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

@@ -23,7 +23,7 @@ from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
 
 KEY, MODEL = "soak", "soaked"
-KEEP_ALIVE, SETTLED = 7, 30.0  # seconds: of idle connections, which clients close after 5; until everything must be free
+KEEP_ALIVE, SETTLED = 7, 90.0  # seconds: of idle connections, which clients close after 5; until everything must be free
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
