@@ -6,7 +6,8 @@ to memory.
 
 A program takes a tile of one expert's rows and some of the pairs that chose this expert.  There are two ways to find them:
 - of few pairs, each program reads all choices.  It belongs to a pair, and works if the pair is the first of its expert's (or
-  number BLOCK_T, 2 * BLOCK_T, ...); so an expert's weights are read once for BLOCK_T pairs.
+  number BLOCK_T, 2 * BLOCK_T, ...); so an expert's weights are read once for BLOCK_T pairs.  ALONE: of a single token's pairs,
+  no two of which have the same expert, there is nothing to find.
 - of many, `order` lists the pairs sorted by expert, and `counts` says how many each expert has (ops/products/stacked.py).
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers after its wait.  The second product of an MLP comes
@@ -51,7 +52,7 @@ def coded_experts_kernel(
     y,  # [P, O]
     pairs, tiles, stride_x,
     O: tl.constexpr, I: tl.constexpr, J: tl.constexpr, G: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr,
-    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
@@ -76,6 +77,11 @@ def coded_experts_kernel(
         p_T = first + tl.arange(0, BLOCK_T)
         ok_T = p_T < end
         pair_T = tl.load(chosen + p_T, mask=ok_T, other=0).to(tl.int32)
+    elif ALONE:
+        expert = tl.load(chosen + tl.program_id(1), cache_modifier=".cg").to(tl.int32)
+        works = expert >= 0
+        ok_T = tl.arange(0, BLOCK_T) == 0
+        pair_T = tl.where(ok_T, tl.program_id(1), 0)
     else:
         expert, works, pair_T, ok_T = _pairs_of_program(chosen, pairs, PADDED_PAIRS, BLOCK_T)
     row_O = tl.where(works, expert, 0).to(tl.int64) * ROWS + row_O
@@ -273,6 +279,7 @@ def launch_coded_experts(
         P, programs, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
         EXPERTS=weight.matrices, PADDED_EXPERTS=triton.next_power_of_2(weight.matrices),
         PADDED_PAIRS=max(16, triton.next_power_of_2(P)) if counts_E is None else 16, SORTED=counts_E is not None,
+        ALONE=counts_E is None and P == chosen,
         KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
         HAS_ZEROS=weight.zeros_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,

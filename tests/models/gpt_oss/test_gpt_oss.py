@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit.families import assert_greedy, eager
-from toolkit.gpt_oss import SCHEME, save_gpt_oss
 from toolkit.models import save_eagle3
+from toolkit.oracles.quantised import MXFP4, save_gpt_oss
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -176,6 +176,6 @@ def test_what_does_not_fit_the_scheme_is_refused(folders: tuple[Path, Path]) -> 
     with pytest.raises(ValueError, match="is stored as experts in mxfp4.*quantize='none'"):
         choose_target(folders[0], quantize="int4")
     with pytest.raises(ValueError, match="'mxfp4' is that of gpt-oss's own checkpoints.*got it for another model"):
-        parse_quantization(SCHEME, "config.json")
+        parse_quantization(MXFP4, "config.json")
     with pytest.raises(ValueError, match="no native module for model_type 'gpt_oss'.*gpt_oss in mxfp4"):
         choose_target(folders[1], "native")

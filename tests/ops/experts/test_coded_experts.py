@@ -153,6 +153,32 @@ def test_a_mixture_equals_its_definition(name: str, sorts: bool, monkeypatch: py
     assert got.dtype == DTYPE and error(got, exact(x, weights_TK, chosen_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_one_token_equals_its_definition() -> None:
+    """Keeps out: an expert of another place, where no program looks for other pairs."""
+    experts, x, (weights_TK, chosen_TK) = experts_of(FORMS["fp8 rows"], 4, 128, 32), rand(1, 128, seed=3) / 8, choice(1, 4, 3)
+    with torch.inference_mode():
+        got = coded_experts(x, weights_TK, chosen_TK, experts)
+    assert error(got, exact(x, weights_TK, chosen_TK, experts)) < (6e-3 if HAS_GPU else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 6, 200])
+def test_replays_follow_the_choices(T: int) -> None:
+    """Keeps out: experts that a graph reads of the pass that was captured."""
+    experts, x, (weights_TK, chosen_TK) = experts_of(FORMS["mxfp4"], 8, 256, 96), rand(T, 256, seed=3), choice(T, 8, 3)
+    with torch.inference_mode():
+        coded_experts(x, weights_TK, chosen_TK, experts)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = coded_experts(x, weights_TK, chosen_TK, experts)
+        for seed in range(3):
+            chosen_TK.copy_(torch.rand(T, 8, generator=torch.Generator().manual_seed(seed)).topk(3).indices)
+            x.copy_(rand(T, 256, seed=seed))
+            graph.replay()
+            assert torch.equal(got, coded_experts(x, weights_TK, chosen_TK, experts))
+
+
 def test_a_gate_holds_its_limits() -> None:
     """Keeps out: a gate that is held from below, too, or an up without its 1."""
     gate_up = torch.tensor([[9.0, -9.0, 0.5, 9.0, -9.0, 0.25]], dtype=torch.float64)
