@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
+@triton.jit(do_not_specialize=["pairs"])
 def coded_experts_kernel(
     x,  # [T, I] if GATED, else [P, I]
     codes,  # words [E * O, J], or [E * 2 * O, J] if GATED
@@ -50,7 +50,7 @@ def coded_experts_kernel(
     chosen,  # [P] int64: each pair's expert; if SORTED the numbers of pairs, sorted by expert
     counts,  # [E] int32, if SORTED
     y,  # [P, O]
-    pairs, tiles, stride_x,
+    pairs, stride_x,
     O: tl.constexpr, I: tl.constexpr, J: tl.constexpr, G: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -94,7 +94,7 @@ def coded_experts_kernel(
     if works:
         x_T = x + (pair_T // CHOSEN if GATED else pair_T).to(tl.int64) * stride_x
         acc_OT = _product(
-            x_T, ok_T, codes_O, scales + row_O * G, zeros + row_O * G, I, G,
+            x_T, ok_T, codes_O, scales + row_O * G, zeros + row_O * G, I,
             KIND, GROUP, SCALES, HAS_ZEROS, ASM, GATED, BLOCK_T, BLOCK_O, UNROLL, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
@@ -132,7 +132,7 @@ def _pairs_of_program(chosen, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_T: tl.con
 
 @triton.jit
 def _product(
-    x_T, ok_T, codes_O, scales_O, zeros_O, I: tl.constexpr, G: tl.constexpr,
+    x_T, ok_T, codes_O, scales_O, zeros_O, I: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
     ENLARGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -276,7 +276,7 @@ def launch_coded_experts(
     coded_experts_kernel[(triton.cdiv(O, tiles.block_o // 2 if gate else tiles.block_o), programs)](
         x, weight.codes_RJ.view(torch.int16), scales, scales if weight.zeros_RG is None else weight.zeros_RG,
         x if bias_EO is None else bias_EO, chosen_P, chosen_P if counts_E is None else counts_E, y_PO,
-        P, programs, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
+        P, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
         EXPERTS=weight.matrices, PADDED_EXPERTS=triton.next_power_of_2(weight.matrices),
         PADDED_PAIRS=max(16, triton.next_power_of_2(P)) if counts_E is None else 16, SORTED=counts_E is not None,
         ALONE=counts_E is None and P == chosen,
