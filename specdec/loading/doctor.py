@@ -31,6 +31,7 @@ from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
 from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED, describe
 from specdec.ops.products.gpus import match_of
+from specdec.ops.tuned.here import look
 from specdec.options import EngineOptions, setting_of, usable_cpus
 from specdec.parallel import nccl
 
@@ -82,7 +83,7 @@ def run_doctor(console: Console) -> None:
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
-        *((f"tiles of GPU {i}", match_of(torch.device("cuda", i)).why) for i in range(len(facts["gpus"]))),
+        *((f"tiles of GPU {i}", tiles_line(torch.device("cuda", i))) for i in range(len(facts["gpus"]))),
         ("driver", facts["driver"] or "no NVIDIA driver found"),
         ("ranks", _ranks_line(len(facts["gpus"]))),
         *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
@@ -99,6 +100,14 @@ def run_doctor(console: Console) -> None:
     _print_pairs(console, "Weights of 8 and 4 bits", scheme_rows())
     pair = "complete" if shipped.is_complete() else "incomplete: bench and generate need --target and --draft"
     _print_pairs(console, "Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)])
+
+
+def tiles_line(device: torch.device) -> str:
+    """Which tiles the products on that GPU take, and why."""
+    kind, (table, why) = match_of(device).why, look(device)
+    if table is not None:
+        return f"{table.about}; for other products {kind}"
+    return f"{kind}; {why}" if why else f"{kind}; specdec tune measures this GPU's own"
 
 
 def drafter_rows() -> list[tuple[str, str]]:

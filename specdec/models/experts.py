@@ -52,7 +52,7 @@ class ExpertsConfig:
 
 
 class Router(Multiplying):
-    """Chooses each token's experts and their weights.  The router computes in float32, as in transformers.
+    """Chooses each token's experts and their weights.  The router computes in float32, as in transformers, or in float64.
 
     correction_E: the bias that the sigmoid gate adds to the scores for choosing experts.
     """
@@ -65,11 +65,12 @@ class Router(Multiplying):
             self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
+        """The pair (weights [T, K] in float32 or wider, numbers of the chosen experts [T, K] int64)."""
         if self.numerics.is_invariant:
             logits_TE = each_linear(x_TH[:, None], self.weight[None], torch.float32)[:, 0]
         else:
-            logits_TE = F.linear(x_TH.float(), self.weight.float())
+            wide = torch.promote_types(x_TH.dtype, torch.float32)
+            logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
         if self.config.gate == "softmax":
             scores_TE = logits_TE.softmax(-1)
             weights_TK, chosen_TK = self._of_best_groups(scores_TE, scores_TE, 1, 0.0).topk(self.config.chosen, dim=-1)

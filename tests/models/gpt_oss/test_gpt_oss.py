@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.gpt_oss import SCHEME, save_gpt_oss
 from toolkit.families import assert_greedy, eager
 from toolkit.models import save_eagle3
-from toolkit.oracles.quantised import MXFP4, save_gpt_oss
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_the_scheme_is_refused(folders: tuple[Path, Path]) -> 
     with pytest.raises(ValueError, match="is stored as experts in mxfp4.*quantize='none'"):
         choose_target(folders[0], quantize="int4")
     with pytest.raises(ValueError, match="'mxfp4' is that of gpt-oss's own checkpoints.*got it for another model"):
-        parse_quantization(MXFP4, "config.json")
+        parse_quantization(SCHEME, "config.json")
     with pytest.raises(ValueError, match="no native module for model_type 'gpt_oss'.*gpt_oss in mxfp4"):
         choose_target(folders[1], "native")
 
@@ -192,7 +192,7 @@ def test_the_published_config_is_understood() -> None:
         "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
         "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
         "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
-        "pad_token_id": 199999, "quantization_config": MXFP4, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+        "pad_token_id": 199999, "quantization_config": SCHEME, "rms_norm_eps": 1e-05, "rope_theta": 150000,
         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
                          "rope_type": "yarn", "truncate": False},
         "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
 from toolkit.deepseek import save_deepseek
 from toolkit.driver import Driver
 from toolkit.models import ragged_prompts, save_eagle3
-from toolkit.oracles.quantised import SCHEMES, as_codes, save_gpt_oss
+from toolkit.oracles.quantised import SCHEMES, as_codes
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.config import GraphMode
