@@ -101,7 +101,9 @@ def train_head(
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
     with fast_products():
-        progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head))
+        progress = fit(
+            schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head, target)
+        )
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
