@@ -1,6 +1,7 @@
 """What every test shares: one thread, the markers, the shared folder, and tiny random models saved once a session."""
 
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what tests build their worlds from
 
+from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine
 
@@ -59,6 +63,14 @@ def _a_share_of_the_gpu() -> None:
         from specdec.loading import memory
 
         memory.POOL_SHARE /= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """A shell script starts what runs in its background with Ctrl-C ignored, and some tests send that signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from specdec.ops.operator import define, use_operator
 from specdec.ops.products.gpus import H100, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.tiles import FEW, ProductTiles
+from specdec.ops.tuned.here import tuned_table
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
@@ -67,9 +68,9 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
     O, I = weight.shape
-    match = match_of(x.device)
-    kind = match.kind if match.hopper and _tma_reads(x, weight) else H100  # whose kernels of few rows need no TMA
-    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind)
+    match, tma = match_of(x.device), _tma_reads(x, weight)
+    kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
+    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind, tuned_table(x.device) if tma else None)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
