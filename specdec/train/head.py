@@ -80,12 +80,8 @@ def train_head(
     torch.manual_seed(run.seed)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
     prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
-    notes = [
-        *corpus.notes,
-        f"{len(prompts)} prompts to measure the finished head with",
-        _memory(run, decoder.model, len(layers)),
-    ]
-    print("\n".join(notes), flush=True)
+    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
+    print("\n".join([*notes, _memory(run, decoder.model, len(layers))]), flush=True)
     set_training_threads(decoder.settings.device, threads)
     model = decoder.model
     made_of = {
