@@ -144,6 +144,9 @@ def _memory(run: HeadRun, model: Target, features: int) -> str:
     places = run.width - 2 if run.kind == "eagle3" else run.anchors
     logits = 4 * run.batch * places * vocab * (3 * run.num_steps + 2)  # of each step: logits, their softmax, a gradient
     sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
+    states = 4 * run.texts * run.width * H * (features + 1)
+    if states <= run.keep_states << 20:
+        sizes["the target's states"] = states
     parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {parts}"
 
