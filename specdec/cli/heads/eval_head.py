@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_prompt_flags(parser, num_prompts="all")
     shapes = " and ".join(spec.label for spec in DEFAULT_SPECS)
     spec = (
-        f"shape of the draft tree: levels, branches, nodes; nd may be left out; may be given several times; default: {shapes}"
+        f"shape of the draft tree: levels, branches, nodes; nd may be left out; may be given more than once; default: {shapes}"
     )
     add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
     add("--json", type=not_empty, metavar="FILE", help="write raw counters")
