@@ -63,6 +63,8 @@ def test_a_saved_head_is_the_head(layout: str, pair: SpecDecoder, tmp_path: Path
     for (name, a), b in zip(pair.head.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     assert again.config.format == layout and again.config.aux_layers == (1, 13, 24)
+    modes = [path.stat().st_mode & 0o777 for path in sorted(tmp_path.iterdir())]
+    assert len(modes) == 2 and modes[0] == modes[1], "whoever may read the config may read the weights"
     if layout == "speculators":  # which refuses a config without
         named = json.loads((tmp_path / "config.json").read_text())["speculators_config"]["verifier"]
         assert named == {"name_or_path": str(target_folder()), "architectures": ["LlamaForCausalLM"]}
