@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from graph_timing import replay_us
 from torch import Tensor
 
+from specdec.ops.products.linear import silu_mul
 from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, Kind, codes_a_word, dequantise, row_bytes
+from specdec.ops.quantised.dequantise_triton import launch_dequantise
 from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
 from specdec.ops.quantised.linear_triton import launch_quantised_linear
 from specdec.ops.quantised.tiles import HopperTiles, kept_groups, quantised_tiles
@@ -37,7 +40,7 @@ from specdec.ops.quantised.tiles import HopperTiles, kept_groups, quantised_tile
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FORMATS: tuple[tuple[Kind, int], ...] = (("e4m3", 0), ("int4", 128))
 COLD_BYTES = 200_000_000
-ROWS = {8: 1, 32: 32, 64: 64}  # tiles of rows, and how many of them there are
+ROWS = {1: 1, 32: 32, 6: 8, 64: 64, 128: 128, 256: 128}  # rows of x, and the tiles that hold them
 LAYERS = 6
 BANDWIDTH = 4.48e12  # of an H200, as benchmarks/round_8b.py has it
 
@@ -56,54 +59,70 @@ class Trial(NamedTuple):
         return self.kind, self.group, self.shape == "gate_up", self.tiles
 
 
-# rows of the weight, slices (0: the kernel of wide products), warps, splits
-FEW_ROWS = {
-    "qkv": (
-        (64, 2, 8, 1), (64, 4, 16, 1), (64, 1, 4, 4), (64, 2, 8, 2), (32, 2, 4, 1), (32, 4, 8, 1), (16, 4, 4, 1),
-        (128, 1, 8, 5),
-    ),
-    "o": ((32, 4, 8, 1), (32, 8, 16, 1), (16, 4, 4, 1), (64, 2, 8, 2), (64, 4, 16, 2), (64, 1, 4, 6), (32, 2, 4, 2)),
-    "gate_up": (
-        (64, 1, 4, 1), (64, 2, 8, 1), (64, 4, 16, 1), (32, 2, 4, 1), (32, 4, 8, 1), (128, 1, 8, 1), (128, 2, 16, 1),
-        (64, 0, 4, 1), (128, 0, 8, 1),
-    ),
-    "down": (
-        (32, 4, 8, 1), (32, 8, 16, 1), (16, 8, 8, 1), (64, 2, 8, 2), (64, 4, 16, 2), (32, 4, 8, 2), (64, 1, 4, 6),
-        (128, 2, 16, 4),
-    ),
+# For tiles of so many rows of x: rows of the weight, slices (0: the kernel of wide products), warps, splits.
+FORMS = {
+    1: {
+        "qkv": (
+            (64, 1, 4, 4), (64, 1, 4, 2), (64, 2, 8, 2), (32, 4, 8, 1), (32, 2, 4, 1), (16, 4, 4, 1), (128, 1, 8, 5),
+            (64, 4, 16, 1), (32, 2, 4, 2),
+        ),
+        "o": (
+            (32, 4, 8, 1), (32, 2, 4, 1), (16, 4, 4, 1), (16, 8, 8, 1), (64, 1, 4, 6), (64, 1, 4, 4), (64, 2, 8, 2),
+            (32, 2, 4, 2), (64, 4, 16, 2),
+        ),
+        "gate_up": ((64, 1, 4, 1), (128, 1, 8, 1), (64, 2, 8, 1), (32, 2, 4, 1), (128, 2, 16, 1)),
+        "down": (
+            (32, 4, 8, 1), (32, 4, 8, 2), (16, 8, 8, 1), (64, 1, 4, 6), (64, 1, 4, 4), (64, 2, 8, 4), (64, 2, 8, 2),
+            (128, 2, 16, 4), (64, 4, 16, 2),
+        ),
+    },
+    8: {
+        "qkv": ((64, 1, 4, 4), (128, 1, 8, 5), (64, 0, 4, 2), (64, 0, 4, 4)),
+        "o": ((64, 1, 4, 6), (32, 2, 4, 2), (64, 0, 4, 4), (64, 0, 4, 6)),
+        "gate_up": ((64, 1, 4, 1), (128, 1, 8, 1), (64, 0, 4, 1), (128, 0, 8, 1)),
+        "down": ((64, 1, 4, 6), (64, 2, 8, 4), (64, 0, 4, 4), (64, 0, 4, 6)),
+    },
+    32: {
+        "qkv": ((64, 0, 4, 2), (64, 0, 4, 3), (64, 0, 4, 1), (128, 0, 8, 2)),
+        "o": ((64, 0, 4, 2), (64, 0, 4, 4), (64, 0, 4, 6), (128, 0, 8, 4)),
+        "gate_up": ((64, 0, 4, 1), (128, 0, 8, 1), (128, 0, 4, 1)),
+        "down": ((64, 0, 4, 2), (64, 0, 4, 4), (64, 0, 4, 6), (128, 0, 8, 4)),
+    },
+    64: {
+        "qkv": ((64, 0, 4, 2), (64, 0, 4, 1), (128, 0, 8, 2)),
+        "o": ((64, 0, 4, 2), (64, 0, 4, 4), (128, 0, 8, 4)),
+        "gate_up": ((64, 0, 4, 1), (128, 0, 8, 1), (128, 0, 4, 1)),
+        "down": ((64, 0, 4, 2), (64, 0, 4, 4), (128, 0, 8, 4)),
+    },
+    128: {
+        "qkv": ((64, 0, 4, 1), (128, 0, 8, 2), (128, 0, 8, 1)),
+        "o": ((64, 0, 4, 2), (128, 0, 8, 4), (128, 0, 8, 1)),
+        "gate_up": ((64, 0, 4, 1), (128, 0, 8, 1)),
+        "down": ((64, 0, 4, 2), (128, 0, 8, 4), (128, 0, 8, 1)),
+    },
 }  # fmt: skip
-MORE_ROWS = {
-    "qkv": ((128, 1, 8, 5), (128, 2, 8, 2), (128, 0, 8, 5), (128, 0, 8, 2), (64, 0, 4, 2), (64, 2, 8, 2)),
-    "o": ((128, 1, 8, 8), (128, 2, 8, 4), (128, 0, 8, 8), (128, 0, 8, 4), (64, 0, 4, 4), (64, 2, 8, 4)),
-    "gate_up": ((128, 1, 8, 1), (128, 2, 16, 1), (128, 0, 8, 1), (256, 0, 8, 1), (64, 0, 4, 1), (64, 2, 8, 1)),
-    "down": ((128, 1, 8, 8), (128, 2, 8, 4), (128, 0, 8, 8), (128, 0, 8, 4), (64, 0, 4, 4), (64, 2, 8, 4)),
-}
 
 
 def trials() -> Iterator[Trial]:
     """Pipelines that fill shared memory, and those that leave room for the next product's programs."""
-    for block_t, (kind, group), shape in itertools.product((8, 32, 64), FORMATS, SHAPES):
-        for block_o, slices, warps, splits in (FEW_ROWS if block_t == 8 else MORE_ROWS)[shape]:
-            a_word = codes_a_word(kind)
-            if block_t == 64 and (slices or block_o < 128):
-                continue
-            programs = -(-SHAPES[shape][0] // block_o * splits // 132)
-            widths = (slices * 64 * a_word,) if slices else (256,) if kind == "int4" and block_t < 64 else (128,)
-            for block_i, room in itertools.product(widths, (programs, 2 * programs if programs < 3 else programs + 2)):
-                stage = block_o * row_bytes(kind, block_i) + 2 * block_t * block_i
-                groups = kept_groups(SHAPES[shape][1], group, block_i, splits)
-                stages = min(12, (227_000 // room - 1500 - 4 * block_o * groups) // stage)
+    for block_t, (kind, group), shape in itertools.product(FORMS, FORMATS, SHAPES):
+        O, I = SHAPES[shape]
+        for block_o, slices, warps, splits in FORMS[block_t][shape]:
+            programs = -(-O // block_o * splits // 132)
+            block_i = slices * 64 * codes_a_word(kind) or 128
+            for room in (programs, 2 * programs if programs < 3 else programs + 2):
+                stage = block_o * row_bytes(kind, block_i) + (2 * block_t * block_i if block_t > 1 else 0)
+                kept = 4 * block_o * kept_groups(I, group, block_i, splits) + (2 * I // splits if block_t == 1 else 0)
+                stages = min(12, (227_000 // room - 3000 - kept) // stage)
                 if stages > 1:
-                    tiles = HopperTiles(block_t, block_o, block_i, splits, warps, stages, slices)
-                    yield Trial(kind, group, shape, tiles)
+                    yield Trial(kind, group, shape, HopperTiles(block_t, block_o, block_i, splits, warps, stages, slices))
 
 
 def random_codes(kind: Kind, O: int, I: int, group: int, zeros: bool = False) -> Codes:
     codes = torch.randint(0, 256, (O, row_bytes(kind, I)), dtype=torch.uint8, device="cuda")
     if kind == "e4m3":
         codes[(codes & 127) == 127] = 1
-    dtype = torch.float32 if kind == "e4m3" else torch.bfloat16
-    scales = (torch.rand(O, I // (group or I), device="cuda") + 0.5).to(dtype)
+    scales = torch.rand(O, I // (group or I), device="cuda") + 0.5
     below = torch.randint(-8, 8, scales.shape, dtype=torch.int8, device="cuda") if zeros else None
     return Codes(kind, codes, scales, below, I, group)
 
@@ -111,7 +130,7 @@ def random_codes(kind: Kind, O: int, I: int, group: int, zeros: bool = False) ->
 def compile_one(trial: Trial) -> tuple[str, Trial]:
     """Checks the kernel against float64 on the way."""
     weight = random_codes(trial.kind, 512, SHAPES[trial.shape][1], trial.group)
-    x = torch.randn(trial.tiles.block_t - 3, weight.columns, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(max(1, trial.tiles.block_t - 3), weight.columns, device="cuda", dtype=torch.bfloat16)
     try:
         with torch.no_grad():
             error = difference(launched(x, trial.shape == "gate_up", trial.tiles, weight), x, weight, trial.shape == "gate_up")
@@ -150,50 +169,67 @@ def main() -> None:
 def sweep(todo: list[Trial], seconds: float, processes: int) -> dict[str, Any]:
     """A row for each shape, number of rows and tiling that was measured in time, and whole layers with the best."""
     start = time.time()
-    todo.sort(key=lambda trial: trial.tiles.block_t)  # the most wanted first, if time runs out
-    kernels = {trial.compiled: trial for trial in reversed(todo)}
-    done: set[Any] = set()
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        results = pool.imap_unordered(compile_one, sorted(kernels.values(), key=lambda trial: trial.tiles.block_t))
-        try:
-            for _ in kernels:
-                why, trial = results.next(timeout=max(0.1, 0.55 * seconds - (time.time() - start)))
-                print(why, end="\n" if why else "", flush=True)
-                if not why:
-                    done.add(trial.compiled)
-        except multiprocessing.TimeoutError:
-            print("compiling was cut")
-        pool.terminate()
-    print(f"{len(done)} of {len(kernels)} compiled in {time.time() - start:.1f} s", flush=True)
+    done = compiled(todo, 0.5 * seconds, processes)
+    print(f"{len(done)} compiled in {time.time() - start:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    best: dict[tuple[Kind, int, str], HopperTiles] = {}
-    for block_t, (kind, group), (name, (O, I)) in itertools.product(ROWS, FORMATS, SHAPES.items()):
-        size = row_bytes(kind, I) * O
-        weights = [random_codes(kind, O, I, group) for _ in range(max(2, math.ceil(COLD_BYTES / size)))]
-        x = torch.randn(ROWS[block_t], I, device="cuda", dtype=torch.bfloat16)
-        found = []
-        for trial in todo:
-            fits = (trial.kind, trial.shape, trial.tiles.block_t) == (kind, name, block_t) and trial.compiled in done
-            if fits and time.time() - start < 0.9 * seconds:
-                us = measure(weights, partial(launched, x, name == "gate_up", trial.tiles))
-                found.append({"kind": kind, "shape": name, "T": ROWS[block_t], "tiles": list(trial.tiles), "us": round(us, 2)})
+    layers: list[dict[str, Any]] = []
+    for T in ROWS:
+        found, best = timed([trial for trial in todo if trial.compiled in done], T, start + 0.95 * seconds)
         rows += found
-        found.sort(key=lambda row: row["us"])
-        if found:
-            best[kind, block_t, name] = HopperTiles(*found[0]["tiles"])
-        shown = [(row["us"], *row["tiles"][1:7]) for row in found[:7] + found[-1:]]
-        print(kind, name, ROWS[block_t], f"limit {size / BANDWIDTH * 1e6:.1f}", *shown, flush=True)
-        del weights
-    layers = [layer(kind, group, block_t, best) for block_t, (kind, group) in itertools.product(ROWS, FORMATS)]
+        layers += [layer(kind, group, T, best) for kind, group in FORMATS if T <= 64]
     print(f"end {time.time() - start:.1f} s", flush=True)
     return {"rows": rows, "layers": [each for each in layers if each]}
 
 
-def layer(kind: Kind, group: int, block_t: int, best: dict[tuple[Kind, int, str], HopperTiles]) -> dict[str, Any]:
+def compiled(todo: list[Trial], seconds: float, processes: int) -> set[Any]:
+    """What was compiled in time, of which each kernel was held against float64."""
+    start, done = time.time(), set[Any]()
+    kernels = {trial.compiled: trial for trial in reversed(todo)}
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        results = pool.imap_unordered(compile_one, sorted(kernels.values(), key=lambda trial: trial.tiles.block_t))
+        try:
+            for _ in kernels:
+                why, trial = results.next(timeout=max(0.1, seconds - (time.time() - start)))
+                print(why, end="\n" if why else "", flush=True)
+                if not why:
+                    done.add(trial.compiled)
+        except multiprocessing.TimeoutError:
+            print(f"{len(kernels) - len(done)} of {len(kernels)} not compiled in time")
+        pool.terminate()
+    return done
+
+
+def timed(todo: list[Trial], T: int, until: float) -> tuple[list[dict[str, Any]], dict[tuple[Kind, int, str], HopperTiles]]:
+    """A row for each tiling that was measured in time, and the best tiles."""
+    rows: list[dict[str, Any]] = []
+    best: dict[tuple[Kind, int, str], HopperTiles] = {}
+    for (kind, group), (name, (O, I)) in itertools.product(FORMATS, SHAPES.items()):
+        size = row_bytes(kind, I) * O
+        weights = [random_codes(kind, O, I, group) for _ in range(max(2, math.ceil(COLD_BYTES / size)))]
+        x = torch.randn(T, I, device="cuda", dtype=torch.bfloat16)
+        found = []
+        for trial in todo:
+            if (trial.kind, trial.shape, trial.tiles.block_t) == (kind, name, ROWS[T]) and time.time() < until:
+                us = measure(weights, partial(launched, x, name == "gate_up", trial.tiles))
+                found.append({"kind": kind, "shape": name, "T": T, "tiles": list(trial.tiles), "us": round(us, 2)})
+        rows += found
+        found.sort(key=lambda row: row["us"])
+        if found:
+            best[kind, T, name] = HopperTiles(*found[0]["tiles"])
+        shown = [(row["us"], *row["tiles"][1:7]) for row in found[:6] + found[-1:]]
+        print(kind, name, T, f"limit {size / BANDWIDTH * 1e6:.1f}", *shown, flush=True)
+        if T > 64 and time.time() < until:
+            us = measure(weights, partial(through_scratch, x, name == "gate_up"))
+            rows.append({"kind": kind, "shape": name, "T": T, "tiles": None, "us": round(us, 2)})
+            print(f"    through a scratch {us:.1f}", flush=True)
+        del weights
+    return rows, best
+
+
+def layer(kind: Kind, group: int, T: int, best: dict[tuple[Kind, int, str], HopperTiles]) -> dict[str, Any]:
     """Microseconds of a layer's four products, one after another, with the best tiles, and as before."""
-    if any((kind, block_t, name) not in best for name in SHAPES):
+    if any((kind, T, name) not in best for name in SHAPES):
         return {}
-    T = ROWS[block_t]
     weights = {name: [random_codes(kind, O, I, group) for _ in range(LAYERS)] for name, (O, I) in SHAPES.items()}
     x = {I: torch.randn(T, I, device="cuda", dtype=torch.bfloat16) for _, I in SHAPES.values()}
     us = {}
@@ -202,7 +238,7 @@ def layer(kind: Kind, group: int, block_t: int, best: dict[tuple[Kind, int, str]
         for capture in (False, True):
             with torch.cuda.graph(graph) if capture else nullcontext():
                 for n, (name, (O, I)) in itertools.product(range(LAYERS), SHAPES.items()):
-                    tiles = best[kind, block_t, name] if choice == "best" else quantised_tiles(T, O, I, kind)
+                    tiles = best[kind, T, name] if choice == "best" else quantised_tiles(T, O, I, kind)
                     assert tiles is not None
                     launched(x[I], name == "gate_up", tiles, weights[name][n])
             torch.cuda.synchronize()
@@ -211,6 +247,11 @@ def layer(kind: Kind, group: int, block_t: int, best: dict[tuple[Kind, int, str]
     found = {"kind": kind, "T": T, "us": us, "limit_us": round(size / BANDWIDTH * 1e6, 2)}
     print("layer", found, flush=True)
     return found
+
+
+def through_scratch(x: Tensor, gated: bool, weight: Codes) -> Tensor:
+    y = F.linear(x, launch_dequantise(weight, x.dtype))
+    return silu_mul(y) if gated else y
 
 
 def measure(weights: list[Codes], product: Callable[[Codes], Tensor]) -> float:

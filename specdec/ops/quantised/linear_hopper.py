@@ -32,16 +32,13 @@ from specdec.ops.launch import chained
 from specdec.ops.products.linear_hopper import (
     EIGHT,
     _barrier,
-    _cells,
     _fetch,
-    _finish,
     _let_the_next_kernel_start,
-    _summed,
     _wait_for_the_kernel_in_front,
 )
 from specdec.ops.products.linear_triton import ARRIVALS, arrivals_of
 from specdec.ops.quantised.codes import codes_a_word
-from specdec.ops.quantised.linear_triton import E2M1_ASM, E4M3_ASM, INT4_ASM, INT8_ASM
+from specdec.ops.quantised.parts_hopper import complete, keep, numbers_of, scales_of_rows, whole_row
 from specdec.ops.quantised.tiles import CHUNK, kept_groups
 
 if TYPE_CHECKING:
@@ -65,11 +62,13 @@ def quantised_hopper_kernel(
     PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """GROUPS: whose scales a program keeps, at most.  PARTS: 2 if gated, else 1."""
+    """Four warps multiply together.  The codes of the next step are converted meanwhile.  A step has one scale a row.
+
+    GROUPS: whose scales a program keeps, at most.  PARTS: 2 if gated, else 1.
+    """
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     BLOCK_J: gl.constexpr = BLOCK_I // A_WORD
     BYTES: gl.constexpr = (BLOCK_O * BLOCK_J + ROWS * BLOCK_I) * 2  # of a stage
-    STEP: gl.constexpr = BLOCK_I if GROUP == 0 or GROUP > BLOCK_I else GROUP  # columns that have one scale a row
     of_t = gl.cdiv(T, ROWS)  # neighbouring programs read the same tile of the weight
     tile = gl.program_id(0) // of_t
     first_t = gl.program_id(0) % of_t * ROWS
@@ -92,12 +91,14 @@ def quantised_hopper_kernel(
     first_group = low * BLOCK_I // GROUP if GROUP > 0 else 0
     if GROUP > 0:
         scale_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_O], row)
-        _keep(scales, scale_smem, first_group, tile, O, G, GROUPS, BLOCK_O, PARTS, 1, 1, CHUNK, num_warps)
+        keep(scales, scale_smem, first_group, tile, O, G, GROUPS, BLOCK_O, PARTS, 1, 1, CHUNK, num_warps)
     if HAS_ZEROS:
         zero_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_O], row)
-        _keep(zeros, zero_smem, first_group, tile, O, G, GROUPS, BLOCK_O, PARTS, 1, 1, CHUNK, num_warps)
+        keep(zeros, zero_smem, first_group, tile, O, G, GROUPS, BLOCK_O, PARTS, 1, 1, CHUNK, num_warps)
     if GROUP > 0 or HAS_ZEROS:
         _barrier()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
+    scale = scales_of_rows(scales, tile, O, GROUP, BLOCK_O, PARTS, layout)
     if PDL:
         _wait_for_the_kernel_in_front()
         _let_the_next_kernel_start()
@@ -107,66 +108,57 @@ def quantised_hopper_kernel(
     flat: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128 if BLOCK_J >= 64 else 2 * BLOCK_J, element_bitwidth=16, rank=2
     )
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
+    w_tiles = w_smem._reinterpret(gl.int16, [STAGES, BLOCK_O, BLOCK_J], flat)
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
+    zero = gl.zeros([BLOCK_O], gl.float32, gl.SliceLayout(1, left))
+    if HAS_ZEROS:
+        zero = zero_smem.index(0).load(gl.SliceLayout(1, left))
+    mbarrier.wait(full.index(0), 0)
+    numbers = numbers_of(w_tiles.index(0).load(left), zero, layout, KIND, HAS_ZEROS, BLOCK_I)
     slot = 0
     phase = 0
     for k in range(steps):
-        mbarrier.wait(full.index(slot), phase)
-        w = w_smem.index(slot)._reinterpret(gl.int16, [BLOCK_O, BLOCK_J], flat)
-        x = x_smem.index(slot)
-        for n in gl.static_range(BLOCK_I // STEP):
-            codes = w.slice(n * (STEP // A_WORD), STEP // A_WORD, dim=1).load(gl.DotOperandLayout(0, layout, 2))
-            columns = x.slice(n * STEP, STEP, dim=1).permute((1, 0))
-            group = ((low + k) * BLOCK_I + n * STEP) // GROUP - first_group if GROUP > 0 else 0
-            zero = gl.zeros([BLOCK_O], gl.float32, gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 2)))
-            if HAS_ZEROS:
-                zero = zero_smem.index(group).load(gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 2)))
-            numbers = _numbers(codes, zero, layout, KIND, HAS_ZEROS, STEP)
-            if GROUP == 0:
-                acc = warpgroup_mma(numbers, columns, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-            else:
-                scale = scale_smem.index(group).load(gl.SliceLayout(1, layout))
-                part = warpgroup_mma(numbers, columns, gl.zeros([BLOCK_O, ROWS], gl.float32, layout), is_async=True)
-                part = warpgroup_mma_wait(0, deps=(part,))
-                acc += part * scale[:, None]
+        if GROUP > 0:
+            part = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
+            part = warpgroup_mma(numbers, x_smem.index(slot).permute((1, 0)), part, is_async=True)
+        else:
+            acc = warpgroup_mma(numbers, x_smem.index(slot).permute((1, 0)), acc, is_async=True)
+        more = k + 1 < steps  # else the last step's codes are converted once more, for nothing
+        next_slot = gl.where(more, gl.where(slot + 1 == STAGES, 0, slot + 1), slot)
+        next_phase = gl.where(more & (slot + 1 == STAGES), phase ^ 1, phase)
+        mbarrier.wait(full.index(next_slot), next_phase)
+        if HAS_ZEROS:
+            group = (low + gl.minimum(k + 1, steps - 1)) * BLOCK_I // GROUP - first_group if GROUP > 0 else 0
+            zero = zero_smem.index(group).load(gl.SliceLayout(1, left))
+        next_numbers = numbers_of(w_tiles.index(next_slot).load(left), zero, layout, KIND, HAS_ZEROS, BLOCK_I)
+        if GROUP > 0:
+            group = (low + k) * BLOCK_I // GROUP - first_group
+            scale = scale_smem.index(group).load(gl.SliceLayout(1, layout))
+            part, numbers, next_numbers = warpgroup_mma_wait(0, deps=(part, numbers, next_numbers))
+            acc += part * scale[:, None]
+        else:
+            acc, numbers, next_numbers = warpgroup_mma_wait(0, deps=(acc, numbers, next_numbers))
         _barrier()  # all warps have read the stage that is filled again
         more = k + STAGES < steps
         mbarrier.expect(full.index(slot), BYTES, pred=more)
         at = [tile * (BLOCK_O // PARTS // 8), 0, 0, (low + k + STAGES) * BLOCK_J]
         _fetch(code_tiles, at, full.index(slot), w_smem.index(slot), pred=more)
         _fetch(x_tiles, [first_t, (low + k + STAGES) * BLOCK_I], full.index(slot), x_smem.index(slot), pred=more)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        numbers = next_numbers
+        slot = next_slot
+        phase = next_phase
 
-    _complete(
-        acc,
-        layout,
-        scales,
-        bias,
-        y,
-        partials,
-        arrivals,
-        tile,
-        first_t,
-        split,
-        T,
-        O,
-        GROUP,
-        ROWS,
-        BLOCK_O,
-        SPLITS,
-        PARTS,
-        HAS_BIAS,
-    )
+    complete(
+        acc, layout, scale, bias, y, partials, arrivals, tile, first_t, split, T, O, GROUP, ROWS, BLOCK_O, SPLITS, PARTS,
+        HAS_BIAS, num_warps,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T"])  # for the reason given at linear_kernel
 def quantised_sliced_kernel(
-    x_tiles,  # tiles [PIECES, SLICES, ROWS, 64] of x as [PIECES, I / SLICE, T, 64]
+    x,  # [1, I] if ROWS is 1
+    x_tiles,  # else tiles [A_WORD, SLICES, ROWS, 64] of x as [A_WORD, I / SLICE, T, 64]
     code_tiles,  # tiles [BLOCK_O / PARTS / 8, PARTS, 8, 64] of the words as [O / 8, PARTS, 8, J]
     scales,  # [PARTS * O, G]
     zeros,  # as scales
@@ -177,16 +169,19 @@ def quantised_sliced_kernel(
     T, O, I, G,
     KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SLICES: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    STEPS: gl.constexpr,
     PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, CHUNK: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Each warp multiplies alone, and SLICES groups of warps take different columns of a step.
 
-    GROUPS: whose scales a program keeps, at most.  PARTS: 2 if gated, else 1.
+    STEPS: of a program, at most.  GROUPS: whose scales a program keeps, at most.  PARTS: 2 if gated, else 1.
     """
     A_WORD: gl.constexpr = 4 if KIND == "int4" or KIND == "e2m1" else 2
     SLICE: gl.constexpr = 64 * A_WORD  # columns of a slice of a step: as many as lie in a row of 128 bytes
     BLOCK_I: gl.constexpr = SLICES * SLICE
-    BYTES: gl.constexpr = SLICES * BLOCK_O * 128 + ROWS * BLOCK_I * 2  # of a stage
+    ONE: gl.constexpr = ROWS == 1  # then the row lies in shared memory once, and all columns of the sums are its
+    N: gl.constexpr = 8 if ONE else ROWS
+    BYTES: gl.constexpr = SLICES * BLOCK_O * 128 + (0 if ONE else ROWS * BLOCK_I * 2)  # of a stage
     RUN: gl.constexpr = SLICE if GROUP == 0 else GROUP  # columns that have one scale a row
     HELD: gl.constexpr = SLICE // RUN  # such runs of a slice
     tile = gl.program_id(0)
@@ -197,7 +192,8 @@ def quantised_sliced_kernel(
     first_o = tile * (BLOCK_O // PARTS // 8)
 
     w_smem = gl.allocate_shared_memory(gl.int16, [STAGES * SLICES, BLOCK_O // PARTS // 8, PARTS, 8, 64], code_tiles.layout)
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, A_WORD, SLICES, ROWS, 64], x_tiles.layout)
+    if not ONE:
+        x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, A_WORD, SLICES, ROWS, 64], x_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
@@ -212,25 +208,30 @@ def quantised_sliced_kernel(
     pair: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if GROUP > 0:
         scale_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_O], pair)
-        _keep(scales, scale_smem, low * BLOCK_I // RUN, tile, O, G, GROUPS, BLOCK_O, PARTS, SLICES, HELD, CHUNK, num_warps)
+        keep(scales, scale_smem, low * BLOCK_I // RUN, tile, O, G, GROUPS, BLOCK_O, PARTS, SLICES, HELD, CHUNK, num_warps)
         scale_smem = scale_smem._reinterpret(gl.float32, [GROUPS // SLICES, SLICES, BLOCK_O], pair)
     if HAS_ZEROS:
         zero_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_O], pair)
-        _keep(zeros, zero_smem, low * BLOCK_I // RUN, tile, O, G, GROUPS, BLOCK_O, PARTS, SLICES, HELD, CHUNK, num_warps)
+        keep(zeros, zero_smem, low * BLOCK_I // RUN, tile, O, G, GROUPS, BLOCK_O, PARTS, SLICES, HELD, CHUNK, num_warps)
         zero_smem = zero_smem._reinterpret(gl.float32, [GROUPS // SLICES, SLICES, BLOCK_O], pair)
     if GROUP > 0 or HAS_ZEROS:
         _barrier()
+    out: gl.constexpr = gl.SliceLayout(0, layout)
+    row_scale = scales_of_rows(scales, tile, O, GROUP, BLOCK_O, PARTS, out)
     if PDL:
         _wait_for_the_kernel_in_front()
         _let_the_next_kernel_start()
-    for s in gl.static_range(STAGES):
-        _fetch(x_tiles, [0, (low + s) * SLICES, 0, 0], full.index(s), x_smem.index(s), pred=s < steps)
-
     cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    if ONE:
+        x_pieces = whole_row(x, low, I, A_WORD, SLICES, STEPS, num_warps)
+    else:
+        for s in gl.static_range(STAGES):
+            _fetch(x_tiles, [0, (low + s) * SLICES, 0, 0], full.index(s), x_smem.index(s), pred=s < steps)
+        x_cubes = x_smem._reinterpret(gl.bfloat16, [STAGES * A_WORD, SLICES, ROWS, 64], cube)
     w_cubes = w_smem._reinterpret(gl.int16, [STAGES, SLICES, BLOCK_O, 64], cube)
-    x_cubes = x_smem._reinterpret(gl.bfloat16, [STAGES * A_WORD, SLICES, ROWS, 64], cube)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    acc = gl.zeros([SLICES, BLOCK_O, ROWS], gl.float32, layout)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
     slot = 0
     phase = 0
     for k in range(steps):
@@ -238,13 +239,17 @@ def quantised_sliced_kernel(
         w = w_cubes.index(slot)
         for n in gl.static_range(A_WORD):
             if n % (RUN // 64) == 0:
-                part = gl.zeros([SLICES, BLOCK_O, ROWS], gl.float32, layout)
+                part = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
                 zero = gl.zeros([SLICES, BLOCK_O], gl.float32, gl.SliceLayout(2, left))
                 if HAS_ZEROS:
                     zero = zero_smem.index(k * HELD + n * 64 // RUN).load(gl.SliceLayout(2, left))
             codes = w.slice(n * (64 // A_WORD), 64 // A_WORD, dim=2).load(left)
-            columns = x_cubes.index(slot * A_WORD + n).permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, 2))
-            numbers = _numbers(codes, zero, layout, KIND, HAS_ZEROS, 64)
+            if ONE:
+                columns = x_pieces.index(k * A_WORD + n).load(gl.SliceLayout(2, right))
+                columns = gl.expand_dims(columns, 2).broadcast_to([SLICES, 64, N])
+            else:
+                columns = x_cubes.index(slot * A_WORD + n).permute((0, 2, 1)).load(right)
+            numbers = numbers_of(codes, zero, layout, KIND, HAS_ZEROS, 64)
             if GROUP == 0:
                 acc = mma_v2(numbers, columns, acc)
             else:
@@ -257,110 +262,18 @@ def quantised_sliced_kernel(
         for n in gl.static_range(SLICES):
             at = [first_o, 0, 0, ((low + k + STAGES) * SLICES + n) * 64]
             _fetch(code_tiles, at, full.index(slot), w_smem.index(slot * SLICES + n), pred=more)
-        _fetch(x_tiles, [0, (low + k + STAGES) * SLICES, 0, 0], full.index(slot), x_smem.index(slot), pred=more)
+        if not ONE:
+            _fetch(x_tiles, [0, (low + k + STAGES) * SLICES, 0, 0], full.index(slot), x_smem.index(slot), pred=more)
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
 
-    out: gl.constexpr = gl.SliceLayout(0, layout)
     total = gl.sum(acc, axis=0)
-    _complete(
-        total, out, scales, bias, y, partials, arrivals, tile, 0, split, T, O, GROUP, ROWS, BLOCK_O, SPLITS, PARTS, HAS_BIAS
-    )
-
-
-@gluon.jit
-def _complete(
-    acc, layout: gl.constexpr, scales, bias, y, partials, arrivals, tile, first_t, split, T, O,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """Multiplies by the rows' scales, adds up the splits, and stores."""
-    if GROUP == 0:
-        row_O = _weight_rows(gl.arange(0, BLOCK_O, gl.SliceLayout(1, layout)), tile, O, BLOCK_O, PARTS)
-        acc *= gl.load(scales + row_O, mask=row_O < PARTS * O, other=0.0).to(gl.float32)[:, None]
-    if SPLITS == 1:
-        _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
-    else:  # the program of this tile that arrives last sums all partial results, in a fixed order
-        SIZE: gl.constexpr = BLOCK_O * ROWS
-        counted = gl.program_id(0)
-        mine = partials + counted.to(gl.int64) * (SPLITS * SIZE)
-        gl.store(mine + split * SIZE + _cells(layout, 0, ROWS, BLOCK_O, ROWS), acc)
-        _barrier()  # all of this program's stores before its arrival
-        if gl.atomic_add(arrivals + counted, 1, sem="acq_rel") == SPLITS - 1:
-            gl.store(arrivals + counted, 0)
-            acc = _summed(mine, layout, 0, ROWS, ROWS, BLOCK_O, SPLITS)
-            _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
-
-
-@gluon.jit
-def _weight_rows(r, tile, O, BLOCK_O: gl.constexpr, PARTS: gl.constexpr):
-    """The weight's rows that are rows r of a tile."""
-    return tile * (BLOCK_O // PARTS) + r // (8 * PARTS) * 8 + r % 8 + r // 8 % PARTS * O
-
-
-@gluon.jit
-def _keep(
-    of_groups, smem, first_group, tile, O, G, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
-    SLICES: gl.constexpr, HELD: gl.constexpr, CHUNK: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """Scales or zeros of a program's rows and groups in shared memory, as float32 [GROUPS, BLOCK_O].
-
-    The groups that slices need at one time lie next to each other.  HELD: groups of a slice of a step.
-    """
-    square: gl.constexpr = gl.BlockedLayout([CHUNK, 1], [1, 32], [1, num_warps], [0, 1])
-    chunks = smem._reinterpret(gl.float32, [GROUPS // CHUNK, CHUNK, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    row_O = _weight_rows(gl.arange(0, BLOCK_O, gl.SliceLayout(0, square)), tile, O, BLOCK_O, PARTS)
-    for c in range(GROUPS // CHUNK):
-        at = c * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, square))
-        group = first_group + (at // (SLICES * HELD) * SLICES + at % SLICES) * HELD + at // SLICES % HELD
-        ok = (group < G)[:, None] & (row_O < PARTS * O)[None, :]
-        value = gl.load(of_groups + row_O.to(gl.int64)[None, :] * G + group[:, None], mask=ok, other=0)
-        chunks.index(c).store(value.to(gl.float32))
-
-
-@gluon.jit
-def _numbers(codes, zero, layout: gl.constexpr, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, STEP: gl.constexpr):
-    """The numbers of words of codes, [..., STEP] for [..., J], as the first operand of the tensor cores.
-
-    A word's codes are 16 columns apart (see codes.py), and a register's pairs stay where they are.
-    """
-    RANK: gl.constexpr = len(codes.shape)
-    if HAS_ZEROS:
-        zero = gl.expand_dims(zero, RANK - 1)
-    if KIND == "int4" or KIND == "e2m1":
-        if KIND == "e2m1":
-            a, b, c, d = gl.inline_asm_elementwise(
-                E2M1_ASM, "=r,=r,=r,=r,r", [codes], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True,
-                pack=2,
-            )  # fmt: skip
-        else:
-            middle = gl.full(codes.shape, 136, gl.bfloat16, codes.type.layout)
-            if HAS_ZEROS:
-                middle = (zero + 136).to(gl.bfloat16).broadcast_to(codes.shape)
-            a, b, c, d = gl.inline_asm_elementwise(
-                INT4_ASM, "=r,=r,=r,=r,r,r,r", [codes, middle, middle],
-                dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-        both = gl.join(gl.join(a, c), gl.join(b, d))  # the last two dims: the lower and the upper bit of a code's place
-        if RANK == 2:
-            both = gl.permute(gl.reshape(both, [codes.shape[0], STEP // 64, 16, 2, 2]), (0, 1, 3, 4, 2))
-        else:
-            both = gl.reshape(both, [codes.shape[0], codes.shape[1], STEP // 64, 16, 2, 2])
-            both = gl.permute(both, (0, 1, 2, 4, 5, 3))
-    else:
-        PROGRAM: gl.constexpr = E4M3_ASM if KIND == "e4m3" else INT8_ASM
-        a, b = gl.inline_asm_elementwise(PROGRAM, "=r,=r,r", [codes], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
-        if HAS_ZEROS:
-            a, b = a - zero.to(gl.bfloat16), b - zero.to(gl.bfloat16)
-        if RANK == 2:
-            both = gl.permute(gl.reshape(gl.join(a, b), [codes.shape[0], STEP // 32, 16, 2]), (0, 1, 3, 2))
-        else:
-            both = gl.reshape(gl.join(a, b), [codes.shape[0], codes.shape[1], STEP // 32, 16, 2])
-            both = gl.permute(both, (0, 1, 2, 4, 3))
-    flat = gl.reshape(both, [codes.shape[0], STEP] if RANK == 2 else [codes.shape[0], codes.shape[1], STEP])
-    return gl.convert_layout(flat, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    complete(
+        total, out, row_scale, bias, y, partials, arrivals, tile, 0, split, T, O, GROUP, N, BLOCK_O, SPLITS, PARTS, HAS_BIAS,
+        num_warps,
+    )  # fmt: skip
 
 
 def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: HopperTiles) -> Tensor:
@@ -369,36 +282,41 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
     O, parts = (rows // 2, 2) if gated else (rows, 1)
     a_word = codes_a_word(weight.kind)
     assert 0 < T and (T <= tiles.block_t or not tiles.slices) and weight.columns == I and x_TI.stride(1) == 1 and O % EIGHT == 0
+    assert weight.zeros_OG is None or weight.group
     assert x_TI.dtype == torch.bfloat16 and (bias_O is None or bias_O.shape == (rows,))
     num_tiles = triton.cdiv(rows, tiles.block_o) * triton.cdiv(T, tiles.block_t)
     y_TO = x_TI.new_empty(T, O)
     partials = arrivals = y_TO
     if tiles.splits > 1:
         assert num_tiles <= ARRIVALS
-        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, tiles.block_t, dtype=torch.float32)
+        partials = x_TI.new_empty(num_tiles, tiles.splits, tiles.block_o, max(8, tiles.block_t), dtype=torch.float32)
         arrivals = arrivals_of(x_TI.device)
     scales_OG, zeros_OG = weight.scales_OG, weight.scales_OG if weight.zeros_OG is None else weight.zeros_OG
-    groups = kept_groups(I, weight.group, tiles.block_i, tiles.splits)
-    slices = tiles.slices
+    slices, width = tiles.slices, 64 * a_word
+    common = dict(
+        KIND=weight.kind, GROUP=weight.group, GROUPS=kept_groups(I, weight.group, tiles.block_i, tiles.splits),
+        HAS_ZEROS=weight.zeros_OG is not None, ROWS=tiles.block_t, BLOCK_O=tiles.block_o, SPLITS=tiles.splits,
+        STAGES=tiles.stages, PARTS=parts, HAS_BIAS=bias_O is not None, CHUNK=CHUNK, num_warps=tiles.warps,
+        **chained(x_TI.device),
+    )  # fmt: skip
+    planes = scales_OG, zeros_OG, scales_OG if bias_O is None else bias_O, y_TO, partials, arrivals
+    sizes = T, O, I, scales_OG.shape[1]
     if slices:
-        assert tiles.block_i == slices * 64 * a_word and I % (64 * a_word) == 0
-        x_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        shape, strides = [a_word, I // (64 * a_word), T, 64], [64, 64 * a_word, x_TI.stride(0), 1]
-        x_tiles = TensorDescriptor(x_TI, shape, strides, [a_word, slices, tiles.block_t, 64], x_layout)
-        options = {"SLICES": slices}
+        assert tiles.block_i == slices * width and I % width == 0
+        codes = _codes_of(weight, parts, tiles.block_o, 64)
+        shape, strides = [a_word, I // width, T, 64], [64, width, x_TI.stride(0), 1]
+        block = [a_word, slices, tiles.block_t, 64]
+        x_tiles = codes if tiles.block_t == 1 else TensorDescriptor(x_TI, shape, strides, block, _layout(64))
+        steps = triton.cdiv(triton.cdiv(I, tiles.block_i), tiles.splits)
+        quantised_sliced_kernel[(num_tiles, tiles.splits)](
+            x_TI, x_tiles, codes, *planes, *sizes, SLICES=slices, STEPS=steps if tiles.block_t == 1 else 0, **common
+        )
     else:
+        assert weight.group % tiles.block_i == 0
+        codes = _codes_of(weight, parts, tiles.block_o, tiles.block_i // a_word)
         x_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         x_tiles = TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], x_layout)
-        options = {"BLOCK_I": tiles.block_i}
-    kernel = quantised_sliced_kernel if slices else quantised_hopper_kernel
-    kernel[(num_tiles, tiles.splits)](
-        x_tiles, _codes_of(weight, parts, tiles.block_o, 64 if slices else tiles.block_i // a_word), scales_OG, zeros_OG,
-        scales_OG if bias_O is None else bias_O, y_TO, partials, arrivals, T, O, I, scales_OG.shape[1],
-        KIND=weight.kind, GROUP=weight.group, GROUPS=groups, HAS_ZEROS=weight.zeros_OG is not None,
-        ROWS=tiles.block_t, BLOCK_O=tiles.block_o, SPLITS=tiles.splits, STAGES=tiles.stages,
-        PARTS=parts, HAS_BIAS=bias_O is not None, CHUNK=CHUNK, **options,
-        num_warps=tiles.warps, **chained(x_TI.device),
-    )  # fmt: skip
+        quantised_hopper_kernel[(num_tiles, tiles.splits)](x_tiles, codes, *planes, *sizes, BLOCK_I=tiles.block_i, **common)
     return y_TO
 
 

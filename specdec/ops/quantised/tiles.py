@@ -18,7 +18,7 @@ MOST_TILES = 1024  # of a split product: as many as there are counters of arriva
 FEW = 64  # threshold in rows of x: more are left to cuBLAS
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
 SHARED = 227_000  # bytes of shared memory that all programs of an SM may have
-CHUNK = 16  # groups whose scales a program of a Hopper kernel loads at once
+CHUNK = 32  # groups whose scales a program of a Hopper kernel loads at once
 
 
 class HopperTiles(NamedTuple):
@@ -52,16 +52,19 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
     width = 64 * codes_a_word(kind)  # columns of 128 bytes
     if not 0 < T <= FEW or O % (16 if gated else 8) or I % width or (group and (group % 64 or width % group)):
         return None
-    block_t = max(8, 1 << (T - 1).bit_length())
-    block_o, slices = (64, 2) if block_t <= 16 else (128, 0)
-    block_i = slices * width or 128
+    if zeros and not group:
+        return None
+    block_t = 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
+    slices = 1 if block_t <= 16 else 0
+    block_i = width if slices else min(128, group or 128)
+    block_o = 128 if O >= WIDE else 64
     tiles = _parts(O, block_o)
-    splits = min(max(1, SMS // tiles), _parts(I, 2 * block_i)) if tiles <= MOST_TILES else 1
-    stage = 2 * block_i * (block_o // codes_a_word(kind) + block_t)
-    kept = 4 * block_o * kept_groups(I, group, block_i, splits) * (1 + zeros)
-    room = SHARED // (2 * _parts(tiles * splits, SMS))
-    stages = max(2, min(12, (room - kept - 1024) // stage))
-    return HopperTiles(block_t, block_o, block_i, splits, 4 * slices or block_o // 16, stages, slices)
+    splits = min(max(1, (3 if slices else 2) * SMS // tiles), _parts(I, 2 * block_i)) if tiles <= MOST_TILES else 1
+    stage = 2 * block_i * (block_o // codes_a_word(kind) + (block_t if block_t > 1 else 0))
+    kept = 4 * block_o * kept_groups(I, group, block_i, splits) * (1 + zeros) + (2 * _parts(I, splits) if block_t == 1 else 0)
+    room = SHARED // min(4, _parts(tiles * splits, SMS))
+    stages = max(2, min(12, (room - kept - 3000) // stage))
+    return HopperTiles(block_t, block_o, block_i, splits, block_o // 16, stages, slices)
 
 
 def kept_groups(columns: int, group: int, block_i: int, splits: int) -> int:
