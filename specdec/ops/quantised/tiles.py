@@ -56,7 +56,7 @@ def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, ga
         return None
     block_t = 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
     slices = 1 if block_t <= 16 else 0
-    block_i = width if slices else min(128, group or 128)
+    block_i = width if slices else 256 if group % 128 == 0 else 128
     block_o = 128 if O >= WIDE else 64
     tiles = _parts(O, block_o)
     splits = min(max(1, (3 if slices else 2) * SMS // tiles), _parts(I, 2 * block_i)) if tiles <= MOST_TILES else 1
