@@ -15,6 +15,7 @@ from specdec import __version__
 from specdec.cli import bench, doctor, generate, inspect, plan, serve, train, verify
 from specdec.cli.flags import Parser, engine_of
 from specdec.cli.output import complain
+from specdec.tune import command as tune
 
 EPILOG = """exit codes:
   0    done
@@ -27,7 +28,7 @@ SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
 INTERRUPTED, BROKEN_PIPE = 130, 141
 COMMANDS = (
     ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
-    ("train", train), ("doctor", doctor),
+    ("train", train), ("tune", tune), ("doctor", doctor),
 )  # fmt: skip
 
 
