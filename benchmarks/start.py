@@ -48,6 +48,8 @@ def start(pair: str, one_by_one: bool) -> dict[str, Any]:
         from round_8b import make_decoder, random_pair, random_prompts
 
         STARTUP.lap(APART[0])
+        torch.zeros(1, device="cuda").sum().item()
+        STARTUP.lap("CUDA")
         model, head = random_pair(4096, torch.device("cuda", 0))
         torch.cuda.synchronize()
         STARTUP.lap(APART[1])

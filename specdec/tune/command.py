@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
     out.print(f"{len(products)} products on {torch.cuda.get_device_name(device)}, at {', '.join(map(str, args.rows))} rows")
 
     def show(row: Row, done: int, of: int) -> None:
-        out.print(line_of(row, done, of), highlight=False)
+        out.print(line_of(row, done, of), highlight=False, soft_wrap=True)
 
     table = tune(products, args.rows, args.name or str(args.target), device, show)
-    out.print(f"kept in {path}: {table.about}")
+    out.print(f"kept in {path}: {table.about}", soft_wrap=True)
     return 0
 
 
