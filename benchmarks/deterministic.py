@@ -41,6 +41,7 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.indexer_config import IndexerConfig
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
@@ -72,6 +73,11 @@ MODELS: dict[str, ModelConfig | None] = {
         family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64, rank=512,
         q_rank=1536, nope_dim=128, value_dim=128, first_dense=3, has_experts=True, **COMMON,
         experts=ExpertsConfig(64, 8, 2048, 1, "sigmoid", 8, 4, True, 2.5),
+    ),
+    "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
+        family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
+        rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=4, **COMMON,
+        indexer=IndexerConfig(64, 128, 256, False, (0, 1, 2, 3)),
     ),
     "differential": DiffLlamaConfig(**{**vars(FEW), "family": "diffllama"}),
 }  # fmt: skip
@@ -222,8 +228,8 @@ def write(
     return [o.token_ids for o in outputs], accepted
 
 
-def compare(name: str, tokens: int, count: int, deterministic: bool) -> Iterator[dict[str, Any]]:
-    """Texts of all ways against those of plain decoding.  A third of them are greedy, a third sampled, a third with top-p."""
+def compare(name: str, ways: list[Way], tokens: int, count: int, deterministic: bool) -> Iterator[dict[str, Any]]:
+    """Texts of these ways against those of plain decoding.  A third of them are greedy, a third sampled, a third with top-p."""
     parts = models_of(name, 4096)
     prompts = prompts_of(name, count, parts[2])
     plain = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -236,7 +242,7 @@ def compare(name: str, tokens: int, count: int, deterministic: bool) -> Iterator
     for row, prompt, text in zip(texts_QX, prompts, texts, strict=True):
         row[: len(prompt) + len(text)] = torch.tensor([*prompt, *text])
     texts_QX = texts_QX.cuda()
-    for way in WAYS:
+    for way in ways:
         begun, asked = time.perf_counter(), way.requests or count
         got, accepted = write(name, way, parts, prompts[:asked], sampling[:asked], texts_QX, deterministic)
         differing = sum(g != t for g, t in zip(got, texts))
@@ -283,6 +289,9 @@ def cost(rounds: int, batches: list[int]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="some of them, separated by commas")
+    parser.add_argument(
+        "--ways", default="1,2,3,4,5,6,7", help="numbers of the ways to write texts, in the order of their turns"
+    )
     parser.add_argument("--tokens", type=int, default=384, help="of each text")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--fast", action="store_true", help="with deterministic=False: differences are expected")
@@ -310,8 +319,9 @@ def measured(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     if args.cost:
         yield from (("cost", row) for row in cost(args.rounds, [int(batch) for batch in args.batches.split(",")]))
         return
+    ways = [WAYS[int(number) - 1] for number in args.ways.split(",")]
     for name in args.models.split(","):
-        yield from (("text", row) for row in compare(name, args.tokens, args.requests, not args.fast))
+        yield from (("text", row) for row in compare(name, ways, args.tokens, args.requests, not args.fast))
         torch.cuda.empty_cache()
 
 

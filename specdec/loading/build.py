@@ -101,6 +101,7 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     use_numerics(model, settings.numerics)
+    model.group.use_one_order(settings.numerics.is_invariant)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
     # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  Where

@@ -29,7 +29,7 @@ from specdec.draft.kinds import NAMES
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.models.schemes.config import METHODS, ROUNDED, describe
+from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED, describe
 from specdec.ops.products.gpus import match_of
 from specdec.ops.tuned.here import look
 from specdec.options import EngineOptions, setting_of, usable_cpus
@@ -119,7 +119,8 @@ def drafter_rows() -> list[tuple[str, str]]:
 def scheme_rows() -> list[tuple[str, str]]:
     """The quantised checkpoints that are read, by their quant_method, and what ordinary weights can be rounded to."""
     rounded = ", ".join(f"{name} ({describe(form)})" for name, form in ROUNDED.items())
-    return [*METHODS.items(), ("rounded at load", f"quantize: ordinary weights are rounded at load: {rounded}")]
+    at_load = ("rounded at load", f"quantize: ordinary weights are rounded at load: {rounded}")
+    return [*METHODS.items(), *OF_FAMILIES.items(), at_load]
 
 
 def _settings_table() -> Table:

@@ -20,6 +20,7 @@ from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
 from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
 from specdec.models.diffllama.config import DIFFLLAMA, parse_diffllama
+from specdec.models.gpt_oss.config import GPT_OSS, is_coded, parse_gpt_oss
 from specdec.models.schemes.config import round_to_nearest
 from specdec.models.sharding import join
 from specdec.models.target import Target
@@ -83,13 +84,13 @@ def read_target(folder: Path, backend: str = "auto") -> TargetChoice:
     raw = read_target_json(folder)
     refuse_head_config(raw, path)
     family = text(raw, "model_type", str(path))
-    native = _native(family)
+    native = _native(family) if family not in GPT_OSS or is_coded(raw) else None
     if backend == "transformers":
         return TargetChoice(backend, "asked for by name", _read_by_transformers(folder))
     if native is None:
         reason = f"there is no native module for model_type {family!r}"
         if backend == "native":
-            known = ", ".join((*FAMILIES, *DEEPSEEK, *DIFFLLAMA))
+            known = ", ".join((*FAMILIES, *DEEPSEEK, *DIFFLLAMA, f"{GPT_OSS[0]} in mxfp4"))
             raise ValueError(f"{path}: {reason}, only for {known}; nearest setting that works: backend='transformers'")
         return TargetChoice("transformers", reason, _read_by_transformers(folder))
     try:
@@ -167,6 +168,11 @@ def _native(family: Any) -> _Native | None:
         from specdec.models.diffllama.modules import DiffLlamaLM
 
         return _Native(parse_diffllama, load_diffllama, DiffLlamaLM)
+    if family in GPT_OSS:
+        from specdec.models.gpt_oss.loader import load_gpt_oss
+        from specdec.models.gpt_oss.modules import GptOssLM
+
+        return _Native(parse_gpt_oss, load_gpt_oss, GptOssLM)
     return None
 
 

@@ -148,13 +148,14 @@ def test_the_rank_that_ended_is_named_and_not_one_that_noticed(silent: bool, mon
     (_, first), (_, second) = pipes
     first.send(("failed", "connection reset"))
     first.close()
-    if silent:
-        threading.Timer(0.05, second.close).start()
+    leaves = threading.Timer(0.05 if silent else 0.0, second.close if silent else lambda: None)
+    leaves.start()
     with (
         ended_soon(),
         pytest.raises(RankFailed, match="rank 2 failed: it has ended" if silent else "rank 1 failed: connection"),
     ):
         followers.wait("here")
+    leaves.join()
     second.close()
 
 

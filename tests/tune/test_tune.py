@@ -10,6 +10,7 @@ import pytest
 import torch
 from toolkit.models import Zoo
 
+from specdec.cli import tune as command
 from specdec.cli.entry import main
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.load import empty_head
@@ -20,7 +21,7 @@ from specdec.ops.products.gpus import H100, H200, Match
 from specdec.ops.products.tiles import ProductTiles, product_tiles
 from specdec.ops.tuned import here
 from specdec.ops.tuned.table import Measured, Origin, Product, TunedTable, path_for, read
-from specdec.tune import command, run
+from specdec.tune import run
 from specdec.tune.candidates import candidates
 from specdec.tune.shapes import NAMED, checkpoint_products, named_products, products_of
 
