@@ -83,6 +83,15 @@ class Rehearsals:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
+    """Compiles what run() launches before it first needs values on the host."""
+    rehearsals = Rehearsals(device)
+    wait = rehearsals.rehearse(run)
+    rehearsals.begin()
+    wait()
+    rehearsals.close()
+
+
 def _fill(future: Future[Any], function: Callable[[], Any]) -> None:
     try:
         future.set_result(function())
