@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -12,6 +13,7 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.loading.build import can_rehearse
 from specdec.ops.compiling import rehearsal
 from specdec.ops.compiling.rehearsal import Nothing, _threads, is_rehearsed
 from specdec.ops.index import predecessors
@@ -104,3 +106,35 @@ def test_rehearsed_passes_change_nothing(zoo: Zoo) -> None:
         with patch.object(rehearsal, "_compilers", lambda pool: MagicMock()), patch("torch.cuda.set_device"):
             assert not Driver(decoder).rehearse(prompt, Needs(), spec, rows=1)
         assert decoder.generate(prompt, sampling)[0].token_ids == expected
+
+
+def test_compilations_wait_until_all_passes_were_rehearsed() -> None:
+    """Keeps out: rehearsals that share Python's lock with compilers, and a failure that ends the process."""
+    ran: list[int] = []
+    with patch.object(rehearsal, "_compilers", lambda pool: MagicMock()), patch("torch.cuda.set_device"):
+        rehearsals = rehearsal.Rehearsals(torch.device("cpu"))
+
+    def fails() -> None:
+        raise OSError("no space left on device")
+
+    futures = [rehearsals.submit(lambda: ran.append(1)), rehearsals.submit(fails)]
+    assert not ran and not any(future.done() for future in futures)
+    with patch("torch.cuda.set_device"):
+        rehearsals.begin()
+        assert isinstance(futures[1].exception(timeout=20), OSError) and futures[0].result(timeout=20) is None
+    assert ran == [1]
+    rehearsals.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"device": "cpu"}, {"attention": "fa3"}, {"backend": "transformers"}, {"ranks": 2}, {"kept": "fp8"}, {}], ids=str
+)
+def test_only_passes_without_host_side_state_are_rehearsed(change: dict[str, Any]) -> None:
+    """Keeps out: a library that launches in a rehearsal, an exchange with a rank that has none, and scales taken of garbage."""
+    given = {"device": "cuda", "attention": "triton", "backend": "native", "ranks": 1, "kept": "auto"} | change
+    settings: Any = SimpleNamespace(
+        device=torch.device(given["device"]), attention_backend=SimpleNamespace(name=given["attention"]),
+        target_backend=given["backend"], options=SimpleNamespace(kv_cache_dtype=given["kept"]),
+    )  # fmt: skip
+    model: Any = SimpleNamespace(group=SimpleNamespace(size=given["ranks"]))
+    assert can_rehearse(model, settings) == (not change)
