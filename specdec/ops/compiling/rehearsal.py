@@ -181,9 +181,9 @@ class Nothing(TorchDispatchMode):
             return _written(func._schema, args, options)
         if func.overloadpacket in PRODUCTS:
             return PRODUCTS[func.overloadpacket](*args)
-        tensors = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
-        is_masked = any(tensor.dtype == torch.bool for tensor in tensors)
-        if torch.Tag.data_dependent_output in func.tags or is_masked and torch.Tag.dynamic_output_shape in func.tags:
+        is_masked = any(isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves((args, options)))
+        is_sized = torch.Tag.dynamic_output_shape not in func.tags or func.overloadpacket is _aten.index and not is_masked
+        if torch.Tag.data_dependent_output in func.tags or not is_sized:
             raise RuntimeError(f"{func} needs values, and a rehearsal has none")
         return func(*tree_map_only(Tensor, _without_indices, args), **tree_map_only(Tensor, _without_indices, options))
 
