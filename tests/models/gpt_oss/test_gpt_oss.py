@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoints.gpt_oss import SCHEME, save_gpt_oss
 from toolkit.families import assert_greedy, eager
-from toolkit.gpt_oss import SCHEME, save_gpt_oss
 from toolkit.models import save_eagle3
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
