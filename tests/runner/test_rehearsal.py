@@ -13,6 +13,7 @@ from toolkit.driver import Driver
 from toolkit.models import Zoo
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.loading import build
 from specdec.loading.build import can_rehearse
 from specdec.ops.compiling import rehearsal
 from specdec.ops.compiling.rehearsal import Nothing, _threads, is_rehearsed
@@ -138,3 +139,5 @@ def test_only_passes_without_host_side_state_are_rehearsed(change: dict[str, Any
     )  # fmt: skip
     model: Any = SimpleNamespace(group=SimpleNamespace(size=given["ranks"]))
     assert can_rehearse(model, settings) == (not change)
+    with patch.object(build, "compiles_ahead", return_value=False):  # an older Triton
+        assert not can_rehearse(model, settings)

@@ -24,10 +24,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from specdec.ops.launch import has_triton
+
 MOST_THREADS = 16  # more would wait for each other, since a part of each compilation is Python
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for memory that does not begin at a multiple of them
 _threads = threading.local()
 _one_at_a_time = threading.Lock()  # rehearsals exchange a method of Triton's class
+
+
+def compiles_ahead() -> bool:
+    """Whether this version of Triton compiles in other threads."""
+    if not has_triton():
+        return False
+    import triton
+
+    return hasattr(triton, "AsyncCompileMode")
 
 
 def is_rehearsed() -> bool:
