@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.ops.compiling.rehearsal import Rehearsals
+from specdec.ops.compiling.rehearsal import Rehearsals, compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.products.gpus import match_of
 from specdec.ops.products.tiles import ProductTiles
@@ -50,7 +50,7 @@ def tune(
     gpu = torch.cuda.get_device_name(device)
     table, _ = look(device)
     table = TunedTable(Origin.here(gpu)) if table is None else table
-    rehearsals, done = Rehearsals(device), 0
+    rehearsals, done = Rehearsals(device) if compiles_ahead() else None, 0
     try:
         with on_device(device), torch.inference_mode():
             for product in products:
@@ -62,11 +62,12 @@ def tune(
                 table.products[product] = Measured(tiles, datetime.date.today().isoformat(), target)
                 table.save(path_for(gpu))
     finally:
-        rehearsals.close()
+        if rehearsals is not None:
+            rehearsals.close()
     return table
 
 
-def measure_rows(bench: Bench, T: int, rehearsals: Rehearsals) -> Row:
+def measure_rows(bench: Bench, T: int, rehearsals: Rehearsals | None) -> Row:
     """The best tiles for T rows: all candidates once, then the best of them again, in turns with the kind's own."""
     own, *others = candidates(T, bench.product, match_of(bench.device))
     bench.compile(T, [own, *others], rehearsals)

@@ -87,7 +87,7 @@ def test_only_what_is_right_and_faster_is_kept(gain: float, is_kept: bool, monke
     """Keeps out: tiles that give wrong sums, and noise in the table."""
     monkeypatch.setattr(run, "match_of", lambda device: Match(H100, "", False))
     bench: Any = Times(gain)
-    row = run.measure_rows(bench, 1, rehearsals=None)  # type: ignore[arg-type]
+    row = run.measure_rows(bench, 1, rehearsals=None)
     assert row.is_kept == is_kept and row.tiles == (bench.best if is_kept else bench.own)
 
 
