@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specdec.tune.run import Row
 
 HELP = "measure which tiles this GPU's products should take, and keep them"
-ROWS = (1, 6, 8, 16, 32, 64)
+ROWS = (1, 6, 8, 16, 32, 48, 64)
 DTYPES = ("bfloat16", "float16")
 NAMES = ("llama-3.1-8b", "llama-3.3-70b", "qwen3-8b", "qwen3-32b")  # those of shapes.py, which --help does not import
 

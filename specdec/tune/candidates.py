@@ -6,7 +6,7 @@ Shapes: T rows.
 from __future__ import annotations
 
 from specdec.ops.products.gpus import H100, Match
-from specdec.ops.products.tiles import HALF_SM, SMS, WHOLE_SM, ProductTiles, product_tiles
+from specdec.ops.products.tiles import HALF_SM, SMS, WHOLE_SM, ProductTiles, padded_rows, product_tiles
 from specdec.ops.tuned.table import Product
 
 MOST_ROWS = 64  # beyond it products are limited by arithmetic, and the tables' own kernels are taken
@@ -23,7 +23,7 @@ def candidates(T: int, product: Product, match: Match) -> list[ProductTiles | No
     built_in = [product_tiles(T, O, I, dtype, gated, kind) for kind in ((match.kind, H100) if match.hopper else (H100,))]
     block_t = max(8, 1 << (T - 1).bit_length())
     streams = [ProductTiles(block_t, *stream) for stream in STREAMS]
-    hopper = _hopper(block_t, product) if match.hopper and O % (16 if gated else 8) == 0 and I % 8 == 0 else []
+    hopper = _hopper(padded_rows(T), product) if match.hopper and O % (16 if gated else 8) == 0 and I % 8 == 0 else []
 
     def fits(tiles: ProductTiles) -> bool:
         return tiles.shared_bytes(dtype.itemsize) <= WHOLE_SM and tiles.splits <= -(-I // tiles.block_i)

@@ -165,7 +165,8 @@ def test_a_gpu_takes_the_tiles_of_its_kind_or_of_the_nearest(
     [(1, 72, 264, (8, 64, 256, 1, 4, 3), 0, False), (6, 1048, 4096, (8, 64, 256, 2, 4, 6), 0, False),
      (8, 264, 1000, (8, 128, 128, 1, 4, 3), 0, True), (16, 40, 104, (16, 64, 128, 1, 4, 5), 0, True),
      (31, 72, 1000, (32, 64, 128, 3, 4, 4), 1, True), (33, 328, 72, (64, 64, 64, 2, 4, 4), 1, False),
-     (64, 1048, 4096, (64, 64, 128, 1, 4, 6), 1, False), (192, 136, 1000, (192, 128, 64, 4, 8, 5), 1, False),
+     (64, 1048, 4096, (64, 64, 128, 1, 4, 6), 1, False), (44, 1048, 4096, (48, 64, 128, 2, 4, 7), 1, False),
+     (48, 264, 1000, (48, 64, 128, 1, 4, 3), 1, True), (192, 136, 1000, (192, 128, 64, 4, 8, 5), 1, False),
      (250, 264, 512, (256, 128, 64, 1, 8, 4), 1, True), (700, 520, 264, (192, 128, 64, 1, 8, 5), 1, False)],
 )  # fmt: skip
 def test_hopper_equals_the_definition(
@@ -190,7 +191,7 @@ MODEL = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020])
+@pytest.mark.parametrize("T", [1, 6, 8, 10, 16, 32, 48, 60, 64, 65, 100, 128, 129, 160, 192, 250, 1020])
 def test_real_shapes_on_a_gpu(T: int, dtype: torch.dtype) -> None:
     """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
     for O, I, gated in MODEL:

@@ -51,7 +51,7 @@ def test_products_of_a_checkpoint(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("match", [Match(H200, "", True), Match(H100, "", True), Match(H200, "", False)])
-@pytest.mark.parametrize("T", [1, 6, 16, 64])
+@pytest.mark.parametrize("T", [1, 6, 16, 40, 64])
 def test_candidates_begin_with_the_kinds_own(T: int, match: Match) -> None:
     """Keeps out: a comparison with something other than what runs, tiles twice, and Hopper's kernel on another GPU."""
     for product in named_products("llama-3.1-8b", torch.bfloat16):

@@ -93,6 +93,11 @@ def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind:
     return ProductTiles(block_t, 64, 128, splits, 4, 7 if -(-O // 64) * splits <= 64 else 5)
 
 
+def padded_rows(T: int) -> int:
+    """Rows of a tile of x in linear_hopper.py's kernel for T rows: the copy engine is slow where many of them do not exist."""
+    return 48 if 32 < T <= 48 else max(8, 1 << (T - 1).bit_length())
+
+
 def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
     """Tiles of linear_hopper.py's kernel in 16 bits; None where it can't run or was not found to be faster.
 
@@ -108,8 +113,7 @@ def _tiles_hopper(T: int, O: int, I: int, gated: bool) -> ProductTiles | None:
         return ProductTiles(256, 128, 64, 1, 8, 4, lag=1)
     if T == 0:
         return None
-    block_t = max(8, 1 << (T - 1).bit_length())
-    block_i = 256 if T <= 8 else 128
+    block_t, block_i = padded_rows(T), 256 if T <= 8 else 128
     tiles, stage = -(-O // 64), (64 + block_t) * block_i * 2
     splits = min(max(1, SMS // tiles), -(-I // (2 * block_i)))
     room = HALF_SM if tiles > SMS else WHOLE_SM

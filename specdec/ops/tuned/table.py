@@ -156,7 +156,8 @@ def _tiles_of(rows: int, data: dict[str, Any]) -> ProductTiles:
     """Tiles of which a launch can be made: a file that somebody changed must not end in an illegal access."""
     tiles = ProductTiles(**data)
     assert all(type(number) is int for number in tiles), f"tiles are integers, got {tuple(tiles)}"
-    powers = tiles.block_t, tiles.block_o, tiles.block_i, tiles.warps
+    of_x = tiles.block_t & (tiles.block_t - 1) if tiles.lag >= 0 else 0  # the larger one of two pieces, if there are two
+    powers = of_x or tiles.block_t, tiles.block_t - of_x, tiles.block_o, tiles.block_i, tiles.warps
     assert all(number > 0 and number & (number - 1) == 0 for number in powers), f"powers of two, got {powers}"
     assert rows <= tiles.block_t and tiles.splits > 0 and tiles.stages > 0, f"{rows} rows, got {tuple(tiles)}"
     return tiles
