@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+SHORT = 4096  # threshold in keys: with more, tiles of fewer queries cost more than they gain, because keys are read again
+
 
 class PagedTiles(NamedTuple):
     """What one program of the paged kernel works on.
@@ -42,7 +44,14 @@ def padded(D: int, int8_product: bool = False) -> int:
 
 @lru_cache
 def paged_tiles(
-    packed_queries: int, D: int, itemsize: int, quant: str, causal: bool, waves: float, int8_queries: bool = False
+    packed_queries: int,
+    D: int,
+    itemsize: int,
+    quant: str,
+    causal: bool,
+    waves: float,
+    max_keys: int,
+    int8_queries: bool = False,
 ) -> PagedTiles:
     """The tiles for `packed_queries` queries x heads a row and kv head.
 
@@ -51,15 +60,16 @@ def paged_tiles(
     quant: what has a scale in an 8-bit cache, "head", "token" or "key"; "" for a 16- or 32-bit cache.
     causal: whether the segment is causal.
     waves: rows x kv heads, as a share of the programs that the GPU runs at once.
+    max_keys: the segment's: about the most keys of a row.
     int8_queries: whether int8 keys are multiplied as they are.
 
     Up to 64 packed queries, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
     each, and small where there are many rows and an SM holds two programs.  A single query has little to merge, so it is split
-    further.  Beyond 64, arithmetic takes the time.  Long prompts have enough tiles for two programs an SM, one of which
-    computes while the other waits.  float32 does not use tensor cores, and larger tiles would spill registers.  8-bit keys are
-    converted to 16 bits on the way into a product of 64 rows or more; a smaller product would read them from shared memory byte
-    by byte.  Where only keys have 8 bits, products of 16 rows are faster all the same, and of 32 where there are many rows or
-    no conversion.
+    further.  Beyond 64, arithmetic takes the time; with few rows and few keys, tiles of 64 then give more SMs work.  Long prompts
+    have enough tiles for two programs an SM, one of which computes while the other waits.  float32 does not use tensor cores, and
+    larger tiles would spill registers.  8-bit keys are converted to 16 bits on the way into a product of 64 rows or more; a
+    smaller product would read them byte by byte.  Where only keys have 8 bits, products of 16 rows are faster all the same, and
+    of 32 where there are many rows or no conversion.
     """
 
     def keys(most: int) -> int:
@@ -81,13 +91,17 @@ def paged_tiles(
     if quant:
         return PagedTiles(128, 64, 8, 3, registers=128, an_sm=2) if waves > 0.3 else PagedTiles(128, 64, 8, 3)
     if wanted == 16:
-        return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
+        if waves < 0.8:
+            return PagedTiles(16, keys(128), 4, 3) if waves > 0.1 else PagedTiles(16, keys(64), 4, 3, least=64)
+        return PagedTiles(16, keys(64), 4, 4)
     if wanted == 32:
         return PagedTiles(32, keys(128), 4, 3) if waves < 0.8 else PagedTiles(32, keys(64), 4, 3)
     if wanted == 64 or D > 128:
         return PagedTiles(64, keys(64), 4, 4 if waves < 0.8 else 3)
     if causal and wanted > 128:
         return PagedTiles(128, 64, 8, 2, registers=128) if waves * wanted > 1024 else PagedTiles(64, 64, 4, 3)
+    if wanted == 128 and waves < 0.1 and not causal and max_keys <= SHORT:
+        return PagedTiles(64, keys(128), 4, 2)
     return PagedTiles(128, 64, 8, 3)
 
 

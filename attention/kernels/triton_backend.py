@@ -126,7 +126,7 @@ class TritonBackend(Backend):
             # Shared memory then holds narrow values where wide keys were.  In larger tiles the assembler that Triton 3.6 brings
             # along (ptxas 12.8) takes their address from a register that it has not set.
             wanted = min(packed, 32)
-        kept = quant_of(view), segment.causal, waves, rounds_queries(view)
+        kept = quant_of(view), segment.causal, waves, segment.max_keys, rounds_queries(view)
         tiles = paged_tiles(wanted, widest, q_THD.element_size(), *kept)
         num_tiles = triton.cdiv(packed, tiles.block_m)
         return tiles, splits_for(segment.rows * K * num_tiles, segment.max_keys, tiles.least, programs * tiles.an_sm)
