@@ -64,12 +64,12 @@ def paged_tiles(
     int8_queries: whether int8 keys are multiplied as they are.
 
     Up to 64 packed queries, reading keys takes the time: blocks are large where a row is split over SMs that hold one program
-    each, and small where there are many rows and an SM holds two programs.  A single query has little to merge, so it is split
-    further.  Beyond 64, arithmetic takes the time; with few rows and few keys, tiles of 64 then give more SMs work.  Long prompts
-    have enough tiles for two programs an SM, one of which computes while the other waits.  float32 does not use tensor cores, and
-    larger tiles would spill registers.  8-bit keys are converted to 16 bits on the way into a product of 64 rows or more; a
-    smaller product would read them byte by byte.  Where only keys have 8 bits, products of 16 rows are faster all the same, and
-    of 32 where there are many rows or no conversion.
+    each, and small where there are many rows and an SM holds two programs.  A single query has little to merge, so it is
+    split further.  Beyond 64, arithmetic takes the time; with few rows and few keys, tiles of 64 then give more SMs work.
+    Long prompts have enough tiles for two programs an SM, one of which computes while the other waits.  float32 does not use
+    tensor cores, and larger tiles would spill registers.  8-bit keys are converted to 16 bits on the way into a product of 64
+    rows or more; a smaller product would read them byte by byte.  Where only keys have 8 bits, products of 16 rows are faster
+    all the same, and of 32 where there are many rows or no conversion.
     """
 
     def keys(most: int) -> int:

@@ -20,6 +20,7 @@ from specdec.ops.tuned.table import Measured, Origin, Product, TunedTable, path_
 QKV = Product(6144, 4096, False, torch.bfloat16)
 GATE_UP = Product(28672, 4096, True, torch.bfloat16)
 ONE, EIGHT = ProductTiles(8, 32, 128, 1, 4, 4), ProductTiles(8, 64, 256, 2, 4, 6, lag=0)
+FORTY = ProductTiles(48, 64, 128, 1, 4, 3, lag=1)  # x in pieces of 32 and 16 rows
 ORIGIN = Origin.here("NVIDIA H200")
 
 
@@ -27,7 +28,7 @@ ORIGIN = Origin.here("NVIDIA H200")
 def table() -> TunedTable:
     found = {
         QKV: Measured({1: ONE, 8: EIGHT, 64: None}, "2026-11-22", "llama-3.1-8b"),
-        GATE_UP: Measured({8: EIGHT}, "2026-11-20", "mine"),
+        GATE_UP: Measured({8: EIGHT, 48: FORTY}, "2026-11-20", "mine"),
     }
     return TunedTable(ORIGIN, found)
 
@@ -96,6 +97,8 @@ def damaged(change: Any) -> Any:
         lambda data: data["products"][0].update(tiles={}),
         lambda data: data["products"][0]["tiles"].update({"16": ONE._asdict()}),
         lambda data: data["products"][0]["tiles"]["8"].update(block_o=48),
+        lambda data: data["products"][0]["tiles"]["8"].update(block_t=48),
+        lambda data: data["products"][0]["tiles"]["8"].update(block_t=56, lag=1),
         lambda data: data["products"][0]["tiles"]["8"].update(splits=0),
         lambda data: data["products"][0]["tiles"]["8"].update(stages=2.5),
         lambda data: data["products"][0]["tiles"]["8"].update(colour=1),
