@@ -373,7 +373,7 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
             x_TI, x_tiles, codes, *planes, *sizes, SLICES=slices, STEPS=steps if tiles.block_t == 1 else 0, **common
         )
     else:
-        assert weight.group % (tiles.block_i // 2) == 0
+        assert weight.group % (tiles.block_i // 2) == 0 and tiles.block_i % (32 * a_word) == 0
         codes = _codes_of(weight, parts, tiles.block_o, tiles.block_i // a_word)
         x_tiles = TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], _layout(64, 2))
         quantised_hopper_kernel[(num_tiles, tiles.splits)](x_tiles, codes, *planes, *sizes, BLOCK_I=tiles.block_i, **common)
