@@ -94,7 +94,7 @@ def _split(c: Capability) -> str:
 
 def _deterministic(c: Capability) -> str:
     """The cell on results that don't depend on the batch: other conditions come from the products around attention."""
-    return "but where an indexer chooses, on CUDA 9.x" if c.deterministic else "no"
+    return "on CUDA 9.x" if c.deterministic else "no"
 
 
 def _yes(can: bool) -> str:

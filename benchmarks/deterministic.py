@@ -41,6 +41,7 @@ from specdec.loading.resolve import choose_attention, resolve_settings
 from specdec.models.checkpoints.loader import build
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.deepseek.config import DeepseekConfig
+from specdec.models.deepseek.indexer_config import IndexerConfig
 from specdec.models.deepseek.modules import DeepseekLM
 from specdec.models.diffllama.config import DiffLlamaConfig
 from specdec.models.diffllama.modules import DifferentialAttention, DiffLlamaLM
@@ -72,6 +73,11 @@ MODELS: dict[str, ModelConfig | None] = {
         family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64, rank=512,
         q_rank=1536, nope_dim=128, value_dim=128, first_dense=3, has_experts=True, **COMMON,
         experts=ExpertsConfig(64, 8, 2048, 1, "sigmoid", 8, 4, True, 2.5),
+    ),
+    "sparse": DeepseekConfig(  # the layers of DeepSeek-V3.2, all dense, with few chosen keys: the texts are short
+        family="deepseek_v32", hidden_size=7168, intermediate_size=18432, num_heads=128, num_kv_heads=128, head_dim=64,
+        rank=512, q_rank=1536, nope_dim=128, value_dim=128, first_dense=4, **COMMON,
+        indexer=IndexerConfig(64, 128, 256, False, (0, 1, 2, 3)),
     ),
     "differential": DiffLlamaConfig(**{**vars(FEW), "family": "diffllama"}),
 }  # fmt: skip
@@ -222,8 +228,8 @@ def write(
     return [o.token_ids for o in outputs], accepted
 
 
-def compare(name: str, tokens: int, count: int, deterministic: bool) -> Iterator[dict[str, Any]]:
-    """Texts of all ways against those of plain decoding.  A third of them are greedy, a third sampled, a third with top-p."""
+def compare(name: str, ways: list[Way], tokens: int, count: int, deterministic: bool) -> Iterator[dict[str, Any]]:
+    """Texts of these ways against those of plain decoding.  A third of them are greedy, a third sampled, a third with top-p."""
     parts = models_of(name, 4096)
     prompts = prompts_of(name, count, parts[2])
     plain = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -236,7 +242,7 @@ def compare(name: str, tokens: int, count: int, deterministic: bool) -> Iterator
     for row, prompt, text in zip(texts_QX, prompts, texts, strict=True):
         row[: len(prompt) + len(text)] = torch.tensor([*prompt, *text])
     texts_QX = texts_QX.cuda()
-    for way in WAYS:
+    for way in ways:
         begun, asked = time.perf_counter(), way.requests or count
         got, accepted = write(name, way, parts, prompts[:asked], sampling[:asked], texts_QX, deterministic)
         differing = sum(g != t for g, t in zip(got, texts))
@@ -253,11 +259,11 @@ def compare(name: str, tokens: int, count: int, deterministic: bool) -> Iterator
         yield row
 
 
-def cost(rounds: int, batches: list[int]) -> Iterator[dict[str, Any]]:
-    """Milliseconds a round of the 8B shape, fast and deterministic, one after the other."""
+def cost(rounds: int, batches: list[int], specs: list[str]) -> Iterator[dict[str, Any]]:
+    """Milliseconds a round of the 8B shape, fast and deterministic, one after the other.  specs: these alone, if any."""
     model, head = random_pair(4096, torch.device("cuda", 0))
     for case in COSTS:
-        if case.batch not in batches:
+        if case.batch not in batches or (specs and case.spec not in specs):
             continue
         ms = {}
         for deterministic in (False, True):
@@ -268,7 +274,7 @@ def cost(rounds: int, batches: list[int]) -> Iterator[dict[str, Any]]:
         print(f"{case.name:<16} fast {ms[False]:6.3f} ms, deterministic {ms[True]:6.3f} ms, {more:+.1%}", flush=True)
         yield {**case._asdict(), "fast_ms": ms[False], "deterministic_ms": ms[True], "cost": more}
     for batch, tokens in COST_PREFILLS:
-        if batch not in batches:
+        if batch not in batches or (specs and "prompts" not in specs):
             continue
         fast, slow = (prefill_ms(model, head, batch, tokens, deterministic=each) for each in (False, True))
         print(
@@ -283,12 +289,16 @@ def cost(rounds: int, batches: list[int]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="some of them, separated by commas")
+    parser.add_argument(
+        "--ways", default="1,2,3,4,5,6,7", help="numbers of the ways to write texts, in the order of their turns"
+    )
     parser.add_argument("--tokens", type=int, default=384, help="of each text")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--fast", action="store_true", help="with deterministic=False: differences are expected")
     parser.add_argument("--cost", action="store_true", help="measure rounds of the 8B shape, and compare no texts")
     parser.add_argument("--rounds", type=int, default=60, help="of each measurement of --cost")
     parser.add_argument("--batches", default="1,8", help="of --cost, separated by commas")
+    parser.add_argument("--specs", nargs="*", default=[], help="of --cost: some of plain 5,1,6 5,8,32 7,10,60 prompts")
     parser.add_argument("--pool-share", type=float, default=0.85, help="of the free memory for kept prefixes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -308,10 +318,12 @@ def main() -> None:
 def measured(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line of the result, as it is found."""
     if args.cost:
-        yield from (("cost", row) for row in cost(args.rounds, [int(batch) for batch in args.batches.split(",")]))
+        batches = [int(batch) for batch in args.batches.split(",")]
+        yield from (("cost", row) for row in cost(args.rounds, batches, args.specs))
         return
+    ways = [WAYS[int(number) - 1] for number in args.ways.split(",")]
     for name in args.models.split(","):
-        yield from (("text", row) for row in compare(name, args.tokens, args.requests, not args.fast))
+        yield from (("text", row) for row in compare(name, ways, args.tokens, args.requests, not args.fast))
         torch.cuda.empty_cache()
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.pages import admission, groups
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.prompts import FirstTokens
-from specdec.steps import RunChunk, RunRound, Step
+from specdec.steps import RunChunk, RunRound
 from specdec.verify.tables import tree_tables
 
 CHUNK = groups.RING_PREFILL
@@ -91,6 +91,8 @@ def without_prefill(decoder: SpecDecoder) -> None:
         return FirstTokens(bonus)
 
     runner.prompts.run = run
+    scheduler = decoder.engine.scheduler  # so all prompts enter at once
+    scheduler.budget = replace(scheduler.budget, beside_rounds=10**9, alone=10**9, whole_prompts=10**9)
 
 
 # ---- shared prefixes ----
@@ -165,27 +167,46 @@ def set_acceptance(decoder: SpecDecoder, probability: float) -> None:
         synthetic.probs_S.fill_(probability)
 
 
+class OneShape:
+    """Stands where the controller of "auto" stands: chooses one shape and learns nothing."""
+
+    tries = False
+
+    def __init__(self, shape: SpecConfig) -> None:
+        self.shape = shape
+
+    def choose(self, *given: Any) -> SpecConfig:
+        return self.shape
+
+    def observe(self, *given: Any) -> None:
+        """Whatever a round shows, the shape stays."""
+
+
 @contextmanager
 def fixed_shape(decoder: SpecDecoder, shape: SpecConfig) -> Iterator[None]:
-    """Makes "auto" run rounds of this shape alone inside the block."""
-    controller: Any = decoder.engine.scheduler.speculation.controller
-    choose, controller.choose = controller.choose, lambda *given: shape
-    yield
-    controller.choose = choose
+    """Makes "auto" run rounds of this shape alone inside the block, of which its controller is told nothing."""
+    speculation: Any = decoder.engine.scheduler.speculation
+    controller, speculation.controller = speculation.controller, OneShape(shape)
+    try:
+        yield
+    finally:
+        speculation.controller = controller
 
 
-def count_rounds(decoder: SpecDecoder) -> Counter[str]:
-    """How many rounds of each shape are launched from now on, by label; "paused" and "plain" for rounds of no levels."""
-    runner: Any = decoder.engine.runner
-    run, counts = runner.run, Counter[str]()
+def timed_rounds(decoder: SpecDecoder) -> list[tuple[str, float]]:
+    """The label and milliseconds of each round that speculation is told of from now on, those of fixed shapes included.
 
-    def counted(step: Step) -> Any:
-        if isinstance(step, RunRound):
-            counts[step.spec.label if step.spec else step.kind] += 1
-        return run(step)
+    The label of a round without levels is "none".
+    """
+    speculation, found = decoder.engine.scheduler.speculation, list[tuple[str, float]]()
+    observe = speculation.observe
 
-    runner.run = counted
-    return counts
+    def observed(step: RunRound, seconds: float, *given: Any) -> None:
+        found.append((step.spec.label if step.spec else "none", 1e3 * seconds))
+        observe(step, seconds, *given)
+
+    speculation.observe = observed  # type: ignore[method-assign]
+    return found
 
 
 def time_captures(decoder: SpecDecoder) -> list[tuple[str, float]]:

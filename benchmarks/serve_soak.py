@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    plan = Plan(args.calls, max(200, args.calls // 4), 60, args.processes, pause=2.0, max_tokens=32, exact=False)
+    plan = Plan(args.calls, max(200, args.calls // 4), 60, args.processes, pause=300, max_tokens=32, exact=False)
     dtype = "float32" if args.device == "cpu" else "bfloat16"  # in bfloat16 torch keeps something of every shape on a CPU
     with tempfile.TemporaryDirectory() as folder:
         decoder = pair_with_chat(Path(folder), device=args.device, dtype=dtype, max_batch_size=32)

@@ -159,10 +159,9 @@ class EngineOptions:
         False,
         "compute each token's logits in one order of sums, so that a text does not depend on speculation, on the batch or on "
         "how prompts are cut, bit for bit in 16 bit too",
-        details="It needs a GPU of compute capability 9.x, a target in bfloat16 or float16 through specdec's own modules (not "
-        "those whose indexer chooses keys: DeepSeek V3.2, GLM-5), keys and values in the model's dtype, one process, and "
-        "attention 'triton', which 'auto' then chooses.  Anything else is refused.  Rows that begin alike do not read "
-        "their beginning together.",
+        details="It needs a GPU of compute capability 9.x, a target in bfloat16 or float16 through specdec's own modules, "
+        "keys and values in the model's dtype, and attention 'triton', which 'auto' then chooses.  Anything else is refused.  "
+        "Rows that begin alike do not read their beginning together.  Each number of ranks has bits of its own.",
     )
     tensor_parallel_size: int = option(
         1,

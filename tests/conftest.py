@@ -1,6 +1,8 @@
 """What every test shares: one thread, the markers, the shared folder, and tiny random models saved once a session."""
 
+import gc
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,16 +18,31 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `toolkit`: what tests build their worlds from
 
+from toolkit.inside.interpreter import quicken
 from toolkit.models import TARGETS, Zoo
 from toolkit.paths import ROOT
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that share the files (`--dist loadfile`) take them as they are listed, not those of few tests last."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first cases are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first cases are slow.
+
+    Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
+    with nothing to do.
+    """
+    if hasattr(config, "workerinput"):
+        long = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in long)
     seen = Counter[str]()
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -36,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] += 1
             if seen[test] > marker.kwargs.get("keep", 1):
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and garbage is no longer looked for in it: a decoder looks for some when it is closed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -59,6 +82,14 @@ def _a_share_of_the_gpu() -> None:
         from specdec.loading import memory
 
         memory.POOL_SHARE /= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """A shell script starts what runs in its background with Ctrl-C ignored, and some tests send that signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

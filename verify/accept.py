@@ -89,6 +89,7 @@ def best_path(tree: DraftTree, taken_BN: Tensor) -> Tensor:
 def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tuple[Accepted, Tensor]:
     """Runs `accept_path`, and updates lengths (of active rows) and bonus tokens in `state`.
 
+    Inactive rows take their root alone: what they hold may be no tree of distinct siblings.
     The second result is [B] int32: the lengths before the update.
     """
     if use_index_kernels(target_tokens_BN):
@@ -97,7 +98,7 @@ def accept(tree: DraftTree, target_tokens_BN: Tensor, state: BatchState) -> tupl
         *accepted, base_lens_B = launch_accept(tree, target_tokens_BN, state)
         return Accepted(*accepted), base_lens_B
     base_lens_B = state.lens_B.clone()
-    done = accept_path(tree, target_tokens_BN, state.speculates_B)
+    done = accept_path(tree, target_tokens_BN, state.speculates_B * state.active_B)
     state.lens_B.add_((done.accepted_B + 1) * state.active_B)
     state.bonus_B.copy_(done.tokens_BE.gather(1, done.accepted_B[:, None])[:, 0])
     return done, base_lens_B

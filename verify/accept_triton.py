@@ -38,7 +38,7 @@ def accept_kernel(
     targets,  # [B, N] int64
     lens,  # [B] int32, updated
     bonus,  # [B] int64, written
-    active,  # [B] int32
+    active,  # [B] int32: 0 where the root alone is taken, and the length stays
     speculates,  # [B] int32: 0 where the root alone is taken
     path,  # [B, E] int64
     accepted,  # [B] int64
@@ -67,7 +67,8 @@ def accept_kernel(
     length = tl.load(lens + b)
     target_N = tl.load(targets + n, mask=ok_N, other=0)
     depth_N = tl.zeros([BLOCK], tl.int32)
-    taken_N = ok_N & ((n == 0) | (tl.load(speculates + b) > 0))
+    is_active = tl.load(active + b)
+    taken_N = ok_N & ((n == 0) | (tl.load(speculates + b) * is_active > 0))
     at_N = tl.where(ok_N, n, 0)
     for _ in range(places - 1):
         parent_N = tl.load(parents + at_N).to(tl.int32)
@@ -97,7 +98,7 @@ def accept_kernel(
     tl.store(accepted + b, count.to(tl.int64))
     tl.store(bonus + b, tl.sum(tl.where(taken_N & (depth_N == count), valid_N, 0), 0))
     tl.store(base_lens + b, length)
-    tl.store(lens + b, length + (count + 1) * tl.load(active + b))
+    tl.store(lens + b, length + (count + 1) * is_active)
 
 
 def launch_accept(

@@ -70,7 +70,7 @@ class SparseLatentInputs(LayerInputs):
         out_RHV = q_RHQ.new_empty(R, H, up_HXC.shape[1] - N)
         for start in range(0, R, step):
             part = slice(start, min(start + step, R))
-            q_rHL = absorbed_queries(q_RHQ[part, :, :N], up_HXC, L)
+            q_rHL = absorbed_queries(q_RHQ[part, :, :N], up_HXC, L, numerics=inputs.numerics)
             q_rHL[..., view.latents.rank :] = q_RHQ[part, :, N:]
             rows = Segment.of_slots(chosen.pages.table[part], chosen.cache_seqlens[part])
             out_RHV[part] = self._attended(call, view.latents, q_rHL, rows)
@@ -80,7 +80,7 @@ class SparseLatentInputs(LayerInputs):
         """[R, H, V]: absorbed queries over the latents of their rows."""
         prepared = call.backend.prepare(AttentionPlan((rows,)))
         state = call.finish(call.backend.attend(q_RHL, latents, prepared, call.scoring))
-        return absorbed_values(state.out_THD, self.latents.up_HXC[:, self.latents.nope_dim :])
+        return absorbed_values(state.out_THD, self.latents.up_HXC[:, self.latents.nope_dim :], self.latents.numerics)
 
     def _chosen(self, index: IndexInputs, call: LayerCall, view: SparseLatentView) -> Segment | None:
         """Stores the indexer's keys, and returns each asked-for query's row of slots; None: every query reads all keys."""

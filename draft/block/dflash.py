@@ -4,8 +4,8 @@ The features of each known token are fused once; every layer makes keys and valu
 becomes of it.  A block is the last known token and mask tokens, at the positions from that token on.  Its rows read the
 context before the block and, by the layer's rule, the rows of the block.  This module knows no tree, cache or verifier.
 
-Shapes: T tokens of a text, C context rows, R = A * B rows of A blocks of B rows, S tokens drafted by each, H hidden, F the
-target's features of one token, W draft vocabulary.
+Shapes: N texts, T tokens of a text, C context rows, R rows of all blocks: A blocks of each text, B rows of each block, S tokens
+drafted by each, H hidden, F the target's features of one token, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -69,34 +69,35 @@ class DFlashHead(DraftHead):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
 
-    def block_ids(self, anchors_A: Tensor) -> Tensor:
-        """[A, B] int64: the last known token, then mask tokens."""
-        return F.pad(anchors_A[:, None], (0, self.block.size - 1), value=self.block.mask_id)
+    def block_ids(self, anchors: Tensor) -> Tensor:
+        """[..., B] int64: the last known token, then mask tokens."""
+        return F.pad(anchors[..., None], (0, self.block.size - 1), value=self.block.mask_id)
 
-    def drafts(self, features_TF: Tensor, ids_T: Tensor, anchors_A: Tensor, steps: int) -> Tensor:
-        """[A, S, H]: what `logits` reads, for the S tokens after each anchor, from a whole text at once, without a cache.
+    def drafts(self, features_NTF: Tensor, ids_NT: Tensor, anchors_NA: Tensor, steps: int) -> Tensor:
+        """[N, A, S, H]: what `logits` reads, for the S tokens after each anchor, from whole texts at once, without a cache.
 
-        features_TF: the target's features of the text's tokens.  ids_T: int64.
-        anchors_A: int64, positions of the last known tokens; features are known of the tokens before them.
+        features_NTF: the target's features of the texts' tokens.  ids_NT: int64.
+        anchors_NA: int64, positions of the last known tokens; features are known of the tokens before them.
         """
-        A, B, T, device = len(anchors_A), self.block.size, len(ids_T), ids_T.device
-        at_AB = anchors_A[:, None] + torch.arange(B, device=device)
-        blocks_AB = torch.arange(A, device=device)[:, None].expand(A, B)
-        at_T = torch.arange(T, device=device)
-        none_T = torch.full_like(at_T, -1)
+        (N, A), B, T, device = anchors_NA.shape, self.block.size, ids_NT.shape[1], ids_NT.device
+        at_NR = (anchors_NA[..., None] + torch.arange(B, device=device)).flatten(1)
+        block_R = torch.arange(A, device=device).repeat_interleave(B)
+        at_NT = torch.arange(T, device=device).expand(N, T)
+        none_NT = torch.full_like(at_NT, -1)
         rows = BlockRows(
-            torch.cat((at_AB.flatten(), at_T)),
-            torch.cat((blocks_AB.flatten(), none_T)),
-            torch.cat(((anchors_A[:, None] - 1).expand(A, B).flatten(), none_T)),
+            torch.cat((at_NR, at_NT), dim=1),
+            torch.cat((block_R, none_NT[0])),
+            torch.cat(((anchors_NA - 1).repeat_interleave(B, 1), none_NT), dim=1),
         )
         anchored = B if self.block.anchored_windows else 0
         kinds = list(zip(self.config.model.layer_kinds, self.block.causal, strict=True))
-        masks: dict[Any, Tensor] = {kind: rows.visible(*kind, anchored)[: A * B] for kind in set(kinds)}
-        attn = MaskedAttention([masks[kind] for kind in kinds])
-        ids_AB = self.block_ids(ids_T[anchors_A])
-        hidden = self(ids_AB.flatten(), self.fuse(features_TF), rows.positions_R, attn).view(A, B, -1)
+        masks: dict[Any, Tensor] = {kind: rows.visible(*kind, A * B, anchored) for kind in set(kinds)}
+        attn = MaskedAttention([masks[kind] for kind in kinds], parts=(A * B, T))
+        ids_NAB = self.block_ids(ids_NT.gather(1, anchors_NA))
+        positions = torch.cat((at_NR.flatten(), at_NT.flatten()))
+        hidden = self(ids_NAB.flatten(), self.fuse(features_NTF.flatten(0, 1)), positions, attn).view(N, A, B, -1)
         first = int(self.block.skips_anchor)
-        return hidden[:, first : first + steps]
+        return hidden[:, :, first : first + steps]
 
     def check(self, spec: SpecConfig) -> None:
         super().check(spec)
@@ -159,17 +160,16 @@ class DSparkHead(DFlashHead):
             width = model.hidden_size + (r if self.block.confidence == "markov" else 0)
             self.confidence = Linear(width, 1, bias=True)
 
-    def walk(self, hidden_ASH: Tensor, before_AS: Tensor) -> Tensor:
-        """[A, S, W]: logits along known texts, for training and checks.
+    def walk(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[..., S, W]: logits along known texts, for training and checks.  hidden: [..., S, H].
 
-        before_AS: int64 ids of the target's vocabulary: the token before each of the tokens that are drafted.
+        before: [..., S] int64 ids of the target's vocabulary: the token before each of the tokens that are drafted.
         """
         state, rows = None, []
-        embedded_ASr = self.markov.embed(before_AS)
-        for hidden_AH, embedded_Ar in zip(hidden_ASH.unbind(1), embedded_ASr.unbind(1), strict=True):
-            row_Ar, state = self.markov.step(hidden_AH, embedded_Ar, state)
-            rows.append(row_Ar)
-        return self.logits(hidden_ASH) + self.markov.w2(torch.stack(rows, dim=1))
+        for own, embedded in zip(hidden.unbind(-2), self.markov.embed(before).unbind(-2), strict=True):
+            row, state = self.markov.step(own, embedded, state)
+            rows.append(row)
+        return self.logits(hidden) + self.markov.w2(torch.stack(rows, dim=-2))
 
     def confidences(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """[...]: logits of the estimates.  hidden: [..., H].  embedded: [..., r], the tokens before (`Markov.embed`)."""

@@ -4,7 +4,7 @@ A block is the last true pair and pairs that are not known yet.  Such a pair is 
 feature, at the position after the pair before it; it reads all true pairs, and the pairs of its block up to itself.  This
 module knows no tree, cache or verifier.
 
-Shapes: T tokens of a text, P pairs, A blocks, S tokens drafted by each, H hidden, F the target's features of one token.
+Shapes: N texts, T tokens of a text, P pairs, A blocks, S tokens drafted by each, H hidden, F target feature size.
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ class PEagleHead(Eagle3Head):
         """[1, H]: the fused feature of a pair that is not known."""
         return self.fuse(self.mask_hidden_F[None])
 
-    def drafts(self, features_TF: Tensor, ids_T: Tensor, anchors_A: Tensor, steps: int) -> Tensor:
-        """[A, S, H]: what `logits` reads, for the S tokens after each anchor, from a whole text at once, without a cache.
+    def drafts(self, features_NTF: Tensor, ids_NT: Tensor, anchors_NA: Tensor, steps: int) -> Tensor:
+        """[N, A, S, H]: what `logits` reads, for the S tokens after each anchor, from whole texts at once, without a cache.
 
-        features_TF: the target's features of the text's tokens.  ids_T: int64.
-        anchors_A: int64, positions from 1 on of the last known tokens; features are known of the tokens before them.
+        features_NTF: the target's features of the texts' tokens.  ids_NT: int64.
+        anchors_NA: int64, positions from 1 on of the last known tokens; features are known of the tokens before them.
         """
-        P, A, device = len(ids_T) - 1, len(anchors_A), ids_T.device
-        depths_D = torch.arange(1, steps, device=device)
-        true_P = torch.arange(P, device=device)
-        last_AD = (anchors_A[:, None] - 1).expand(A, steps - 1)
-        blocks_AD = torch.arange(A, device=device)[:, None].expand(A, steps - 1)
+        (N, A), P, D, device = anchors_NA.shape, ids_NT.shape[1] - 1, steps - 1, ids_NT.device
+        true_P, unknown = torch.arange(P, device=device), A * D
+        last_NR = (anchors_NA - 1).repeat_interleave(D, 1)
+        block_R = torch.arange(A, device=device).repeat_interleave(D)
         rows = BlockRows(
-            torch.cat((true_P, (last_AD + depths_D).flatten())),
-            torch.cat((torch.full_like(true_P, -1), blocks_AD.flatten())),
-            torch.cat((true_P, last_AD.flatten())),
+            torch.cat((true_P.expand(N, P), last_NR + torch.arange(1, steps, device=device).repeat(A)), dim=1),
+            torch.cat((torch.full_like(true_P, -1), block_R)),
+            torch.cat((true_P.expand(N, P), last_NR), dim=1),
         )
-        unknown = A * (steps - 1)
-        ids = torch.cat((ids_T[1:], ids_T.new_full((unknown,), self.block.mask_id)))
-        fused = torch.cat((self.fuse(features_TF[:P]), self.mask_feature().expand(unknown, -1)))
+        ids = torch.cat((ids_NT[:, 1:], ids_NT.new_full((N, unknown), self.block.mask_id)), dim=1)
+        fused_NPH = self.fuse(features_NTF[:, :P].flatten(0, 1)).unflatten(0, (N, P))
+        fused = torch.cat((fused_NPH, self.mask_feature().expand(N, unknown, -1)), dim=1)
         kinds = self.config.model.layer_kinds
-        masks: dict[Any, Tensor] = {kind: rows.visible(kind, True) for kind in set(kinds)}
-        hidden = self(ids, fused, rows.positions_R, MaskedAttention([masks[kind] for kind in kinds]))
-        return torch.cat((hidden[anchors_A - 1][:, None], hidden[P:].view(A, steps - 1, hidden.shape[1])), dim=1)
+        masks: dict[Any, Tensor] = {kind: rows.visible(kind, True, P + unknown) for kind in set(kinds)}
+        attn = MaskedAttention([masks[kind] for kind in kinds], parts=(P + unknown,))
+        hidden = self(ids.flatten(), fused.flatten(0, 1), rows.positions_NR.flatten(), attn).unflatten(0, (N, -1))
+        first_NA1H = hidden.take_along_dim(anchors_NA[..., None] - 1, dim=1)[:, :, None]
+        return torch.cat((first_NA1H, hidden[:, P:].unflatten(1, (A, D))), dim=2)
 
     def slots(self, spec: SpecConfig) -> int:
         return self.block.slots(spec)

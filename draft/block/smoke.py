@@ -39,7 +39,7 @@ class BlockLook(Look):
         anchors_A = torch.arange(1, last + 1, device=seen.ids_T.device)
         steps = min(STEPS, head.block.most_steps or STEPS)
         after_AS = anchors_A[:, None] + torch.arange(steps, device=anchors_A.device)
-        hidden_ASH = head.drafts(seen.features(layers), seen.ids_T, anchors_A, steps)
+        (hidden_ASH,) = head.drafts(seen.features(layers)[None], seen.ids_T[None], anchors_A[None], steps)
         own_AS, right_AS = logp_of(head, logits_of(head, hidden_ASH, seen.ids_T[after_AS]), seen.chosen_P[after_AS - 1])
         return Score(float(right_AS[:, 0].float().mean()), own_AS.sum(1))
 

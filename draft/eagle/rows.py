@@ -46,7 +46,8 @@ class EagleRows(PausedRows):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            level1_tokens_BK=zeros(rows, topk, dtype=torch.int64),
+            # Distinct, because siblings are: rounds verify the trees of rows that never drafted, too.
+            level1_tokens_BK=torch.arange(topk, device=device).repeat(rows, 1),
             level1_logp_BK=zeros(rows, topk, dtype=torch.float32),
             level1_hidden_BH=zeros(rows, hidden, dtype=dtype),
             pending_B=zeros(rows, dtype=torch.int64),

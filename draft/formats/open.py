@@ -49,8 +49,32 @@ def open_head(folder: Path, target: ModelConfig | None, how: HowToRead = AS_FOUN
     raw = read_json(folder / "config.json")
     files = HeadFiles(folder, raw, Checkpoint(folder, pickles=how.pickles))
     refuse_target_tensors(files.checkpoint.names(), folder)
-    chosen = detect(files) if how.format == "auto" else FORMATS[how.format]
-    reading = chosen.read(files, target)
+    if how.format == "auto":
+        return _understood(files, detect(files), target, how)
+    try:
+        return _understood(files, FORMATS[how.format], target, how)
+    except ValueError as error:
+        if layout := _other_layout(files, target, how):
+            raise ValueError(
+                f"{error}; nearest setting that works: draft_format={layout!r} (--draft-format {layout}): "
+                f"the files are in its layout, not in that of {how.format!r}"
+            ) from error
+        raise
+
+
+def _other_layout(files: HeadFiles, target: ModelConfig | None, how: HowToRead) -> str:
+    """The layout that the files are told by, if it is another one than the caller named and it reads them; else ""."""
+    try:
+        found = detect(files)
+        _understood(files, found, target, how)
+    except ValueError:
+        return ""
+    return found.name if found.name != how.format else ""
+
+
+def _understood(files: HeadFiles, chosen: Format, target: ModelConfig | None, how: HowToRead) -> OpenHead:
+    """The head as that layout has it, all its tensors checked."""
+    folder, reading = files.folder, chosen.read(files, target)
     if how.window:
         reading = replace(reading, spec=windowed(reading.spec))
     if target is not None and not reading.spec.own_embeddings and reading.spec.model.hidden_size != target.hidden_size:

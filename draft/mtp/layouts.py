@@ -38,6 +38,11 @@ def read_mtp(folder: Path, target: ModelConfig) -> MtpSpec:
             f"{where}: draft='mtp' needs a target with MTP layers, got {MTP_COUNT} 0 or none; nearest setting that works: "
             "draft='ngram', or the folder of a draft head"
         )
+    if family.read is _deepseek and not isinstance(target, DeepseekConfig):
+        raise ValueError(
+            f"{where}: draft='mtp' runs the MTP layers of a {target.family} target that specdec's own code runs, got a target "
+            "through transformers' code; nearest setting that works: backend='native' (--backend native), or draft='ngram'"
+        )
     layer, experts = family.read(read_json(path), target, where)
     kinds = tuple(LayerKind(skip=index) for index in range(target.mtp_layers))  # see MtpHead
     model = replace(layer, num_layers=target.mtp_layers, layer_kinds=kinds, kv_source=(), mtp_layers=0)

@@ -1,7 +1,8 @@
 """Loads a target's MTP layers from the target's own folder, strictly.
 
 Every tensor below the layers' prefixes is checked by its header before memory is taken, and used or refused by name; what the
-layers repeat of the target must be the target's, number for number.
+layers repeat of the target must be the target's, number for number.  Matrices in 8 or 4 bits are read as the target's are, and
+stay so; the join alone is computed into ordinary numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from specdec.draft.mtp.head import MtpHead, MtpLayer
 from specdec.draft.mtp.layouts import read_mtp
 from specdec.draft.mtp.spec import MtpSpec
-from specdec.draft.mtp.tensors import check_tensors, copies, wanted_tensors
+from specdec.draft.mtp.tensors import check_tensors, copies
 from specdec.models.checkpoints.checkpoint import Checkpoint
-from specdec.models.checkpoints.loader import build, copy_run, fill_attention, fill_mlp, fill_norm
+from specdec.models.checkpoints.loader import build, fill_attention, fill_mlp, fill_norm, fill_numbers
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.deepseek.loader import fill_experts, fill_latent_layer
@@ -26,7 +27,7 @@ from specdec.models.deepseek.modules import DeepseekLayer
 from specdec.models.experts import MixtureOfExperts
 from specdec.models.layers import MLP, SelfAttention
 from specdec.models.registry import choose_target
-from specdec.models.schemes.config import describe
+from specdec.models.schemes.config import Quantization, Rule
 from specdec.models.schemes.formats import RoundToNearest
 from specdec.models.sharding import join, share_of
 from specdec.models.target import Target
@@ -43,8 +44,7 @@ class OpenMtp(NamedTuple):
 def open_mtp(folder: Path, target: ModelConfig) -> OpenMtp:
     """Reads config and headers.  ValueError names what is missing, unknown, or not computed here."""
     spec = read_mtp(folder, target)
-    checkpoint = Checkpoint(folder)
-    _refuse_codes(Checkpoint(folder, quantization=target.quantization), spec)
+    checkpoint = Checkpoint(folder, quantization=own_scheme(target.quantization, spec))
     check_tensors(checkpoint, spec)
     return OpenMtp(checkpoint, spec)
 
@@ -66,7 +66,7 @@ def load_mtp(
     own = replace(spec, model=share_of(spec.model, target.config.shard))
     if isinstance(own.model, DeepseekConfig):
         own = replace(own, experts=own.model.experts)
-    head = build(lambda: MtpHead(own, max_positions), device, dtype)
+    head = build(lambda: MtpHead(own, max_positions), device, dtype, late=checkpoint.quantization is not None)
     for layer, prefix in zip(head.layers, spec.prefixes, strict=True):
         assert isinstance(layer, MtpLayer)
         _fill(layer, checkpoint, prefix, spec)
@@ -81,15 +81,16 @@ def load_mtp(
     return head
 
 
-def _refuse_codes(checkpoint: Checkpoint, spec: MtpSpec) -> None:
-    """ValueError if a matrix of the layers is stored in 8 or 4 bits.  What is rounded at load is ordinary numbers."""
-    for name in (name.removesuffix(".weight") for name, shape in wanted_tensors(spec).items() if len(shape) == 2):
-        format = checkpoint.format_of(name)
-        if format is not None and not isinstance(format, RoundToNearest) and format.has(checkpoint, name):
-            raise ValueError(
-                f"{checkpoint.folder}: {name} is stored as {describe(format)}; draft='mtp' does not read MTP layers in 8 or 4 "
-                "bits yet, only in ordinary numbers; nearest setting that works: draft='ngram', or no draft"
-            )
+def own_scheme(of_target: Quantization | None, spec: MtpSpec) -> Quantization | None:
+    """How the layers' matrices are stored: in the checkpoint's codes where tensors say so, else as ordinary numbers.
+
+    Published checkpoints differ: DeepSeek's have the layers in the target's codes but for the join; tools that quantise a
+    target may pass its MTP layers over, and name them nowhere.  What is rounded as the target is loaded, the layers are not.
+    """
+    if of_target is None or any(isinstance(format, RoundToNearest) for _, format in of_target.formats):
+        return None
+    own = tuple(Rule("wildcard", prefix) for prefix in spec.prefixes)
+    return replace(of_target, optional=(*of_target.optional, *own))
 
 
 def _fill(layer: MtpLayer, checkpoint: Checkpoint, prefix: str, spec: MtpSpec) -> None:
@@ -97,7 +98,7 @@ def _fill(layer: MtpLayer, checkpoint: Checkpoint, prefix: str, spec: MtpSpec) -
     for norm, name in ((layer.embed_norm, names.embed_norm), (layer.hidden_norm, names.hidden_norm), (layer.norm, names.norm)):
         fill_norm(norm, checkpoint, f"{prefix}.{name}")
     halves = (lambda rows: rows.roll(rows.shape[1] // 2, dims=1)) if spec.rules.hidden_first else None
-    copy_run(layer.join.tensors()["weight"], checkpoint, f"{prefix}.{names.join}.weight", halves)
+    fill_numbers(layer.join, checkpoint, f"{prefix}.{names.join}", halves)
     if isinstance(block, DeepseekLayer):
         assert isinstance(spec.model, DeepseekConfig)
         fill_latent_layer(block, checkpoint, prefix, spec.model)

@@ -7,6 +7,8 @@ from specdec.models.checkpoints.checkpoint import Checkpoint
 from specdec.models.config import ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
 from specdec.models.experts import ExpertsConfig
+from specdec.models.schemes.config import describe
+from specdec.models.schemes.formats import Format
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,12 +31,25 @@ def copies(spec: MtpSpec) -> dict[str, str]:
     return {f"{prefix}.{name}": own for prefix in spec.prefixes for name, own in spec.names.copies}
 
 
+def stored_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> Shapes:
+    """All that the layers need, as the checkpoint stores it: a matrix in 8 or 4 bits is several tensors.
+
+    The shape of a tensor of codes or scales is its own, by the header; nobody has compared it with the matrix's.
+    """
+    stored: Shapes = {}
+    for name, shape in wanted_tensors(spec).items():
+        matrix, format = name.removesuffix(".weight"), _format(checkpoint, name, shape)
+        for tensor in (name,) if format is None else (f"{matrix}.{ending}" for ending in format.endings):
+            stored[tensor] = shape if tensor == name or tensor not in checkpoint else checkpoint.shape(tensor)
+    return stored
+
+
 def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
     """ValueError for a tensor of the layers that is missing, unknown, of another shape, or of the wrong kind of numbers.
 
-    Reads headers alone: nothing was allocated yet.
+    Reads headers alone: nothing was allocated yet.  Shapes of codes and of scales are checked as they are read.
     """
-    wanted, may = wanted_tensors(spec), copies(spec)
+    wanted, may = stored_tensors(checkpoint, spec), {*copies(spec), *_beside_codes(checkpoint, spec)}
     own = tuple(f"{prefix}." for prefix in spec.prefixes)
     held = [name for name in checkpoint.names() if name.startswith(own)]
     spare = [name for name in held if name not in wanted and name not in may and not may_be_read(name)]
@@ -50,9 +65,30 @@ def check_tensors(checkpoint: Checkpoint, spec: MtpSpec) -> None:
             f"{checkpoint.folder}: {len(spare)} tensors are not part of a {spec.family} target's MTP layers: "
             f"{', '.join(spare[:8])}"
         )
-    for name, shape in wanted.items():
-        checkpoint.expect(name, shape, "the target's sizes")
-        checkpoint.expect_kind(name, "floating-point numbers")
+    for name, shape in wanted_tensors(spec).items():
+        if name in wanted:
+            checkpoint.expect(name, shape, "the target's sizes")
+            checkpoint.expect_kind(name, "floating-point numbers")
+
+
+def how_stored(checkpoint: Checkpoint, spec: MtpSpec) -> str:
+    """How the layers' matrices lie in the checkpoint, in words."""
+    formats = (_format(checkpoint, name, shape) for name, shape in wanted_tensors(spec).items() if len(shape) == 2)
+    return ", ".join(dict.fromkeys(describe(format) if format else "ordinary numbers" for format in formats))
+
+
+def _format(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Format | None:
+    """How a matrix is stored in 8 or 4 bits.  The router, which decides between experts, is always ordinary numbers."""
+    is_matrix = len(shape) == 2 and not name.endswith("mlp.gate.weight")
+    return checkpoint.format_of(name.removesuffix(".weight")) if is_matrix else None
+
+
+def _beside_codes(checkpoint: Checkpoint, spec: MtpSpec) -> set[str]:
+    """Tensors that may lie beside the codes of a matrix."""
+    matrices = {name: _format(checkpoint, name, shape) for name, shape in wanted_tensors(spec).items()}
+    return {
+        f"{name.removesuffix('.weight')}.{ending}" for name, format in matrices.items() if format for ending in format.may_end
+    }
 
 
 def may_be_read(name: str) -> bool:

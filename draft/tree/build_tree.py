@@ -21,7 +21,8 @@ def best_nodes(candidates: Candidates, root_B: Tensor, num_draft_tokens: int, nu
 
     root_B: int64, the root's token, which is the last emitted one.
     A parent's score is at least its child's, and its index is lower.  So a parent is chosen whenever its child is, and the
-    ascending order of candidates puts parents first.
+    ascending order of candidates puts parents first.  Where a score is no number, all scores below it are none either; such
+    scores count as the lowest, so that this holds for them, too.
     Up to 8,192 candidates are chosen by one kernel launch, more by torch.
     """
     max_depth = min(num_steps, num_draft_tokens - 1)
@@ -30,7 +31,8 @@ def best_nodes(candidates: Candidates, root_B: Tensor, num_draft_tokens: int, nu
 
         tokens_BN, parents_BN = launch_best_nodes(candidates, root_B, num_draft_tokens)
         return DraftTree.from_parents(tokens_BN, parents_BN, max_depth)
-    _, chosen_BM = stable_topk(candidates.scores_BC, num_draft_tokens - 1)
+    scores_BC = candidates.scores_BC.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    _, chosen_BM = stable_topk(scores_BC, num_draft_tokens - 1)
     chosen_BM = chosen_BM.sort(dim=1).values
     parents_BM = candidates.parents_BC.gather(1, chosen_BM)
     # Children of the root have parent -1: the search puts -1 at place 0, which is the root's own node number.

@@ -45,6 +45,7 @@ def best_nodes_kernel(
     score_C = tl.load(candidate_scores + b * stride_b + c, mask=ok_C, other=-float("inf"))
     token_C = tl.load(candidate_tokens + b * stride_b + c, mask=ok_C, other=0)
     parent_C = tl.load(candidate_parents + b * stride_b + c, mask=ok_C, other=0).to(tl.int32)
+    score_C = tl.where(score_C != score_C, -float("inf"), score_C)  # no number: the lowest, as in the definition
     value_C = tl.where(ok_C, ordered_32(score_C), LOWEST_32)
 
     wanted = num_nodes - 1

@@ -231,7 +231,8 @@ class Scheduler:
         if isinstance(step, RunRound) and seconds is not None:
             drafting = [row for row, drafts in enumerate(launch.speculates) if drafts]
             best = None if emitted.best is None else [emitted.best[row] for row in drafting]
-            self.speculation.observe(step, seconds, [len(emitted.tokens[row]) - 1 for row in drafting], best)
+            accepted = [len(emitted.tokens[row]) - 1 for row in drafting]
+            self.speculation.observe(step, seconds, accepted, best, _tokens(launch.seats))
         rows = zip(launch.seats, launch.speculates or (False,) * len(launch.seats), strict=True)
         logprobs = emitted.logprobs or repeat(())
         for (seat, speculates), tokens, numbers in zip(rows, emitted.tokens, logprobs, strict=False):
@@ -283,7 +284,9 @@ class Scheduler:
             if share := self.sharing.choose(pages):
                 before.append(share)
         shared = bool(self.sharing and self.sharing.shares)
-        first, step = self.speculation.next_round(rows, self._needs(running), shared, speculating / len(running))
+        first, step = self.speculation.next_round(
+            rows, self._needs(running), shared, speculating / len(running), _tokens(seats) if self.speculation.controller else 0
+        )
         before += first
         for seat in seats:
             if seat is not None:
@@ -389,3 +392,9 @@ class Scheduler:
     def _rows_changed(self) -> None:
         if self.sharing is not None:
             self.sharing.forget()
+
+
+def _tokens(seats: Sequence[Seat | None]) -> int:
+    """Tokens of all rows together, prompts included, as far as they were handed out."""
+    requests = [seat.request for seat in seats if seat is not None]
+    return sum(len(request.prompt_ids) + len(request.output.token_ids) for request in requests)

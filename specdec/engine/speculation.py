@@ -48,17 +48,19 @@ class Speculation:
         self.shapes, self.most_tokens = tuple(shapes), most_tokens
         self.controller = Controller(shapes, ready_seconds > 0, ready_seconds) if is_auto else None
         self.pause = 0
-        self._ready: dict[Batch, set[Shape]] = {}  # what has been captured, where anything is
+        self._tokens = 0  # of the rows with which a step is tried
+        self._ready: dict[Batch, tuple[Shape, ...]] = {}  # what has been captured, where anything is
 
     @property
     def drafts(self) -> bool:
         """Whether there is a drafter."""
         return bool(self.shapes)
 
-    def next_round(self, rows: int, needs: Needs, shared: bool, share: float) -> tuple[list[Step], RunRound]:
+    def next_round(self, rows: int, needs: Needs, shared: bool, share: float, tokens: int = 0) -> tuple[list[Step], RunRound]:
         """The next round, and what must run before it.
 
-        rows, needs, shared: see Batch.  share: the share of the running rows that speculate, from 0 to 1.
+        rows, needs, shared: see Batch.  share: the share of the running rows that speculate, from 0 to 1.  tokens: of all
+        rows together, as far as they are known.
         """
         if not share:
             assert not self.pause, "tokens that the drafter has not seen belong to a row that speculates"
@@ -67,11 +69,11 @@ class Speculation:
         if self.controller is None:
             (spec,) = self.shapes
             return [], RunRound(rows, "speculative", spec, needs, shared)
+        self._tokens = tokens
         wanted, ready = list[Shape](), None
         if self.controller.tries:
-            ready = self._ready.setdefault(batch, set())
-            wanted = self.controller.wanted(size, share, ready)
-            ready.update(wanted)
+            wanted = self.controller.wanted(size, share, self._ready.get(batch, ()))
+            ready = self._made_ready(batch, wanted)
         shape = self.controller.choose(size, share, self.pause, ready)
         before = list[Step]()
         if self.pause and (shape is not None or wanted or self.pause == MAX_PAUSE):
@@ -90,33 +92,47 @@ class Speculation:
         if self.controller is None or not self.controller.tries:
             return []
         assert not self.pause
+        self._tokens = 0
         steps = list[Step]()
         for needs in list(dict.fromkeys(batch.needs for batch in self._ready)):
             for rows in sizes:
                 batch = Batch(rows, needs, shared=False)
-                ready = self._ready.setdefault(batch, set())
-                missing = [shape for shape in (None, *self.shapes) if shape not in ready]
-                ready.update(missing)
+                missing = [shape for shape in (None, *self.shapes) if shape not in self._ready.get(batch, ())]
+                self._made_ready(batch, missing)
                 steps += self._tries(batch, missing)
         return steps
 
-    def observe(self, step: RunRound, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None = None) -> None:
+    def observe(
+        self,
+        step: RunRound,
+        seconds: float,
+        accepted: list[int],
+        best: list[tuple[int, int]] | None = None,
+        tokens: int = 0,
+    ) -> None:
         """Records the seconds of a timed round, and how many draft tokens each row that speculates accepted.
 
-        best: of these rows, see Emitted; None for a chain.
+        best: of these rows, see Emitted; None for a chain.  tokens: of all rows when the round began.
         """
         if self.controller is not None:
-            self.controller.observe(Size(step.rows, step.needs.grammar), step.spec, seconds, accepted, best)
+            self.controller.observe(Size(step.rows, step.needs.grammar), step.spec, seconds, accepted, best, tokens)
 
     def tried(self, step: Try, seconds: float) -> None:
         """Records the seconds of a step that was tried."""
         if self.controller is not None and isinstance(step.step, RunRound):
             size = Size(step.step.rows, step.step.needs.grammar)
-            self.controller.tried(size, step.step.spec, seconds)
+            self.controller.tried(size, step.step.spec, seconds, self._tokens)
 
     def reasons(self) -> list[str]:
         """For each size that has run: which shape runs, and why.  Nothing where the shape is fixed."""
         return [] if self.controller is None else [self.controller.reason(size) for size in sorted(self.controller.books)]
+
+    def _made_ready(self, batch: Batch, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        """Everything that is ready, now that these shapes are, in one order."""
+        ready = self._ready.get(batch, ())
+        if shapes:
+            ready = self._ready[batch] = tuple(shape for shape in (None, *self.shapes) if shape in ready or shape in shapes)
+        return ready
 
     def _tries(self, batch: Batch, shapes: Sequence[Shape]) -> list[Step]:
         steps = [Try(_round(batch, shape)) for shape in shapes]

@@ -33,6 +33,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
 from specdec.models.linear import use_numerics
 from specdec.models.target import Target
+from specdec.ops.compiling.rehearsal import compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
 from specdec.prompts import Tokenizer
@@ -101,6 +102,7 @@ def plan_pool(model: Target, head: DraftModel | None, settings: EngineSettings) 
 def build_runner(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> DeviceRunner:
     """Makes the KV pool, caches, workers and runner of one rank around its models.  ValueError: see `build_engine`."""
     use_numerics(model, settings.numerics)
+    model.group.use_one_order(settings.numerics.is_invariant)
     workers = _workers(model, head, settings, plan)
     STARTUP.lap("KV pool")
     # Layers that read their own choice of keys have none in common, and reading together changes the order of sums.  Where
@@ -111,7 +113,19 @@ def build_runner(model: Target, head: DraftModel | None, settings: EngineSetting
     shared = shared_room(workers.state, MOST_PACKED, heads_a_key(model.config)) if reads_together else None
     # Ranks may hold unequal runs of the vocabulary, but must capture the same chunks.
     most_captured = int(model.group.least(most_captured_cost(model, head), settings.device))
-    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared)
+    shapes = head.shapes(settings.spec) if head and settings.spec else ()
+    spec = shapes[0] if len(shapes) == 1 else None
+    return DeviceRunner(workers, settings.cuda_graphs, most_captured, shared, can_rehearse(model, settings), spec)
+
+
+def can_rehearse(model: Target, settings: EngineSettings) -> bool:
+    """Whether passes may be rehearsed (ops/compiling/rehearsal.py): on one GPU, through code that is all our own and torch's.
+
+    An fp8 cache takes its scales from the first values that it stores, and a rehearsal has none.
+    """
+    ours = settings.attention_backend.name == "triton" and settings.target_backend == "native"
+    keeps_scales = settings.options.kv_cache_dtype.startswith("fp8")
+    return settings.device.type == "cuda" and ours and model.group.size == 1 and not keeps_scales and compiles_ahead()
 
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:

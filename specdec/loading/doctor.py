@@ -29,8 +29,9 @@ from specdec.draft.kinds import NAMES
 from specdec.loading.resolve import resolve_device, resolve_dtype
 from specdec.loading.threads import allowed_threads
 from specdec.models.checkpoints.loader import read_target_config
-from specdec.models.schemes.config import METHODS, ROUNDED, describe
+from specdec.models.schemes.config import METHODS, OF_FAMILIES, ROUNDED, describe
 from specdec.ops.products.gpus import match_of
+from specdec.ops.tuned.here import look
 from specdec.options import EngineOptions, setting_of, usable_cpus
 from specdec.parallel import nccl
 
@@ -82,7 +83,7 @@ def run_doctor(console: Console) -> None:
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else "unknown"),
         *((f"GPU {i}", _gpu_line(gpu)) for i, gpu in enumerate(facts["gpus"])),
         *([] if facts["gpus"] else [("GPU", _why_no_gpu(facts["driver"]))]),
-        *((f"tiles of GPU {i}", match_of(torch.device("cuda", i)).why) for i in range(len(facts["gpus"]))),
+        *((f"tiles of GPU {i}", tiles_line(torch.device("cuda", i))) for i in range(len(facts["gpus"]))),
         ("driver", facts["driver"] or "no NVIDIA driver found"),
         ("ranks", _ranks_line(len(facts["gpus"]))),
         *([("exchanges", _exchange_line(len(facts["gpus"])))] if len(facts["gpus"]) > 1 else []),
@@ -101,6 +102,14 @@ def run_doctor(console: Console) -> None:
     _print_pairs(console, "Shipped pair", [("folder", str(shipped.FOLDER)), ("state", pair)])
 
 
+def tiles_line(device: torch.device) -> str:
+    """Which tiles the products on that GPU take, and why."""
+    kind, (table, why) = match_of(device).why, look(device)
+    if table is not None:
+        return f"{table.about}; for other products {kind}"
+    return f"{kind}; {why}" if why else f"{kind}; specdec tune measures this GPU's own"
+
+
 def drafter_rows() -> list[tuple[str, str]]:
     """What can be named as a draft: each layout of heads with the kinds that are read, and each kind that has a name."""
     layouts = [(name, f"{each.kinds} in the layout of {each.title}") for name, each in FORMATS.items()]
@@ -110,7 +119,8 @@ def drafter_rows() -> list[tuple[str, str]]:
 def scheme_rows() -> list[tuple[str, str]]:
     """The quantised checkpoints that are read, by their quant_method, and what ordinary weights can be rounded to."""
     rounded = ", ".join(f"{name} ({describe(form)})" for name, form in ROUNDED.items())
-    return [*METHODS.items(), ("rounded at load", f"quantize: ordinary weights are rounded at load: {rounded}")]
+    at_load = ("rounded at load", f"quantize: ordinary weights are rounded at load: {rounded}")
+    return [*METHODS.items(), *OF_FAMILIES.items(), at_load]
 
 
 def _settings_table() -> Table:

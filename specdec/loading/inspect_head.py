@@ -17,8 +17,7 @@ from specdec.draft.formats.open import HowToRead, OpenHead, open_head
 from specdec.draft.formats.reading import wanted_tensors
 from specdec.draft.formats.spec import HeadSpec
 from specdec.draft.mtp.load import open_mtp
-from specdec.draft.mtp.tensors import copies
-from specdec.draft.mtp.tensors import wanted_tensors as wanted_tensors_of_mtp
+from specdec.draft.mtp.tensors import copies, how_stored, stored_tensors
 from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.models.config import MTP_COUNT, ModelConfig
 from specdec.models.deepseek.config import DeepseekConfig
@@ -66,6 +65,7 @@ def mtp_facts(target: str | Path | None) -> dict[str, Any]:
         "head": {
             "kind": "mtp",
             "layers": model.num_layers,
+            "weights": how_stored(checkpoint, spec),
             "levels beyond the layers": "drafted by the last layer again",
             "hidden_size": model.hidden_size,
             "attention": f"latent, rank {latent}" if latent else "heads",
@@ -84,7 +84,7 @@ def mtp_facts(target: str | Path | None) -> dict[str, Any]:
             "rope": {"type": model.rope.kind, "theta": model.rope.theta, "rotated": model.rope.rotated or "all"},
         },
         "meanings": {MTP_COUNT: f"{model.num_layers}, in {', '.join(f'{prefix}.*' for prefix in spec.prefixes)}"},
-        "tensors": {name: list(shape) for name, shape in wanted_tensors_of_mtp(spec).items()},
+        "tensors": {name: list(shape) for name, shape in stored_tensors(checkpoint, spec).items()},
         "beside": {name: f"repeats {own}" for name, own in held.items()},
     }
 

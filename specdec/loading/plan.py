@@ -22,7 +22,7 @@ from specdec.draft.formats.spec import BlockSpec
 from specdec.draft.kinds import MTP, WITHOUT_CHECKPOINT, head_folder, is_name
 from specdec.draft.load import empty_head
 from specdec.draft.mtp.load import empty_mtp, open_mtp
-from specdec.draft.mtp.tensors import wanted_tensors
+from specdec.draft.mtp.tensors import stored_tensors
 from specdec.loading.memory import kv_page_bytes, layer_groups, source_bytes
 from specdec.loading.resolve import CHUNK_COST, EngineSettings, resolve_settings
 from specdec.models.checkpoints.checkpoint import Checkpoint, resolve_folder
@@ -37,7 +37,7 @@ from specdec.options import EngineOptions
 CONTEXT_BYTES = 800 << 20  # of CUDA itself, its libraries and our compiled kernels
 MOST_BATCH = 4096  # the most that max_batch_size takes
 # Names of tensors of matrices that may be stored in 8 or 4 bits.  What expands latents is computed into ordinary numbers.
-MATRICES = re.compile(r"((?<!kv_b)_proj(_with_mqa)?|\.wq_b|\.wk|lm_head)\.\w+$")
+MATRICES = re.compile(r"((?<!kv_b)(?<!eh)(?<!input)_proj(_with_mqa)?|\.wq_b|\.wk|lm_head)\.\w+$")
 # What lies together in one matrix: parts of a projection, and the experts of a layer.
 TOGETHER = (
     (re.compile(r"\.experts\.\d+\."), ".experts."),
@@ -173,9 +173,11 @@ def _models(folder: Path, config: ModelConfig, draft: str | Path | None, setting
         return alone
     assert settings.spec is not None
     if draft == MTP:
-        spec = open_mtp(folder, config).spec
+        checkpoint, spec = open_mtp(folder, config)
         empty_mtp(spec).shapes(settings.spec)
-        weights.append(sum(map(math.prod, wanted_tensors(spec).values())) * settings.dtype.itemsize)
+        weights.append(
+            tensor_bytes(checkpoint, settings.dtype, set(checkpoint.names()) - set(stored_tensors(checkpoint, spec)))
+        )
         kept = spec.state_size * settings.dtype.itemsize if spec.keeps_states else 0
         return Models((config, spec.model), tuple(weights), spec.model.hidden_size, page_bytes=kept, scratch=scratch)
     if is_name(draft):  # such a drafter keeps a few bytes of each token, and reads no weights
@@ -194,23 +196,27 @@ def tensor_bytes(checkpoint: Checkpoint, dtype: torch.dtype, without: set[str]) 
     """The bytes of a checkpoint's tensors in that dtype, but for those that the model does not keep."""
     names = [name for name in checkpoint.names() if name not in without and not name.endswith("rotary_emb.inv_freq")]
     formats = _formats(checkpoint, names)
+    coded_names = {f"{name}_{ending}" for name in formats for ending in ("blocks", "scales")}
     own = [name for name in names if name.rpartition(".")[0] not in formats or name.endswith(".bias")]
+    own = [name for name in own if name not in coded_names]
     coded = sum(matrix_size(format, checkpoint, name).bytes for name, format in formats.items())
     return coded + sum(math.prod(checkpoint.shape(name)) for name in own) * dtype.itemsize
 
 
 def scratch_numbers(checkpoint: Checkpoint, without: set[str]) -> int:
-    """How many numbers the largest matrix has that is stored as codes, all its parts together; 0: there is none."""
+    """How many numbers the largest matrix has whose numbers are computed for many rows, all its parts together; 0: none."""
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, format in _formats(checkpoint, [name for name in checkpoint.names() if name not in without]).items():
         whole = name
         for part, together in TOGETHER:
             whole = part.sub(together, whole)
-        sizes[whole] += matrix_size(format, checkpoint, name).numbers
+        size = matrix_size(format, checkpoint, name)
+        sizes[whole] += size.numbers if size.is_computed else 0
     return max(sizes.values(), default=0)
 
 
 def _formats(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Format]:
     """The matrices of these tensors that are stored as codes, and how."""
     matrices = {name.rpartition(".")[0] for name in names if MATRICES.search(name)}
+    matrices |= {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
     return {name: format for name in matrices if (format := checkpoint.format_of(name)) is not None}

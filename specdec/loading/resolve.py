@@ -174,8 +174,6 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
         refuse(f"can't fix the order of sums in transformers' code, got backend={settings.target_backend!r}")
     if target.quantization is not None:
         refuse(f"computes targets whose weights are ordinary numbers, got {target.quantization}")
-    if most_read(target) is not None:
-        refuse(f"can't fix the order of sums where an indexer chooses what a query reads, got a {target.family} target")
     if keeps_latents(target) and not pieces(latent_rank(target)):
         refuse(f"reads latents of up to {PIECE} numbers, or of an even number up to {2 * PIECE}, got {latent_rank(target)}")
     if settings.dtype not in (torch.bfloat16, torch.float16):
@@ -185,22 +183,29 @@ def check_deterministic(settings: EngineSettings, target: ModelConfig) -> None:
             f"keeps keys and values in the model's dtype, got kv_cache_dtype={options.kv_cache_dtype!r}",
             "kv_cache_dtype='auto'",
         )
-    if options.tensor_parallel_size > 1:
-        refuse(f"runs in one process, got tensor_parallel_size={options.tensor_parallel_size}", "tensor_parallel_size=1")
-    sizes = row_lengths(target)
-    if any(size % 8 for size in sizes):
-        refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {' and '.join(map(str, sizes))}")
+    if options.decode_context_parallel_size > 1:
+        refuse(
+            f"keeps whole sequences on each rank, got decode_context_parallel_size={options.decode_context_parallel_size}",
+            "decode_context_parallel_size=1",
+        )
+    ranks = options.tensor_parallel_size
+    if any(size % 8 for size in row_lengths(target, ranks)):
+        fits = [n for n in range(ranks, 0, -1) if ranks % n == 0 and not any(size % 8 for size in row_lengths(target, n))]
+        got = " and ".join(map(str, row_lengths(target, ranks)))
+        nearest = f"tensor_parallel_size={fits[0]}" if fits else "deterministic=False"
+        refuse(f"multiplies matrices whose rows are multiples of 8 numbers, got {got}", nearest)
 
 
-def row_lengths(target: ModelConfig) -> tuple[int, ...]:
-    """The lengths of the rows of a native target's matrices."""
-    lengths = [target.hidden_size, target.intermediate_size]
+def row_lengths(target: ModelConfig, ranks: int) -> tuple[int, ...]:
+    """The lengths of the rows of a native target's matrices, of which so many ranks hold a share each."""
+    whole, shared = [target.hidden_size], [target.intermediate_size]
     if not isinstance(target, DeepseekConfig):
-        return (*lengths, target.num_heads * target.head_dim)
-    lengths.append(target.num_heads * target.value_dim)
-    lengths += [] if target.q_rank is None else [target.q_rank]
-    lengths += [] if target.experts is None else [target.experts.intermediate_size * target.experts.shared]
-    return tuple(lengths)
+        shared.append(target.num_heads * target.head_dim)
+    else:
+        shared.append(target.num_heads * target.value_dim)
+        whole += [] if target.q_rank is None else [target.q_rank]
+        shared += [] if target.experts is None else [target.experts.intermediate_size * target.experts.shared]
+    return (*whole, *(size // ranks for size in shared))
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -325,7 +325,7 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
     if types is None:
         types = expected
     else:
-        _check_types(types, count, where)
+        check_types(types, count, where)
     if not is_qwen and types != expected:
         raise ValueError(f"{where}: a {family} model's layers are all alike ({expected[0]}), got layer_types {types}")
     if WINDOWED in types and window is None:
@@ -333,7 +333,8 @@ def _layer_kinds(raw: dict[str, Any], family: str, where: str) -> tuple[LayerKin
     return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
 
 
-def _check_types(types: Any, count: int, where: str) -> None:
+def check_types(types: Any, count: int, where: str) -> None:
+    """ValueError if layer_types is no list of so many kinds that are known."""
     message = f"{where}: layer_types must be {count} of full_attention or {WINDOWED}, got {types!r}"
     if not isinstance(types, list) or len(types) != count or not all(isinstance(kind, str) for kind in types):
         raise ValueError(message)

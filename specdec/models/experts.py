@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from specdec.models.config import ModelConfig
 from specdec.models.layers import MLP
 from specdec.models.linear import LinearStack, Multiplying
+from specdec.ops.experts.coded import PLAIN, CodedExperts, Form, by_expert, coded_experts, runs_on_codes
 from specdec.ops.operator import is_traced
 from specdec.ops.products.grouped import has_grouped_product
-from specdec.ops.products.linear import silu_mul
 from specdec.ops.products.stacked import each_linear, experts_linear, weighted_sum
 
 MOST_COPIED = 1 << 30  # bytes of experts' weights that gathered_experts may copy in one call
@@ -52,7 +52,7 @@ class ExpertsConfig:
 
 
 class Router(Multiplying):
-    """Chooses each token's experts and their weights.  The router computes in float32, as in transformers.
+    """Chooses each token's experts and their weights.  The router computes in float32, as in transformers, or in float64.
 
     correction_E: the bias that the sigmoid gate adds to the scores for choosing experts.
     """
@@ -65,11 +65,12 @@ class Router(Multiplying):
             self.correction_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
+        """The pair (weights [T, K] in float32 or wider, numbers of the chosen experts [T, K] int64)."""
         if self.numerics.is_invariant:
             logits_TE = each_linear(x_TH[:, None], self.weight[None], torch.float32)[:, 0]
         else:
-            logits_TE = F.linear(x_TH.float(), self.weight.float())
+            wide = torch.promote_types(x_TH.dtype, torch.float32)
+            logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
         if self.config.gate == "softmax":
             scores_TE = logits_TE.softmax(-1)
             weights_TK, chosen_TK = self._of_best_groups(scores_TE, scores_TE, 1, 0.0).topk(self.config.chosen, dim=-1)
@@ -117,19 +118,34 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TK, chosen_TK = self.gate(x_TH)
-        stacks = self.gate_up_proj, self.down_proj
-        if self.gate_up_proj.planes is not None and 3 * chosen_TK.numel() <= self.gate_up_proj.count and not is_traced(x_TH):
-            gate_up_TKGH, down_TKHF = (stack.chosen(chosen_TK, x_TH.dtype) for stack in stacks)  # numbers of few codes alone
-            return self.shared_experts(x_TH) + paired_experts(x_TH, weights_TK, gate_up_TKGH, down_TKHF)
-        gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in stacks)
+        if self.gate_up_proj.planes is not None:
+            return self.shared_experts(x_TH) + stored_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj)
+        gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in (self.gate_up_proj, self.down_proj))
         run = ordered_experts if self.gate.numerics.is_invariant else run_experts
         return self.shared_experts(x_TH) + run(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
 
 
-def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+def stored_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up: LinearStack, down: LinearStack, form: Form = PLAIN
+) -> Tensor:
+    """The sum of experts that are stored as codes: by the kernel that reads codes, or by their numbers."""
+    assert gate_up.planes is not None and down.planes is not None
+    experts = CodedExperts(gate_up.planes.weight, down.planes.weight, form)
+    if runs_on_codes(x_TH, experts):
+        return coded_experts(x_TH, weights_TK, chosen_TK, experts)
+    if 3 * chosen_TK.numel() <= gate_up.count and not is_traced(x_TH):  # numbers of few codes alone
+        gate_up_TKGH, down_TKHF = (stack.chosen(chosen_TK, x_TH.dtype) for stack in (gate_up, down))
+        return paired_experts(x_TH, weights_TK, chosen_TK, gate_up_TKGH, down_TKHF, form)
+    gate_up_EGH, down_EHF = (stack.numbers(x_TH.dtype) for stack in (gate_up, down))
+    return run_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
+
+
+def run_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+) -> Tensor:
     """[T, H]: the weighted sum of each token's chosen experts, added up in float32 or wider.
 
-    gate_up_EGH: gate and up projections of each expert, G = 2F rows; the first F rows are the gate's.
+    gate_up_EGH: gate and up projections of each expert, G = 2F rows; the first F rows are the gate's.  form: gate and biases.
 
     There are three ways to compute the sum.  Where torch has a grouped product for these weights, the function takes that: it
     reads each chosen expert once.  Otherwise, with few pairs, it copies each pair's weights: three times the bytes (read,
@@ -141,17 +157,19 @@ def run_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH
     """
     if is_traced(x_TH):
         traced = grouped_experts if x_TH.dtype == torch.bfloat16 else masked_experts
-        return traced(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+        return traced(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
     if has_grouped_product((gate_up_EGH, down_EHF)):
-        return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+        return grouped_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
     E, pairs = gate_up_EGH.shape[0], chosen_TK.numel()
     copied = pairs * (gate_up_EGH[0].numel() + down_EHF[0].numel()) * x_TH.element_size()
     if 3 * pairs <= E and copied <= MOST_COPIED:
-        return gathered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
-    return masked_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF)
+        return gathered_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
+    return masked_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH, down_EHF, form)
 
 
-def grouped_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+def grouped_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+) -> Tensor:
     """The sum by torch's grouped product.  Pairs are sorted by expert, so the rows of each expert are one block.
 
     The borders of the blocks stay on the device: the host never reads them.
@@ -160,17 +178,11 @@ def grouped_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up
     order_P, counts_E = by_expert(chosen_TK, gate_up_EGH.shape[0])
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     rows_PH = x_TH.index_select(0, order_P // K)
-    mid_PF = silu_mul(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E))
-    out_PH = F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E)
+    of_P = None if form.gate_up_bias is None else chosen_TK.flatten().index_select(0, order_P)
+    mid_PF = form.gate(_biased(F.grouped_mm(rows_PH, gate_up_EGH.transpose(1, 2), offs=ends_E), form.gate_up_bias, of_P))
+    out_PH = _biased(F.grouped_mm(mid_PF, down_EHF.transpose(1, 2), offs=ends_E), form.down_bias, of_P)
     in_order_PH = torch.empty_like(out_PH).index_copy_(0, order_P, out_PH)
     return _weighted(in_order_PH.view(T, K, -1), weights_TK, x_TH.dtype)
-
-
-def by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(the numbers of pairs sorted by expert, int64 [P]; how many pairs each expert has, int32 [E])."""
-    counts_E = torch.zeros(experts, dtype=torch.int32, device=chosen_TK.device)
-    counts_E.index_add_(0, chosen_TK.flatten(), counts_E.new_ones(chosen_TK.numel()))
-    return chosen_TK.flatten().argsort(stable=True), counts_E
 
 
 def ordered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
@@ -182,18 +194,25 @@ def ordered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up
     return weighted_sum(out_PH.view(T, K, -1), weights_TK)
 
 
-def gathered_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+def gathered_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+) -> Tensor:
     """The sum by batched products, in which each pair has its own copy of its expert's weights."""
-    return paired_experts(x_TH, weights_TK, gate_up_EGH[chosen_TK], down_EHF[chosen_TK])
+    return paired_experts(x_TH, weights_TK, chosen_TK, gate_up_EGH[chosen_TK], down_EHF[chosen_TK], form)
 
 
-def paired_experts(x_TH: Tensor, weights_TK: Tensor, gate_up_TKGH: Tensor, down_TKHF: Tensor) -> Tensor:
+def paired_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_TKGH: Tensor, down_TKHF: Tensor, form: Form = PLAIN
+) -> Tensor:
     """The sum by batched products, given each pair's own matrices."""
-    mid_TKF = silu_mul((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0])
-    return _weighted((down_TKHF @ mid_TKF[..., None])[..., 0], weights_TK, x_TH.dtype)
+    mid_TKF = form.gate(_biased((gate_up_TKGH @ x_TH[:, None, :, None])[..., 0], form.gate_up_bias, chosen_TK))
+    out_TKH = _biased((down_TKHF @ mid_TKF[..., None])[..., 0], form.down_bias, chosen_TK)
+    return _weighted(out_TKH, weights_TK, x_TH.dtype)
 
 
-def masked_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor) -> Tensor:
+def masked_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EGH: Tensor, down_EHF: Tensor, form: Form = PLAIN
+) -> Tensor:
     """The sum by a loop in which each expert computes all tokens.
 
     An expert may yield inf or NaN for a token that did not choose it, so such outputs are replaced by 0, not multiplied by 0.
@@ -201,11 +220,20 @@ def masked_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_
     dtype = torch.promote_types(x_TH.dtype, weights_TK.dtype)
     weight_TE = weights_TK.new_zeros(x_TH.shape[0], gate_up_EGH.shape[0]).scatter_(1, chosen_TK, weights_TK)
     total_TH = torch.zeros_like(x_TH, dtype=dtype)
+    gate_up_biases, down_biases = (
+        [None] * len(down_EHF) if bias is None else bias for bias in (form.gate_up_bias, form.down_bias)
+    )
     for expert, (gate_up_GH, down_HF) in enumerate(zip(gate_up_EGH, down_EHF)):
-        out_TH = F.linear(silu_mul(F.linear(x_TH, gate_up_GH)), down_HF)
+        mid_TF = form.gate(F.linear(x_TH, gate_up_GH, gate_up_biases[expert]))
+        out_TH = F.linear(mid_TF, down_HF, down_biases[expert])
         weight_T1 = weight_TE[:, expert, None].to(dtype)
         total_TH.addcmul_(torch.where(weight_T1 == 0, 0.0, out_TH.to(dtype)), weight_T1)
     return total_TH.to(x_TH.dtype)
+
+
+def _biased(out: Tensor, bias_EO: Tensor | None, experts: Tensor | None) -> Tensor:
+    """Plus the bias of each row's expert, if there are biases."""
+    return out if bias_EO is None else out + bias_EO[experts]
 
 
 def _weighted(out_TKH: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.attention.inputs import AttentionFn, HeadInputs, QueryInputs
+from specdec.attention.kinds import PLAIN, Scoring
 from specdec.models.config import ModelConfig, RopeConfig
 from specdec.models.linear import Linear
 from specdec.models.yarn import YarnRope, yarn_frequencies
@@ -142,7 +143,12 @@ class SelfAttention(nn.Module):
         prep = HeadPrep(rotation, self.num_kv_heads, norm.weight if norm else None, norm.eps if norm else 0.0)
         qkv_TXD = self.qkv_proj(x_TH).unflatten(-1, (-1, self.head_dim))
         inputs = QueryInputs(qkv_TXD, prep) if self.shares_kv else HeadInputs(qkv_TXD, prep)
-        return self.o_proj(attn(layer, inputs, rows_R).flatten(1))
+        return self.o_proj(attn(layer, inputs, rows_R, self.scoring).flatten(1))
+
+    @property
+    def scoring(self) -> Scoring:
+        """How products of queries and keys become weights; families with another way override this."""
+        return PLAIN
 
 
 class MLP(nn.Module):

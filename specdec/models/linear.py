@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from specdec.models.schemes.planes import Planes
 from specdec.models.schemes.rows import CodedRows
+from specdec.models.schemes.stacks import StackPlanes
+from specdec.ops.experts.codes import chosen_of, dequantise_stack
 from specdec.ops.products.linear import gated_linear, linear
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.quantised.codes import dequantise
@@ -257,7 +259,7 @@ class LinearStack(nn.Module):
         self._late = torch.get_default_device() if _late[0] else None
         size = count, self.parts.total, in_features
         self.weight_NOI: nn.Parameter | None = nn.Parameter(torch.empty(size, device=None if self._late is None else "meta"))
-        self.planes: Planes | None = None
+        self.planes: StackPlanes | None = None
 
     @property
     def device(self) -> torch.device:
@@ -273,20 +275,13 @@ class LinearStack(nn.Module):
         """All matrices [N, O, I]: the weight itself, or numbers computed of the codes."""
         if self.planes is None:
             return self._own
-        return dequantise(self.planes.weight, dtype).view(self.count, -1, self.in_features)
+        return dequantise_stack(self.planes.weight, dtype)
 
     def chosen(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """The matrices of these numbers [..., O, I]."""
         if self.planes is None:
             return self._own[ids]
-        weight = self.planes.weight
-
-        def of(plane: Tensor) -> Tensor:
-            return plane.view(self.count, -1)[ids.flatten()].view(-1, plane.shape[1])
-
-        zeros = None if weight.zeros_OG is None else of(weight.zeros_OG)
-        few = weight._replace(codes_OJ=of(weight.codes_OJ), scales_OG=of(weight.scales_OG), zeros_OG=zeros)
-        return dequantise(few, dtype).view(*ids.shape, -1, self.in_features)
+        return dequantise_stack(chosen_of(self.planes.weight, ids), dtype).unflatten(0, ids.shape)
 
     def shape(self, part: str) -> tuple[int, int]:
         """Rows and columns of the checkpoint's matrices of a part, of which this rank's are a part."""
@@ -309,7 +304,7 @@ class LinearStack(nn.Module):
         size = self.in_features if dim else self.parts.sizes[part]
         own = whole.run(dim, self._shard.rank * size, size)
         if self.planes is None:
-            self.planes = Planes(self.count * self.parts.total, self.in_features, own)
+            self.planes = StackPlanes(self.count, self.parts.total, self.in_features, own)
             self.weight_NOI, self._late = None, None
         elif why := self.planes.unlike(own):
             raise ValueError(f"all matrices of experts are stored alike, got {why}")

@@ -18,10 +18,14 @@ from specdec.ops.norm import add_rms_norm
 
 
 class Group(ABC):
-    """The ranks of one model, and which of them this process is."""
+    """The ranks of one model, and which of them this process is.
+
+    one_order: whether a row's sums over the ranks, and its norm, must have the same bits whatever rows are beside it.
+    """
 
     rank: int
     size: int
+    one_order = False
 
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
@@ -42,8 +46,15 @@ class Group(ABC):
 
     def sum(self, x: Tensor) -> Tensor:
         """x of all ranks, added up in the order of ranks, in x's dtype or a wider one, and rounded once."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return self.gather(x).to(wide).sum(0).to(x.dtype)
+        first, *others = self.gather(x)
+        total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        for other in others:  # not torch's sum, whose order depends on the shape
+            total += other
+        return total.to(x.dtype)
+
+    def use_one_order(self, on: bool) -> None:
+        """Sets `one_order`.  All ranks ask alike."""
+        self.one_order = on
 
     def add(self, x_TH: Tensor, term_TH: Tensor) -> Tensor:
         """x + all ranks' terms.  x: the same on all ranks, as the result is."""
@@ -83,6 +94,9 @@ class Alone(Group):
 
     def least(self, value: float, device: torch.device) -> float:
         return value
+
+    def use_one_order(self, on: bool) -> None:
+        """There is nothing to add up."""
 
 
 class GlooGroup(Group):

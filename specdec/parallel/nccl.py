@@ -84,7 +84,11 @@ class NcclGroup(Group):
         return part
 
     def sum(self, x: Tensor) -> Tensor:
-        """x of all ranks.  With more than two, NCCL adds in an order of its own, which depends on the size of x."""
+        """x of all ranks.  With more than two, NCCL adds in an order of its own, which depends on the size of x; so where one
+        order is asked for, x travels whole.
+        """
+        if self.one_order:
+            return super().sum(x)
         x, total = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             where = x.data_ptr(), total.data_ptr(), x.numel()

@@ -79,6 +79,10 @@ class PromptRunner:
     def _eager(self, chunk: RunChunk, shape: ChunkShape) -> FirstTokens:
         return self._pass(self._to_device(chunk, shape), Work(shape, chunk.needs, chunk.drafted), self._masks(chunk, shape))
 
+    def rehearse(self, chunk: RunChunk) -> None:
+        """Runs the chunk's first pass as a rehearsal (ops/compiling/rehearsal.py) does."""
+        self._eager(chunk, ChunkShape.of(chunk.parts))
+
     def replay(self, chunk: RunChunk, work: Work) -> FirstTokens:
         """Runs the chunk as the graph for that work, which is captured if there is none yet.  The chunk must fit its bucket."""
         flat = self._to_device(chunk, work.shape)

@@ -17,7 +17,7 @@ from specdec.ops.cuda_graph import GraphSet
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.workers import Workers
-from specdec.steps import Needs
+from specdec.steps import Needs, RunRound
 from specdec.verify.verifier import TreePass, VerifyResult
 
 R = TypeVar("R")
@@ -53,7 +53,23 @@ class RoundRunner:
         self.round_graphs = GraphSet(graphs == "round")
         self.phase_graphs = GraphSet(bool(graphs))
 
-    def plain(self, state: BatchState, needs: Needs) -> Round:
+    def run(self, state: BatchState, step: RunRound) -> Round:
+        """Runs the round over these rows.  It updates lengths and bonus tokens, and the drafter's rows."""
+        if step.kind == "speculative" and self._fuses(step.needs):
+            return self._whole(state, step)
+        return self._by_phases(state, step, self.phase_graphs.run)
+
+    def rehearse(self, state: BatchState, step: RunRound) -> None:
+        """Runs the round as a rehearsal (ops/compiling/rehearsal.py) does: it captures nothing."""
+        self._by_phases(state, step, lambda key, phase, changed: phase())
+
+    def _by_phases(self, state: BatchState, step: RunRound, run: RunPhase) -> Round:
+        if step.kind == "speculative":
+            assert step.spec is not None
+            return self._phases(state, step.spec, step.needs, run)
+        return self._paused(state, step.needs, run) if step.kind == "paused" else self._plain(state, step.needs, run)
+
+    def _plain(self, state: BatchState, needs: Needs, run: RunPhase) -> Round:
         """One step of plain decoding: verifies a tree that is only a root, which needs no drafter and no features."""
         tree = DraftTree.chain(state.bonus_B[:, None])
         with self.clock.phase("decode"):
@@ -63,13 +79,13 @@ class RoundRunner:
                 tree,
                 needs,
                 key,
-                self.phase_graphs.run,
+                run,
                 lambda result: _round(result, tree),
                 changed,
                 with_features=False,
             )
 
-    def paused(self, state: BatchState, needs: Needs) -> Round:
+    def _paused(self, state: BatchState, needs: Needs, run: RunPhase) -> Round:
         """One step of plain decoding that keeps the token and the features which the drafter will need in `catch_up`."""
         drafter, tree = self.workers.need_drafter(), DraftTree.chain(state.bonus_B[:, None])
 
@@ -80,7 +96,7 @@ class RoundRunner:
 
         with self.clock.phase("decode"):
             changed = [*state.written(needs), *drafter.changed(state)]
-            return self._verify(state, tree, needs, ("paused", state.shape, needs), self.phase_graphs.run, keep, changed)
+            return self._verify(state, tree, needs, ("paused", state.shape, needs), run, keep, changed)
 
     def catch_up(self, state: BatchState, needs: Needs) -> None:
         """Has the drafter learn all tokens of a pause at once."""
@@ -92,16 +108,11 @@ class RoundRunner:
             key = "catch up", state.shape, needs.drafts
             self.phase_graphs.run(key, lambda: drafter.catch_up(state, needs), changed)
 
-    def speculative(self, state: BatchState, spec: SpecConfig, needs: Needs) -> Round:
-        """One speculative round with a tree of shape `spec`.  Updates lengths and bonus tokens, and the drafter's rows."""
-        if not self._fuses(needs):
-            return self._phases(state, spec, needs, self.phase_graphs.run)
-        changed = [*state.written(needs), *self.workers.need_drafter().changed(state)]
-
-        def whole() -> Round:
-            return self._phases(state, spec, needs, lambda key, phase, changed: phase())
-
-        return self.round_graphs.run(("round", state.shape, spec, needs), whole, changed)
+    def _whole(self, state: BatchState, step: RunRound) -> Round:
+        """A speculative round as one graph."""
+        changed = [*state.written(step.needs), *self.workers.need_drafter().changed(state)]
+        key = "round", state.shape, step.spec, step.needs
+        return self.round_graphs.run(key, lambda: self._by_phases(state, step, lambda key, phase, changed: phase()), changed)
 
     def _fuses(self, needs: Needs) -> bool:
         """Whether the next round runs as one piece, so that the host can do nothing between its phases."""

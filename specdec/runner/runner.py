@@ -14,9 +14,10 @@ import torch
 from specdec.attention.shared import SharedPrefix
 from specdec.batch.sampling import FLOATS, INTS, RowSampling
 from specdec.batch.state import BatchState
-from specdec.config import GraphMode
+from specdec.config import GraphMode, SpecConfig
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
+from specdec.runner.first_passes import FirstPasses
 from specdec.runner.grammars import GrammarRows
 from specdec.runner.phase_clock import PhaseClock
 from specdec.runner.prompts import PromptRunner
@@ -67,9 +68,19 @@ class DeviceRunner:
     graphs: see RoundRunner.
     most_captured: a threshold for a chunk's cost (see RunChunk), above which the chunk is never captured.
     shared: buffers for the pages that rows read together; None where rows never do.
+    rehearses: whether the first passes may be rehearsed, so that their kernels are compiled side by side.
+    spec: the shape of the first speculative round; None: nobody knows it yet.
     """
 
-    def __init__(self, workers: Workers, graphs: GraphMode, most_captured: int = 0, shared: SharedPrefix | None = None) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        graphs: GraphMode,
+        most_captured: int = 0,
+        shared: SharedPrefix | None = None,
+        rehearses: bool = False,
+        spec: SpecConfig | None = None,
+    ) -> None:
         self.workers, self.shared = workers, shared
         self._followers: Followers | None = None
         self.device = workers.state.lens_B.device
@@ -81,6 +92,7 @@ class DeviceRunner:
         self.grammars = GrammarRows(self.readback, workers.verifier.model.vocabulary.size)
         self.rounds = RoundRunner(workers, graphs, self.clock, self.grammars)
         self.prompts = PromptRunner(workers, bool(graphs), most_captured, self.grammars)
+        self._first = FirstPasses(self.prompts, self.rounds, spec) if rehearses else None
         self._actions: dict[type[Any], Callable[[Any], Pending | None]] = {
             EnterRows: self._enter,
             RunChunk: self._chunk,
@@ -145,6 +157,8 @@ class DeviceRunner:
             for part in step.parts:
                 if part.source is not None:
                     self._read_source(part.source)
+            if self._first is not None:
+                self._first.before_chunk(self._rows(self._rows_after(len(step.parts)), False), step)
             first, parts = self.prompts.run(step), len(step.parts)
         if step.needs.grammar:
             self.grammars.follow_chunk(first.tokens_B[:parts], step.parts)
@@ -166,10 +180,9 @@ class DeviceRunner:
 
     def _launch_round(self, step: RunRound) -> Round:
         state = self._rows(step.rows, step.shared)
-        if step.kind == "speculative":
-            assert step.spec is not None
-            return self.rounds.speculative(state, step.spec, step.needs)
-        return self.rounds.paused(state, step.needs) if step.kind == "paused" else self.rounds.plain(state, step.needs)
+        if self._first is not None:
+            self._first.before_round(state, step)
+        return self.rounds.run(state, step)
 
     def _try(self, step: Try) -> Pending:
         tried = step.step
@@ -272,6 +285,11 @@ class DeviceRunner:
         is_captured = len(self.rounds.round_graphs) or len(self.rounds.phase_graphs)
         assert not is_captured, "a captured round would go on as it was captured"
         verifier.synthetic = forced
+
+    def _rows_after(self, prompts: int) -> int:
+        """How many rows a round over so many prompts computes."""
+        most = self.workers.state.rows - 1
+        return min(most, 1 << (prompts - 1).bit_length()) if self.rounds.graph_mode else prompts
 
     def _rows(self, rows: int, shared: bool) -> BatchState:
         """Views of the first `rows` rows of the batch.  shared: whether these read common pages together."""

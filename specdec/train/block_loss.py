@@ -21,32 +21,31 @@ from torch import Tensor
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
-from specdec.models.target import Target
-from specdec.train.unroll import target_pass
+from specdec.train.states import Seen
 
 ENTROPY, OVERLAP, ESTIMATE = 0.1, 0.9, 1.0  # weights of a DSpark head's three losses, as DeepSpec trains them
 
 
 class Drafted(NamedTuple):
-    """What a head drafts from the anchors of one row, and what it should have drafted.
+    """What a head drafts from the anchors of some rows, and what it should have drafted.
 
-    logits_ASV: the head's.  teacher_ASV: the target's distribution over the draft vocabulary.
-    place_AS: the row's own tokens, as places in the draft vocabulary; without meaning where they do not count.
-    counted_AS: bool, whether a token exists and lies in the draft vocabulary.
-    estimate_AS: logits of the probability that a token is accepted; None for heads without an estimate.
+    logits_BASV: the head's.  teacher_BASV: the target's distribution over the draft vocabulary.
+    place_BAS: the rows' own tokens, as places in the draft vocabulary; without meaning where they do not count.
+    counted_BAS: bool, whether a token exists and lies in the draft vocabulary.
+    estimate_BAS: logits of the probability that a token is accepted; None for heads without an estimate.
     """
 
-    logits_ASV: Tensor
-    teacher_ASV: Tensor
-    place_AS: Tensor
-    counted_AS: Tensor
-    estimate_AS: Tensor | None
+    logits_BASV: Tensor
+    teacher_BASV: Tensor
+    place_BAS: Tensor
+    counted_BAS: Tensor
+    estimate_BAS: Tensor | None
 
 
 def block_loss(
-    model: Target,
     head: PEagleHead | DFlashHead,
-    rows_BT: Tensor,
+    seen: Seen,
+    weight_VH: Tensor,
     draft_ids_V: Tensor,
     steps: int,
     decay: float,
@@ -58,62 +57,60 @@ def block_loss(
     loss: in nats for each drafted token, the mean over those that count, summed over places in the block with weight decay**i.
     share_S: for each place, the share of blocks in which the head's most likely token is the row's own.
 
-    rows_BT: token ids; columns after the end of a text hold -1.  draft_ids_V: ids of the draft vocabulary, ascending.
+    draft_ids_V: ids of the draft vocabulary, ascending.  weight_VH: their rows of the target's language-model head.
     steps: S.  anchors: A, or all possible ones of a row if it has fewer.  generator: on the CPU, which chooses the anchors.
     """
+    chosen_BA, exists_BA = _choose(seen.rows_BT, anchors, generator)
+    part = _drafted(head, seen, chosen_BA, steps, draft_ids_V, weight_VH)
+    counted_BAS = part.counted_BAS & exists_BA[..., None]
+    right_BAS = (part.logits_BASV.argmax(-1) == part.place_BAS) & counted_BAS
+    totals_S = counted_BAS.sum((0, 1)).clamp(min=1)
+    weights_S = decay ** torch.arange(steps, device=totals_S.device)
+    losses_S = torch.where(counted_BAS, _losses(part), 0.0).sum((0, 1))
+    return (weights_S * losses_S / totals_S).sum(), right_BAS.sum((0, 1)) / totals_S
+
+
+def _choose(rows_BT: Tensor, anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """[B, A] int64: random anchors of each row, ascending, and whether they exist: a row of n tokens has n - 2, from 1 on,
+    since an anchor has a token before it and one after it.
+    """
     B, T = rows_BT.shape
-    out = target_pass(model, rows_BT.clamp(min=0), head.config.aux_layers)
-    assert out.aux_TA is not None
-    hidden_BTH, features_BTF = out.hidden_TH.view(B, T, -1), out.aux_TA.view(B, T, -1)
-    weight_VH = model.lm_head.rows(draft_ids_V)
-    parts = []
-    for ids_T, hidden_TH, features_TF in zip(rows_BT, hidden_BTH, features_BTF, strict=True):
-        possible = int((ids_T >= 0).sum()) - 2  # anchors 1 to n - 2 of n tokens have a token after them
-        if possible > 0:
-            chosen_A = torch.randperm(possible, generator=generator)[:anchors].sort().values.to(ids_T.device) + 1
-            parts.append(_drafted(head, ids_T, hidden_TH, features_TF, chosen_A, steps, draft_ids_V, weight_VH))
-    if not parts:  # rows of two tokens at most
-        return sum((p.sum() * 0 for p in head.parameters() if p.requires_grad), features_BTF.new_zeros(())), torch.zeros(steps)
-    counted_NS = torch.cat([part.counted_AS for part in parts])
-    losses_NS = torch.cat([_losses(part) for part in parts])
-    right_NS = torch.cat([part.logits_ASV.argmax(-1) == part.place_AS for part in parts]) & counted_NS
-    totals_S = counted_NS.sum(0).clamp(min=1)
-    weights_S = decay ** torch.arange(steps, device=losses_NS.device)
-    return (weights_S * (losses_NS * counted_NS).sum(0) / totals_S).sum(), right_NS.sum(0) / totals_S
+    drawn_BT = torch.rand(B, T, generator=generator).to(rows_BT.device)
+    possible_BT = torch.zeros_like(rows_BT, dtype=torch.bool)
+    possible_BT[:, 1:-1] = rows_BT[:, 2:] >= 0
+    drawn_BT = torch.where(possible_BT, drawn_BT, -1.0)
+    drawn_BA, chosen_BA = drawn_BT.topk(min(anchors, T - 2), dim=1)
+    chosen_BA, order_BA = chosen_BA.clamp(min=1).sort(dim=1)
+    return chosen_BA, (drawn_BA >= 0).gather(1, order_BA)
 
 
 def _drafted(
-    head: PEagleHead | DFlashHead,
-    ids_T: Tensor,
-    hidden_TH: Tensor,
-    features_TF: Tensor,
-    anchors_A: Tensor,
-    steps: int,
-    draft_ids_V: Tensor,
-    weight_VH: Tensor,
+    head: PEagleHead | DFlashHead, seen: Seen, anchors_BA: Tensor, steps: int, draft_ids_V: Tensor, weight_VH: Tensor
 ) -> Drafted:
-    """What the head drafts from the anchors of a row."""
-    known_T, T = ids_T.clamp(min=0), len(ids_T)
-    hidden_ASH = head.drafts(features_TF, known_T, anchors_A, steps)
-    at_AS = anchors_A[:, None] + torch.arange(1, steps + 1, device=ids_T.device)
-    goal_AS = torch.where(at_AS < T, ids_T[at_AS.clamp(max=T - 1)], -1)
-    before_AS = (at_AS - 1).clamp(max=T - 1)
-    place_AS = torch.searchsorted(draft_ids_V, goal_AS.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
-    counted_AS = draft_ids_V[place_AS] == goal_AS
-    teacher_ASV = F.linear(hidden_TH[before_AS], weight_VH).float().softmax(-1)
+    """What the head drafts from the anchors."""
+    (B, T), ids_BT, device = seen.rows_BT.shape, seen.ids_BT, seen.rows_BT.device
+    hidden_BASH = head.drafts(seen.features_BTF, ids_BT, anchors_BA, steps)
+    at_BAS = anchors_BA[..., None] + torch.arange(1, steps + 1, device=device)
+    row_B11 = torch.arange(B, device=device)[:, None, None]
+    goal_BAS = torch.where(at_BAS < T, seen.rows_BT[row_B11, at_BAS.clamp(max=T - 1)], -1)
+    before_BAS = (at_BAS - 1).clamp(max=T - 1)
+    place_BAS = torch.searchsorted(draft_ids_V, goal_BAS.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
+    counted_BAS = draft_ids_V[place_BAS] == goal_BAS
+    teacher_BTV = F.linear(seen.hidden_BTH, weight_VH).float().softmax(-1)
+    teacher_BASV = teacher_BTV[row_B11, before_BAS]
     if not isinstance(head, DSparkHead):
-        return Drafted(head.logits(hidden_ASH).float(), teacher_ASV, place_AS, counted_AS, None)
-    tokens_AS = known_T[before_AS]
-    estimate_AS = None if head.confidence is None else head.confidences(hidden_ASH, head.markov.embed(tokens_AS)).float()
-    reached_AS = counted_AS.cumprod(1).bool()  # a token after one that can't be drafted is never reached
-    return Drafted(head.walk(hidden_ASH, tokens_AS).float(), teacher_ASV, place_AS, reached_AS, estimate_AS)
+        return Drafted(head.logits(hidden_BASH).float(), teacher_BASV, place_BAS, counted_BAS, None)
+    tokens_BAS = ids_BT[row_B11, before_BAS]
+    estimate_BAS = None if head.confidence is None else head.confidences(hidden_BASH, head.markov.embed(tokens_BAS)).float()
+    reached_BAS = counted_BAS.cumprod(-1).bool()  # a token after one that can't be drafted is never reached
+    return Drafted(head.walk(hidden_BASH, tokens_BAS).float(), teacher_BASV, place_BAS, reached_BAS, estimate_BAS)
 
 
 def _losses(part: Drafted) -> Tensor:
-    """[A, S]: the loss of each drafted token."""
-    entropy_AS = -(part.teacher_ASV * part.logits_ASV.log_softmax(-1)).sum(-1)
-    if part.estimate_AS is None:
-        return entropy_AS
-    overlap_AS = torch.minimum(part.logits_ASV.softmax(-1), part.teacher_ASV).sum(-1)
-    estimate_AS = F.binary_cross_entropy_with_logits(part.estimate_AS, overlap_AS.detach(), reduction="none")
-    return ENTROPY * entropy_AS + OVERLAP * (1 - overlap_AS) + ESTIMATE * estimate_AS
+    """[B, A, S]: the loss of each drafted token."""
+    entropy_BAS = -(part.teacher_BASV * part.logits_BASV.log_softmax(-1)).sum(-1)
+    if part.estimate_BAS is None:
+        return entropy_BAS
+    overlap_BAS = torch.minimum(part.logits_BASV.softmax(-1), part.teacher_BASV).sum(-1)
+    estimate_BAS = F.binary_cross_entropy_with_logits(part.estimate_BAS, overlap_BAS.detach(), reduction="none")
+    return ENTROPY * entropy_BAS + OVERLAP * (1 - overlap_BAS) + ESTIMATE * estimate_BAS

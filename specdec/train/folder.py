@@ -14,7 +14,7 @@ from torch import Tensor
 
 MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 RUN_FILES = ("checkpoint.pt", "self_text.pt")  # of a run that may go on
-FREE = ("steps", "eval_every", "eval_prompts")  # settings that a run may go on with in another way
+FREE = ("steps", "eval_every", "eval_prompts", "keep_states", "layout")  # settings that a run may go on with in another way
 
 
 def prepare_out(out: str | Path, resume: bool, overwrite: bool, keep: Iterable[str | Path] = ()) -> Path:

@@ -2,7 +2,7 @@
 
 The target writes the text that the head learns from.  A head is EAGLE-3's (arXiv 2503.01840), or one that drafts in one pass:
 P-EAGLE (arXiv 2602.01469), DFlash (arXiv 2602.06036) or DSpark.  This file knows settings, files and the order of the steps;
-`selftext` writes the text, `new_heads` makes and saves heads, `unroll` and `block_loss` compute losses, and `loop` runs the
+`selftext` writes the text, `heads/` makes and saves heads, `unroll` and `block_loss` compute losses, and `loop` runs the
 optimizer.
 """
 
@@ -33,10 +33,12 @@ from specdec.models.registry import choose_target
 from specdec.models.target import Target
 from specdec.train.block_loss import block_loss
 from specdec.train.folder import check_same, fingerprint, prepare_out, text_fingerprint
-from specdec.train.loop import Checkpoint, Progress, Schedule, fit, make_optimizer
-from specdec.train.new_heads import new_head, save
+from specdec.train.heads.files import layout_fault, save
+from specdec.train.heads.fresh import new_head
+from specdec.train.loop import Checkpoint, Progress, Schedule, fast_products, fit, make_optimizer
 from specdec.train.selftext import eval_prompts, frequent_ids, train_prompts, write_rows
 from specdec.train.settings import MEASURED, HeadRun
+from specdec.train.states import Seen, States
 from specdec.train.text.documents import Document
 from specdec.train.text.heldout import load_corpus
 from specdec.train.unroll import head_loss
@@ -78,12 +80,8 @@ def train_head(
     torch.manual_seed(run.seed)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
     prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
-    notes = [
-        *corpus.notes,
-        f"{len(prompts)} prompts to measure the finished head with",
-        _memory(run, decoder.model, len(layers)),
-    ]
-    print("\n".join(notes), flush=True)
+    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
+    print("\n".join([*notes, _memory(run, decoder.model, len(layers))]), flush=True)
     set_training_threads(decoder.settings.device, threads)
     model = decoder.model
     made_of = {
@@ -98,7 +96,10 @@ def train_head(
     checkpoint = Checkpoint(folder / "checkpoint.pt", head, make_optimizer(head, schedule), begun)
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
-    progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder))
+    with fast_products():
+        progress = fit(
+            schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head, target)
+        )
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
@@ -124,6 +125,8 @@ def _check(run: HeadRun, config: ModelConfig, target: str, aux_layers: Sequence[
     layers = default_aux_layers(config.num_layers, target) if aux_layers is None else tuple(aux_layers)
     if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < config.num_layers for layer in layers):
         raise ValueError(f"aux_layers: expected distinct layer numbers in [0, {config.num_layers - 1}], got {list(layers)}")
+    if fault := layout_fault(run.layout_of_head, layers, config.num_layers):
+        raise ValueError(fault)
     return tuple(sorted(layers))
 
 
@@ -141,6 +144,9 @@ def _memory(run: HeadRun, model: Target, features: int) -> str:
     places = run.width - 2 if run.kind == "eagle3" else run.anchors
     logits = 4 * run.batch * places * vocab * (3 * run.num_steps + 2)  # of each step: logits, their softmax, a gradient
     sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
+    states = 4 * run.texts * run.width * H * (features + 1)
+    if states <= run.keep_states << 20:
+        sizes["the target's states"] = states
     parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {parts}"
 
@@ -172,23 +178,26 @@ def _objective(
 ) -> tuple[Callable[[int], Tensor], Callable[[], float]]:
     """Two functions: the training loss of a step, and the mean loss over the last rows, which are kept out of training."""
     kept = min(256, max(1, len(rows) // 20))
-    train, test = rows[:-kept], rows[-kept:]
+    train = len(rows) - kept
+    states = States(model, rows, head.config.aux_layers, run.keep_states << 20)
+    weight_VH = model.lm_head.rows(draft_ids_V)
 
-    def loss_of(part: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def loss_of(seen: Seen, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, PEagleHead | DFlashHead):
-            return block_loss(model, head, part, draft_ids_V, run.num_steps, run.decay, run.anchors, generator)
+            return block_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay, run.anchors, generator)
         assert isinstance(head, Eagle3Head)
-        return head_loss(model, head, part, draft_ids_V, run.num_steps, run.decay)
+        return head_loss(head, seen, weight_VH, draft_ids_V, run.num_steps, run.decay)
 
     def loss_at(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(run.seed * 1_000_003 + step)
-        picks = torch.randint(len(train), (run.batch,), generator=generator).to(rows.device)
-        return loss_of(train[picks], generator)[0]
+        picks = torch.randint(train, (run.batch,), generator=generator).to(rows.device)
+        return loss_of(states.of(picks), generator)[0]
 
     @torch.no_grad()
     def evaluate() -> float:
         generator = torch.Generator().manual_seed(run.seed)  # the same places at each evaluation
-        parts = [loss_of(part, generator) for part in test.split(run.batch)]
+        picks = torch.arange(train, len(rows), device=rows.device)
+        parts = [loss_of(states.of(part), generator) for part in picks.split(run.batch)]
         accuracy = torch.stack([part[1] for part in parts]).mean(0)
         print("first choice right, by step: " + " ".join(f"{share:.3f}" for share in accuracy.tolist()), flush=True)
         return float(torch.stack([part[0] for part in parts]).mean())

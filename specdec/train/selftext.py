@@ -15,6 +15,7 @@ from specdec.decoder import SpecDecoder
 from specdec.train.loop import reporter
 from specdec.train.settings import HeadRun
 from specdec.train.text.documents import Document
+from specdec.train.text.openings import opening_ids
 
 ROUND = 512  # prompts of one call of generate; progress is saved and shown after each call
 
@@ -26,7 +27,11 @@ def train_prompts(decoder: SpecDecoder, documents: Sequence[Document], count: in
     Several prompts may come from one document.  The same seed gives the same prompts.  ValueError if no document will do.
     """
     generator = torch.Generator().manual_seed(run.seed)
-    usable = [(ids, document.messages is None) for document in documents if (ids := _ids(decoder, document, run))]
+    usable = [
+        (ids, document.messages is None)
+        for document in documents
+        if (ids := opening_ids(decoder.tokenizer, document, run.width // 2))
+    ]
     if not usable:
         raise ValueError(
             f"text: expected documents of at least 4 tokens, or chats of at most {run.width // 2} tokens (half of width) "
@@ -43,10 +48,10 @@ def eval_prompts(decoder: SpecDecoder, held: Sequence[Document], train: Sequence
     They are as long as prompts may be, and none begins a training document: what the target writes after a prompt of the
     training is what the head has learnt by heart.  ValueError if there is none.
     """
-    known = [_ids(decoder, document, run) for document in train]
+    known = [opening_ids(decoder.tokenizer, document, run.width // 2) for document in train]
     found: list[list[int]] = []
     for document in held:
-        ids = _ids(decoder, document, run)
+        ids = opening_ids(decoder.tokenizer, document, run.width // 2)
         prompt = ids if document.messages is not None else ids[: run.longest_prompt]
         if prompt and len(found) < run.eval_prompts and not any(other[: len(prompt)] == prompt for other in known):
             found.append(prompt)
@@ -56,19 +61,6 @@ def eval_prompts(decoder: SpecDecoder, held: Sequence[Document], train: Sequence
             "with --eval-text"
         )
     return found
-
-
-def _ids(decoder: SpecDecoder, document: Document, run: HeadRun) -> list[int]:
-    """A document's tokens, from its beginning; of a chat those before its first answer.  Empty if it can't be a prompt."""
-    if document.messages is None:
-        ids = decoder.tokenizer.encode(document.text[:2000])
-        return ids if len(ids) >= 4 else []
-    answer = next((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), None)
-    asked = document.messages[:answer]
-    if not any(message["role"] == "user" for message in asked):
-        return []
-    ids = decoder.tokenizer.encode_chat(asked, "a chat of the text")
-    return ids if len(ids) <= run.width // 2 else []
 
 
 def write_rows(

@@ -10,6 +10,7 @@ from specdec.config import SpecConfig
 
 KINDS = ("eagle3", "p-eagle", "dflash", "dspark")
 MARKOV = ("vanilla", "gated", "rnn")
+LAYOUTS = ("auto", "safeailab", "speculators")
 MEASURED = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))  # draft trees that a finished head is measured with
 
 T = TypeVar("T")
@@ -43,9 +44,13 @@ def _check_optimizer(run: HeadRun | TargetRun) -> None:
 
 def _check_kind(run: HeadRun) -> None:
     """The kind, and the settings that only some kinds have."""
-    for name, choices in (("kind", KINDS), ("markov", MARKOV)):
+    for name, choices in (("kind", KINDS), ("markov", MARKOV), ("layout", LAYOUTS)):
         if getattr(run, name) not in choices:
             raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(run, name)!r}")
+    if run.kind != "eagle3" and run.layout == "safeailab":
+        raise ValueError(
+            f"layout: expected auto or speculators for kind={run.kind}, got {run.layout!r}: safeailab has eagle3 only"
+        )
     if run.kind == "eagle3" and run.layers != 1:
         raise ValueError(f"layers: expected 1 for kind=eagle3, got {run.layers}")
     most = max(spec.max_steps for spec in MEASURED)
@@ -75,6 +80,7 @@ class HeadRun:
     anchors: int = setting(32, "of the kinds that draft in one pass: places in each row from which a step drafts")
     markov: str = setting("vanilla", "of dspark: the kind of its Markov head", MARKOV)
     markov_rank: int = setting(64, "of dspark: the rank of its Markov head")
+    layout: str = setting("auto", "whose files the head has; auto: safeailab for eagle3, else speculators", LAYOUTS)
     draft_vocab_size: int = setting(0, "tokens that the head can propose; 0: the target's whole vocabulary")
     intermediate_size: int = setting(0, "width of the head's MLP; 0: the target's")
     texts: int = setting(8192, "rows of text that the target writes")
@@ -87,6 +93,7 @@ class HeadRun:
     warmup: int = setting(200, "steps until the learning rate reaches its peak")
     weight_decay: float = setting(0.01, "AdamW's weight decay")
     decay: float = setting(0.9, "step j of the training-time test, or place j of a block, counts decay**j in the loss")
+    keep_states: int = setting(4096, "MiB that the target's states of all rows may take; if they take more, steps compute them")
     held_out: float = setting(0.05, "share of the documents, the last ones, that are kept out of training")
     eval_every: int = setting(500, "steps between two evaluations")
     eval_prompts: int = setting(64, "held-out prompts that the finished head is measured on")
@@ -97,7 +104,9 @@ class HeadRun:
         _check_whole(self, ("num_steps", "layers", "anchors", "markov_rank"), least=1)
         _check_whole(self, ("steps", "batch", "eval_every", "eval_prompts"), least=1)
         _check_whole(self, ("texts",), least=2)  # one is kept for the evaluation loss
-        _check_whole(self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width"), least=0)
+        _check_whole(
+            self, ("draft_vocab_size", "intermediate_size", "warmup", "longest_prompt", "width", "keep_states"), least=0
+        )
         _check_optimizer(self)
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay: expected 0 < decay <= 1, got {self.decay}")
@@ -109,6 +118,11 @@ class HeadRun:
             raise ValueError(f"draft_vocab_size: expected 0 (the target's) or at least {least}, got {self.draft_vocab_size}")
         if not 0.0 <= self.greedy_share <= 1.0:
             raise ValueError(f"greedy_share: expected a share between 0 and 1, got {self.greedy_share}")
+
+    @property
+    def layout_of_head(self) -> str:
+        """The layout that "auto" stands for."""
+        return self.layout if self.layout != "auto" else "safeailab" if self.kind == "eagle3" else "speculators"
 
 
 @dataclass(frozen=True)

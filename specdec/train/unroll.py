@@ -7,29 +7,33 @@ true pairs up to i - j, then its own outputs of steps 1 to j.
 
 This file knows the head's forward pass and the loss.  It knows neither files nor optimizers, nor where the text comes from.
 
-Shapes: B rows, T tokens of a row, P pairs of a row, N = B * P, F target feature size, H hidden size, V draft vocabulary,
-Q query heads, K key/value heads, X = Q + 2K, D head dimension, J steps.
+Shapes: B rows, T tokens of a row, P pairs of a row, F target feature size, H hidden size, V draft vocabulary, K key and value
+heads, G query heads of each, D head dimension, J steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.attention.eager.dense import DenseAttention, per_row
+from specdec.attention.eager.dense import per_row
 from specdec.attention.inputs import LayerInputs
 from specdec.attention.kinds import PLAIN, Scoring
 from specdec.draft.eagle.head import Eagle3Head
-from specdec.models.target import Target, TargetOutput
+from specdec.train.states import Seen
 
 
 class DraftSteps:
     """The attention (AttentionFn) of a one-layer head that is unrolled; each call is one step.
 
-    It keeps the keys and values of all steps so far.  batch: rows that are unrolled at once, B.
+    It keeps the keys and values of all steps so far.  In step j, pair i reads pairs 0 to i - j of step 0, and pair i - j + m of
+    each step m = 1 to j.  So of each later step it reads one key, which is multiplied without a matrix of all pairs.
+
+    batch: rows that are unrolled at once, B.
     """
 
     def __init__(self, batch: int) -> None:
@@ -39,31 +43,28 @@ class DraftSteps:
     def __call__(self, layer: int, inputs: LayerInputs, rows_R: Tensor | None = None, scoring: Scoring = PLAIN) -> Tensor:
         assert layer == 0 and rows_R is None and scoring is PLAIN, "only heads of one plain attention layer can be unrolled"
         q, k, v = (per_row(x, self.batch) for x in inputs.dense())
+        if not self.steps:
+            self.steps.append((k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).flatten(0, 1)
         self.steps.append((k, v))
-        keys, values = (torch.cat([step[i] for step in self.steps], dim=2) for i in (0, 1))
-        mask = step_mask(q.shape[2], len(self.steps) - 1, q.device)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        step, (k_BKPD, v_BKPD) = len(self.steps) - 1, self.steps[0]
+        q_BKGPD = q.unflatten(1, (k.shape[1], -1)) / math.sqrt(q.shape[-1])
+        i = torch.arange(q.shape[2], device=q.device)
+        scores = (q_BKGPD @ k_BKPD[:, :, None].transpose(-1, -2)).masked_fill(i > i[:, None] - step, -torch.inf)
+        later = [[_moved(x, step - m)[:, :, None] for x in self.steps[m]] for m in range(1, step + 1)]
+        own = torch.stack([(q_BKGPD * k_BK1PD).sum(-1) for k_BK1PD, _ in later], dim=-1)
+        back = torch.arange(step - 1, -1, -1, device=q.device)  # how far the pair lies back whose key of steps 1, 2, .. is read
+        weights = torch.cat((scores, own.masked_fill(back > i[:, None], -torch.inf)), dim=-1).softmax(-1)
+        out = weights[..., : len(i)] @ v_BKPD[:, :, None]
+        for m, (_, v_BK1PD) in enumerate(later):
+            out = out + weights[..., len(i) + m, None] * v_BK1PD
+        return out.flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
 
-def step_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """Which keys each pair reads in a step, [P, (step + 1) * P] bool, for rows of length P; the keys of step 0 come first.
-
-    In step j, pair i reads pairs 0 to i - j of step 0, and pair i - j + m of each step m = 1 to j.
-    """
-    i = torch.arange(length, device=device)[:, None]
-    p = torch.arange(length, device=device)
-    blocks = [p <= i - step] + [p == i - step + m for m in range(1, step + 1)]
-    return torch.cat(blocks, dim=1)
-
-
-@torch.no_grad()
-def target_pass(model: Target, ids_BT: Tensor, aux_layers: tuple[int, ...]) -> TargetOutput:
-    """The target's forward pass over whole rows: hidden states [B * T, H] after the final norm, and features [B * T, F]."""
-    B, T = ids_BT.shape
-    positions = torch.arange(T, device=ids_BT.device).repeat(B)
-    attn = DenseAttention(model.config.layer_kinds, B, sources=model.config.kv_source)
-    return model(ids_BT.flatten(), positions, attn, aux_layers)
+def _moved(x_BKPD: Tensor, pairs: int) -> Tensor:
+    """Each pair gets what belongs to the pair so many before it, and the first pairs get zeros."""
+    return F.pad(x_BKPD[:, :, : x_BKPD.shape[2] - pairs], (0, 0, pairs, 0)) if pairs else x_BKPD
 
 
 def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num_steps: int) -> Iterator[Tensor]:
@@ -83,7 +84,7 @@ def draft_steps(head: Eagle3Head, features_BPF: Tensor, next_ids_BP: Tensor, num
 
 
 def head_loss(
-    model: Target, head: Eagle3Head, rows_BT: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
+    head: Eagle3Head, seen: Seen, weight_VH: Tensor, draft_ids_V: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
     """The pair (loss, share_J) of some rows of text.
 
@@ -91,22 +92,17 @@ def head_loss(
     summed over steps with weight decay**j.
     share_J: for each step, the share of pairs for which the head's most likely token is the row's next token.
 
-    rows_BT: token ids; columns after the end of a text hold -1.  draft_ids_V: ids of the draft vocabulary, ascending.
+    draft_ids_V: ids of the draft vocabulary, ascending.  weight_VH: their rows of the target's language-model head.
     A pair counts if the token that it predicts exists in the draft vocabulary.
     """
-    ids_BT = rows_BT.clamp(min=0)
-    B, T = ids_BT.shape
-    out = target_pass(model, ids_BT, head.config.aux_layers)
-    assert out.aux_TA is not None
+    ids_BT, P = seen.ids_BT, seen.rows_BT.shape[1] - 2
     # Pair i predicts token i + 2.  The target's distribution of that token comes from its hidden state at token i + 1.
-    P = T - 2
-    hidden_BPH = out.hidden_TH.view(B, T, -1)[:, 1 : P + 1]
-    teacher_BPV = F.linear(hidden_BPH, model.lm_head.rows(draft_ids_V)).float().softmax(-1)
-    goal_BP = rows_BT[:, 2:]
+    teacher_BPV = F.linear(seen.hidden_BTH[:, 1 : P + 1], weight_VH).float().softmax(-1)
+    goal_BP = seen.rows_BT[:, 2:]
     place_BP = torch.searchsorted(draft_ids_V, goal_BP.clamp(min=0)).clamp(max=len(draft_ids_V) - 1)
     known_BP = draft_ids_V[place_BP] == goal_BP
-    loss, correct = out.hidden_TH.new_zeros(()), []
-    for step, hidden_BPH in enumerate(draft_steps(head, out.aux_TA.view(B, T, -1)[:, :P], ids_BT[:, 1 : P + 1], num_steps)):
+    loss, correct = teacher_BPV.new_zeros(()), []
+    for step, hidden_BPH in enumerate(draft_steps(head, seen.features_BTF[:, :P], ids_BT[:, 1 : P + 1], num_steps)):
         logits_BPV = head.logits(hidden_BPH).float()
         counted_BP = known_BP & (torch.arange(P, device=ids_BT.device) >= step)
         entropy_BP = -(teacher_BPV * logits_BPV.log_softmax(-1)).sum(-1)

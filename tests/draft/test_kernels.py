@@ -105,6 +105,30 @@ def test_a_row_of_nan_leaves_the_others_alone() -> None:
     assert torch.equal(tokens_BN[::2].cpu(), want.tokens_BN) and torch.equal(parents_BN[::2].cpu(), want.parents_BN)
 
 
+@pytest.mark.parametrize("first", [0, 9])
+def test_scores_that_are_no_numbers_never_separate_a_child_from_its_parent(first: int) -> None:
+    """Keeps out: NaN above all scores, so that a child is chosen without its parent, hangs below another node, and has siblings
+    of its own token."""
+    K, S = 3, 3
+    candidates = random_candidates(2, K, S, coarse=False)
+    parents_C = candidates.parents_BC[0].tolist()
+    for c in range(first, len(parents_C)):  # a candidate, whose parent is finite, and all below it, as sums with NaN are
+        if c == first or (parents_C[c] >= 0 and bool(candidates.scores_BC[0, parents_C[c]].isnan())):
+            candidates.scores_BC[0, c] = torch.nan
+    root_B = torch.tensor([1, 2])
+    for N in (3, 4, 8):
+        tree = best_nodes(candidates, root_B, N, S)
+        chosen = [(tuple(p), t) for p, t in zip(tree.parents_BN[:, 1:].tolist(), tree.tokens_BN[:, 1:].tolist(), strict=True)]
+        tokens_BN, parents_BN = launch_best_nodes(to_device(candidates), root_B.to(DEVICE), N)
+        assert [(tuple(p[1:]), t[1:]) for p, t in zip(parents_BN.tolist(), tokens_BN.tolist(), strict=True)] == chosen
+        paths = {0: ((),)}
+        for node, (above, token) in enumerate(
+            zip(*(x[0, 1:].tolist() for x in (tree.parents_BN, tree.tokens_BN)), strict=True), 1
+        ):
+            paths[node] = (*paths[above], (above, token))
+        assert len(set(paths.values())) == N, "siblings hold one token"
+
+
 def random_candidates(B: int, K: int, S: int, coarse: bool) -> Candidates:
     """Grown by the definition; coarse: log-probabilities 0, -1 or -2, so that parents tie with children and all."""
     candidates, beam = level_1(B, K, S)

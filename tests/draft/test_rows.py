@@ -35,3 +35,9 @@ def test_a_cleared_row_has_nothing_to_catch_up() -> None:
     drafter.rows = distinct_rows()
     drafter.clear_rows(torch.tensor([1]))
     assert drafter.rows.pending_B.tolist() == [0, 0, 2]
+
+
+def test_rows_that_never_drafted_hold_distinct_siblings() -> None:
+    """Keeps out: a first level of equal tokens, of which acceptance takes several; keys then move from unwritten places."""
+    rows = EagleRows.empty(3, 4, 6, device="cpu", dtype=torch.float32)
+    assert all(len(set(tokens)) == 4 for tokens in rows.level1_tokens_BK.tolist())

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit.deepseek import DEEPSEEKS, DeepseekZoo
+import torch
+from toolkit.deepseek import DEEPSEEKS, SPARSES, DeepseekZoo, SparseZoo, save_sparse
 from toolkit.models import Zoo, ragged_prompts
+from toolkit.parallel.gpus import in_turn
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.shipped import draft_folder, prompts_file, target_folder
@@ -47,12 +49,31 @@ def test_the_shipped_pair_writes_one_text() -> None:
             assert texts(decoder, prompts) == want, (spec, settings)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "diffllama", "v2-lite", "v3-no-q-lora", "v32", "glm-shared"]
+)
 def test_families_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
-    """Keeps out: windows, biases, norms of heads, experts and latents that are computed in another order in some passes."""
-    zoo = DeepseekZoo(tmp_path) if family in DEEPSEEKS else zoo
+    """Keeps out: windows, biases, norms of heads, experts, latents and chosen keys that passes compute in other orders."""
+    zoo = DeepseekZoo(tmp_path) if family in DEEPSEEKS else SparseZoo(tmp_path) if family in SPARSES else zoo
+    if family in SPARSES:
+        save_sparse(tmp_path / family, family, q_lora_rank=24)  # rows of matrices must be multiples of 8 numbers
     prompts = ragged_prompts(40, 6, seed=2)
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "page_size": 4}
     want = texts(zoo.decoder(family, "eagle3", SpecConfig(3, 1, 4), max_batch_size=1, **settings), prompts, speculate=False)
     for spec in (SpecConfig(3, 1, 4), SpecConfig(3, 2, 6)):
         assert texts(zoo.decoder(family, "eagle3", spec, max_batch_size=6, prefill_chunk=7, **settings), prompts) == want
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("family", ["llama", "v2-lite"])
+def test_two_ranks_write_one_text(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    """Keeps out: an exchange whose sum or norm depends on how many rows meet.  Other bits than one rank's are right."""
+    zoo, prompts = DeepseekZoo(tmp_path) if family in DEEPSEEKS else zoo, ragged_prompts(40, 3, seed=2)
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "tensor_parallel_size": 2}
+    with (
+        in_turn(),
+        zoo.decoder(family, "eagle3", SpecConfig(3, 2, 6), max_batch_size=3, prefill_chunk=7, **settings) as decoder,
+    ):
+        alone = [texts(decoder, [prompt], speculate=False) for prompt in prompts]
+        want = [sum(each, []) for each in zip(*alone, strict=True)]
+        assert texts(decoder, prompts) == want

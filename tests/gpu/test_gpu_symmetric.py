@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from toolkit.parallel.gpus import aborted, in_turn, lost_rank, on_gpus, soak, sums_and_norms
+from toolkit.parallel.gpus import aborted, every_exchange, in_turn, lost_rank, on_gpus, soak, sums_and_norms
 
 from specdec.parallel.symmetric.measure import measure
 
@@ -26,6 +26,11 @@ def test_sums_and_norms_are_right_and_alike(dtype: torch.dtype) -> None:
     """Keeps out: rows that land in another row's place, a sum in the order of arrival, bits that depend on the row count."""
     cases = FEW + MANY if dtype == torch.bfloat16 else [(T, 4096) for T in (1, 6, 64, 65, 300)]
     assert on_gpus(2, sums_and_norms, cases, dtype) == [[], []]
+
+
+def test_every_kernel_exchanges_a_few_numbers() -> None:
+    """Keeps out: an access out of bounds, which `scripts/sanitize --ranks` sees in this test."""
+    assert on_gpus(2, every_exchange, seconds=200.0) == [[], []]
 
 
 def test_replays_and_eager_calls_follow_each_other() -> None:

@@ -47,6 +47,7 @@ def refusal(asked: EngineSettings, target: ModelConfig = LLAMA) -> str:
 def test_what_fits_is_accepted(hopper: None) -> None:
     """Keeps out: a refusal of everything, and a policy that the option does not choose."""
     check_deterministic(settings(), LLAMA)
+    check_deterministic(settings(tensor_parallel_size=4), LLAMA)
     assert settings().numerics is INVARIANT
     assert resolve_settings(EngineOptions(device="cpu"), None, LLAMA).numerics is FAST
 
@@ -76,11 +77,11 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='auto'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='auto'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size=1"),
     ],
 )
 def test_options_that_depend_on_the_batch(hopper: None, options: dict[str, Any], nearest: str) -> None:
-    """Keeps out: scales taken from the first chunk, sums over ranks by a library, with the promise of equal bits."""
+    """Keeps out: scales taken from the first chunk, states that ranks merge, with the promise of equal bits."""
     name, value = next(iter(options.items()))
     text = refusal(settings(**options))
     assert f"got {name}={value!r}" in text and text.endswith(f"nearest setting that works: {nearest}")
@@ -97,9 +98,10 @@ def test_targets_that_depend_on_the_batch(hopper: None) -> None:
     assert "up to 256 numbers, or of an even number up to 512, got 640" in refusal(
         settings(), DeepseekConfig(**latents | {"rank": 640})
     )
-    assert "64 and 96 and 64 and 40 and 12" in refusal(
+    assert "64 and 40 and 96 and 64 and 12" in refusal(
         settings(), DeepseekConfig(**latents, experts=replace(experts, intermediate_size=12))
     )
-    chosen = IndexerConfig(2, 16, 8, True, (0, 1))
-    assert "an indexer chooses" in refusal(settings(), DeepseekConfig(**latents, indexer=chosen))
+    text = refusal(settings(tensor_parallel_size=2), replace(LLAMA, num_heads=7, head_dim=8))
+    assert "64 and 48 and 28" in text and text.endswith("tensor_parallel_size=1")
+    check_deterministic(settings(), DeepseekConfig(**latents, indexer=IndexerConfig(2, 16, 8, True, (0, 1))))
     assert "multiples of 8 numbers, got 64 and 100 and 64" in refusal(settings(), replace(LLAMA, intermediate_size=100))

@@ -342,9 +342,9 @@ def test_absurd_sizes_are_refused_at_once(families: dict[str, Path], tmp_path: P
         if unused or (key == "max_position_embeddings" and value == 5000):
             continue
         change_config(tmp_path, **{key: value})
-        start = time.monotonic()
+        start = time.process_time()
         refused(lambda: load(tmp_path), str(tmp_path))
-        assert time.monotonic() - start < 5
+        assert time.process_time() - start < 5
 
 
 @pytest.mark.slow_cases

@@ -20,7 +20,7 @@ from specdec.ops.products.tiles import FEW, ProductTiles, invariant_tiles
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 LARGE = [(6144, 4096, False), (4096, 4096, False), (4096, 14336, False), (28672, 4096, True), (32768, 4096, False)]
 SMALL = [(576, 192, False), (192, 512, False), (1024, 3000, False), (2048, 1408, True)]
-ROWS = (1, 2, 6, 8, 9, 16, 17, 32, 33, 60, 64, 65, 100, 128, 129, 192, 200, 1000, 5000)
+ROWS = (1, 2, 6, 8, 9, 16, 17, 32, 33, 60, 64, 65, 100, 128, 129, 192, 200, 256, 384, 1000, 5000)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,13 @@ def test_columns_are_cut_alike_for_all_rows(O: int, I: int, gated: bool) -> None
         assert tiles.shared_bytes(2) <= 227 * 1024
         assert tiles.splits == 1 or T > FEW or -(-O // tiles.block_o) <= ARRIVALS
     assert len(cuts) == 1
+
+
+def test_narrow_weights_have_a_program_for_every_sm() -> None:
+    """Keeps out: trees of many rows that leave half of the GPU without work."""
+    for I in (4096, 14336):
+        assert -(-4096 // 128) * -(-256 // invariant_tiles(256, 4096, I, False).block_t) == 128
+    assert invariant_tiles(256, 6144, 4096, False).block_t == 128
 
 
 def test_heads_a_program_and_the_switch() -> None:

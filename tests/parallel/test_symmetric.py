@@ -10,6 +10,7 @@ import pytest
 import torch
 from toolkit.parallel.inboxes import inboxes, on_processes
 from toolkit.parallel.interleavings import Protocol, fault
+from toolkit.parallel.ranks import ThreadGroup, on_ranks
 
 from specdec.attention.context import swap_triton
 from specdec.attention.context.exchange import packed
@@ -17,6 +18,7 @@ from specdec.attention.context.exchange_triton import launch_merge
 from specdec.attention.state import AttentionState
 from specdec.ops.norm import rms_norm
 from specdec.parallel.group import Group
+from specdec.parallel.nccl import NcclGroup
 from specdec.parallel.symmetric import group as groups
 from specdec.parallel.symmetric import inbox
 from specdec.parallel.symmetric.group import SymmetricGroup
@@ -101,6 +103,38 @@ def many_calls(group: SymmetricGroup) -> list[str]:
 def test_kernels_exchange_what_the_definition_says(ranks: int) -> None:
     """Keeps out: a sum in the order of arrival, a row in another's place, a column of padding, calls that meet each other."""
     assert on_processes(ranks, many_calls, row_bytes=1024, channels=2) == [[]] * ranks
+
+
+def rows_of_one_order(group: SymmetricGroup) -> bool:
+    """Whether a row's sum and norm, sent as messages, are those of the row among others, sent as they are."""
+    group.use_one_order(True)
+    groups.MOST_BEYOND_RING = 0  # otherwise, more than two ranks leave sums of rows to their other group
+    terms = [term(rank, 0, 3, 16).half() for rank in range(group.size)]
+    x, weight = term(8, 0, 3, 16).half(), term(9, 0, 16).half()
+    found = []
+    for rows, groups.MOST_AS_MESSAGES in ((1, 1 << 20), (3, 0)):
+        found.append([each[:1] for each in group.add_rms_norm(x[:rows], terms[group.rank][:rows], weight, EPS)])
+    right = torch.equal(found[0][0], (x + added(terms))[:1])
+    return right and all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_row_s_sum_does_not_depend_on_the_rows_beside_it() -> None:
+    """Keeps out: rows that are left to NCCL where there are many of them."""
+    assert on_processes(3, rows_of_one_order, row_bytes=32, channels=2) == [True] * 3
+
+
+def test_without_kernels_terms_are_added_up_in_the_order_of_ranks() -> None:
+    """Keeps out: NCCL's own sum, and torch's, whose orders depend on how many rows there are."""
+    terms = [term(rank, 0, 50, 24).half() * 10.0**-rank for rank in range(4)]
+
+    def sums(group: ThreadGroup) -> list[torch.Tensor]:
+        nccl = NcclGroup.__new__(NcclGroup)  # without a GPU: nothing but its gather may be asked
+        nccl.rank, nccl.size, nccl.gather = group.rank, group.size, group.gather  # type: ignore[method-assign]
+        nccl.use_one_order(True)
+        return [each.sum(terms[group.rank][:rows]) for each in (group, nccl) for rows in (1, 50)]
+
+    for found in on_ranks(4, sums):
+        assert all(torch.equal(each, added(terms)[: len(each)]) for each in found)
 
 
 def rows_beyond_the_inbox(group: SymmetricGroup) -> bool:

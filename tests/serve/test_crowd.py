@@ -78,7 +78,7 @@ def test_a_crowd_leaves_everything_as_it_was(chatty: SpecDecoder, faults: bool) 
     driver = Driver(decoder)
 
     async def crowd() -> Counter[str]:
-        async with served.async_client(timeout=60) as client:
+        async with served.async_client(timeout=300) as client:
             return Counter(await asyncio.gather(*(call(client, caller, texts[caller]) for caller in range(CALLERS))))
 
     with Served(decoder) as served:

@@ -55,6 +55,10 @@ DEEPSEEKS: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
         V3,
         dict(q_lora_rank=20, first_k_dense_replace=3, kv_lora_rank=128, qk_rope_head_dim=6, rope_parameters=YARN),
     ),
+    "v3-wide-experts": (
+        V3,
+        dict(q_lora_rank=20, n_group=1, topk_group=1, kv_lora_rank=128, qk_rope_head_dim=6, rope_parameters=YARN),
+    ),
 }  # fmt: skip
 
 

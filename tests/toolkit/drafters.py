@@ -113,8 +113,14 @@ class Script:
         return self.shapes.pop(0) if len(self.shapes) > 1 else self.shapes[0]
 
     def observe(
-        self, rows: int, shape: SpecConfig | None, seconds: float, accepted: list[int], best: list[tuple[int, int]] | None
+        self,
+        rows: int,
+        shape: SpecConfig | None,
+        seconds: float,
+        accepted: list[int],
+        best: list[tuple[int, int]] | None,
+        tokens: int,
     ) -> None:
-        assert seconds > 0 and all(0 <= a <= (shape.max_steps if shape else 0) for a in accepted)
+        assert seconds > 0 and tokens > 0 and all(0 <= a <= (shape.max_steps if shape else 0) for a in accepted)
         for a, (first, length) in zip(accepted, best or (), strict=best is not None):
             assert 0 <= first <= a and first <= length <= (shape.max_steps if shape else 0)

@@ -13,7 +13,7 @@ import torch
 from specdec.models.config import RopeConfig, parse_rope
 from specdec.train.__main__ import SPLITS, main
 from specdec.train.folder import check_same, fingerprint, prepare_out
-from specdec.train.head_files import rope_keys
+from specdec.train.heads.safeailab import rope_keys
 from specdec.train.settings import HeadRun, TargetRun
 from specdec.train.text import documents
 from specdec.train.text.documents import Document, read_documents

@@ -17,12 +17,13 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.shipped import draft_folder, prompts_file, target_folder
 from specdec.train.block_loss import block_loss
 from specdec.train.head import train_head
-from specdec.train.head_files import save_head
-from specdec.train.new_heads import new_head
+from specdec.train.heads.files import save
+from specdec.train.heads.fresh import new_head
 from specdec.train.selftext import frequent_ids
 from specdec.train.settings import HeadRun, TargetRun
+from specdec.train.states import States, read_rows
 from specdec.train.target import train_target
-from specdec.train.unroll import draft_steps, target_pass
+from specdec.train.unroll import draft_steps
 
 ROW = [0, 290, 411, 35, 1020, 77, 512, 933, 64, 1500, 8, 271]
 
@@ -41,10 +42,9 @@ def test_each_step_sees_what_drafting_sees(pair: SpecDecoder) -> None:
     head = pair.head
     assert isinstance(head, Eagle3Head)
     ids = torch.tensor([ROW])
-    features = target_pass(pair.model, ids, head.config.aux_layers).aux_TA
-    assert features is not None
+    features_1TF = read_rows(pair.model, ids, head.config.aux_layers).features_BTF
     P, num_steps = len(ROW) - 1, 4
-    steps = list(draft_steps(head, features[None, :P], ids[:, 1:], num_steps))
+    steps = list(draft_steps(head, features_1TF[:, :P], ids[:, 1:], num_steps))
     oracle = AutoModelForCausalLM.from_pretrained(target_folder(), dtype=torch.float64)
     dense = DenseHead(draft_folder(), oracle)
     for step in range(num_steps):
@@ -53,14 +53,21 @@ def test_each_step_sees_what_drafting_sees(pair: SpecDecoder) -> None:
             torch.testing.assert_close(steps[step][0, i].double(), alone, rtol=2e-4, atol=2e-4)
 
 
-def test_a_saved_head_is_the_head(pair: SpecDecoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_a_saved_head_is_the_head(layout: str, pair: SpecDecoder, tmp_path: Path) -> None:
     """Keeps out: names or fused rows mixed up on the way to disk.  bfloat16 weights survive a save and load unchanged."""
     assert isinstance(pair.head, Eagle3Head)
-    save_head(pair.head, tmp_path)
+    save(pair.head, tmp_path, layout, target_folder())
     again = SpecDecoder.from_pretrained(target_folder(), tmp_path, device="cpu", max_seq_len=64).head
     assert again is not None
-    for (name, a), b in zip(pair.head.state_dict().items(), again.state_dict().values()):
+    for (name, a), b in zip(pair.head.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+    assert again.config.format == layout and again.config.aux_layers == (1, 13, 24)
+    modes = [path.stat().st_mode & 0o777 for path in sorted(tmp_path.iterdir())]
+    assert len(modes) == 2 and modes[0] == modes[1], "whoever may read the config may read the weights"
+    if layout == "speculators":  # which refuses a config without
+        named = json.loads((tmp_path / "config.json").read_text())["speculators_config"]["verifier"]
+        assert named == {"name_or_path": str(target_folder()), "architectures": ["LlamaForCausalLM"]}
 
 
 def test_frequent_ids_are_the_most_frequent_ascending() -> None:
@@ -120,12 +127,13 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
     head = new_head(pair.model, (1, 13, 24), ids_V, HeadRun(kind=kind, width=48, longest_prompt=16))
     assert isinstance(head, PEagleHead | DFlashHead)
     row = torch.tensor([*ROW, -1, -1])
-    loss, share_S = block_loss(pair.model, head, row[None], ids_V, steps, 0.5, 100, torch.Generator().manual_seed(0))
-    out = target_pass(pair.model, row[None].clamp(min=0), (1, 13, 24))
-    target_TV = pair.model.logits(out.hidden_TH)[:, ids_V].softmax(-1)
+    seen = read_rows(pair.model, row[None], (1, 13, 24))
+    weight_VH = pair.model.lm_head.rows(ids_V)
+    loss, share_S = block_loss(head, seen, weight_VH, ids_V, steps, 0.5, 100, torch.Generator().manual_seed(0))
+    target_TV = pair.model.logits(seen.hidden_BTH[0])[:, ids_V].softmax(-1)
     total, right = [[] for _ in range(steps)], [[] for _ in range(steps)]
     for anchor in range(1, len(ROW) - 1):
-        hidden_1SH = head.drafts(out.aux_TA, row.clamp(min=0), torch.tensor([anchor]), steps)
+        (hidden_1SH,) = head.drafts(seen.features_BTF, seen.ids_BT, torch.tensor([[anchor]]), steps)
         before = [ROW[min(anchor + i, len(ROW) - 1)] for i in range(steps)]
         is_spark = isinstance(head, DSparkHead)
         logits_SV = (head.walk(hidden_1SH, torch.tensor([before])) if is_spark else head.logits(hidden_1SH))[0]
@@ -147,9 +155,18 @@ def test_the_loss_of_a_block_is_that_of_its_definition(kind: str, pair: SpecDeco
     assert share_S.tolist() == pytest.approx([sum(values) / max(1, len(values)) for values in right])
 
 
+def test_states_that_are_kept_are_those_of_a_pass(pair: SpecDecoder) -> None:
+    """Keeps out: rows that learn from another row's states, and states that change with the memory they may take."""
+    rows = torch.tensor([ROW, ROW[::-1], [7, *ROW[:-3], -1, -1]])
+    kept, computed = (States(pair.model, rows, (1, 13), size) for size in (1 << 30, 0))
+    assert kept.kept is not None and computed.kept is None
+    for a, b in zip(kept.of(torch.tensor([2, 0])), computed.of(torch.tensor([2, 0])), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 WRONG = [
     ("texts", 0), ("longest_prompt", 300), ("greedy_share", 1.5), ("steps", 0), ("kind", "medusa"), ("layers", 2),
-    ("markov", "gated"), ("markov_rank", 8), ("anchors", 3),
+    ("markov", "gated"), ("markov_rank", 8), ("anchors", 3), ("layout", "nemo"),
 ]  # fmt: skip
 
 

@@ -56,19 +56,8 @@ class BlockWorker(Drafter):
 
     def draft(self, state: BatchState, spec: SpecConfig, needs: Needs) -> DraftTree:
         """The next tree of every row, of the hidden states that the last extend or prefill left."""
-        S, hidden_BSH = spec.max_steps, self._rows(state).hidden_BSH[:, : spec.max_steps]
-        noise = self._noise(state, needs)
-        if isinstance(self.head, DSparkHead):
-            walk = Walk(self.head, hidden_BSH, noise)
-            return walk.chain(state.bonus_B) if spec.topk == 1 else walk.tree(state.bonus_B, spec)
-        logits_TW, head = self.head.logits(hidden_BSH.flatten(0, 1)), self.head
-        noise = noise and noise_of_levels(noise, S)
-        if spec.topk == 1:
-            tokens_BS = head.vocabulary.greedy(logits_TW, head.d2t_V, noise=noise).view(-1, S)
-            return DraftTree.chain(torch.cat((state.bonus_B[:, None], tokens_BS), dim=1))
-        logp_TK, tokens_TK = head.vocabulary.top(logits_TW, spec.topk, head.d2t_V, noise=noise)
-        logp_BSK, tokens_BSK = logp_TK.view(-1, S, spec.topk), tokens_TK.view(-1, S, spec.topk)
-        return best_paths(logp_BSK, tokens_BSK, state.bonus_B, spec.num_draft_tokens)
+        hidden_BSH = self._rows(state).hidden_BSH[:, : spec.max_steps]
+        return tree_of(self.head, hidden_BSH, state.bonus_B, spec, self._noise(state, needs))
 
     def extend(
         self,
@@ -112,6 +101,27 @@ class BlockWorker(Drafter):
     def _noise(self, state: BatchState, needs: Needs) -> Noise | None:
         """The noise of the tokens after the bonus tokens; None where the target adds none."""
         return noise_of(state.lens_B, state.sampling._replace(tables=None), needs) if needs.sampled else None
+
+
+def tree_of(
+    head: PEagleHead | DFlashHead, hidden_BSH: Tensor, bonus_B: Tensor, spec: SpecConfig, noise: Noise | None = None
+) -> DraftTree:
+    """The trees that follow from one pass.
+
+    hidden_BSH: the hidden states of the tokens after each bonus token, one for each level.
+    noise: of the tokens after the bonus tokens; None: the target adds none.
+    """
+    if isinstance(head, DSparkHead):
+        walk = Walk(head, hidden_BSH, noise)
+        return walk.chain(bonus_B) if spec.topk == 1 else walk.tree(bonus_B, spec)
+    logits_TW, S = head.logits(hidden_BSH.flatten(0, 1)), hidden_BSH.shape[1]
+    noise = noise and noise_of_levels(noise, S)
+    if spec.topk == 1:
+        tokens_BS = head.vocabulary.greedy(logits_TW, head.d2t_V, noise=noise).view(-1, S)
+        return DraftTree.chain(torch.cat((bonus_B[:, None], tokens_BS), dim=1))
+    logp_TK, tokens_TK = head.vocabulary.top(logits_TW, spec.topk, head.d2t_V, noise=noise)
+    logp_BSK, tokens_BSK = logp_TK.view(-1, S, spec.topk), tokens_TK.view(-1, S, spec.topk)
+    return best_paths(logp_BSK, tokens_BSK, bonus_B, spec.num_draft_tokens)
 
 
 class Walk:

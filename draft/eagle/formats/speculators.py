@@ -77,8 +77,8 @@ def read_eagle3(files: HeadFiles, target: ModelConfig | None, kind: str, keys: f
 
 def check_top(raw: dict[str, Any], where: str, kind: str, keys: frozenset[str]) -> None:
     """ValueError unless the keys that stand outside of the layers' config are those of that kind of head."""
-    if raw[MARK] != kind:
-        raise ValueError(f"{where}: {MARK} must be {kind!r}, got {raw[MARK]!r}")
+    if raw.get(MARK) != kind:
+        raise ValueError(f"{where}: {MARK} must be {kind!r}, got {raw.get(MARK)!r}")
     only_keys(raw, keys, where)
     version = text(raw, "speculators_version", where)
     if version is not None and version.partition(".")[0] != "0":

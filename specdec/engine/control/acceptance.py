@@ -8,20 +8,28 @@ the tree has for each node of a chain, and one number, `branching`, says how fas
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdec.config import SpecConfig
 
 # An observation counts 1/e after so many later ones, and after so many later rounds at least.  One row of one round is one.
-MEMORY, MEMORY_ROUNDS = 200.0, 6.0
-# The last rounds are also counted alone, over about so many observations.  If these are more than so many standard deviations
-# from what older ones promise, and there are so many of both at least, the text has changed; then so many are kept.
-LATELY, CHANGED, FEWEST, KEPT = 32.0, 2.8, 8.0, 4.0
-FIRST_GUESS = 0.7  # what the first level is assumed to accept before the first observation; other levels: as the one before it
-GUESS_WEIGHT = 2.0  # how many observations such an assumption is worth
+MEMORY, MEMORY_ROUNDS = 300.0, 6.0
+# The last rounds are also kept apart, in blocks of at least so many observations and two rounds.  If the last blocks together
+# are more than so many standard deviations from what older rounds promise, and there are so many observations of both at least,
+# the text has changed, and what is older than these blocks is forgotten.
+BLOCK, WINDOWS, CHANGED, FEWEST = 8, (1, 2, 3, 4, 6, 8, 12), 3.2, 8
+FIRST_GUESS, FIRST_WEIGHT = 0.7, 0.1  # what the first level is assumed to accept, and how many observations that is worth
+# Another level is assumed to accept as those above it, which is worth so many observations; and how many all levels above are
+# worth against the level itself, in the assumption for the next one.
+GUESS_WEIGHT, NEIGHBOUR_WEIGHT = 3.0, 12.0
+DOUBT = 0.7  # standard deviations that an optimist adds to what is not known well
 BRANCHING, MOST_BRANCHING = 0.85, 2.0  # trees of EAGLE-2's kind accept so; the first is assumed, the second is the limit
-BRANCHING_MEMORY, BRANCHING_WEIGHT = 2000.0, 10.0  # how slowly `branching` is forgotten, and what the assumption is worth
+MOST = 0.999  # no probability is taken to be higher
+# How slowly `branching` is forgotten, in observations and in rounds at least, and what the assumption is worth.
+BRANCHING_MEMORY, BRANCHING_ROUNDS, BRANCHING_WEIGHT = 1000.0, 250.0, 10.0
 
 
 @dataclass
@@ -35,7 +43,7 @@ class Branching:
         """What the odds are multiplied by in a tree of width x."""
         return math.exp(self.value * x)
 
-    def learn(self, x: float, chain: Sequence[float], refused: Sequence[int], rescued: Sequence[int], fade: float) -> None:
+    def learn(self, x: float, chain: Sequence[float], refused: Sequence[int], rescued: Sequence[int]) -> None:
         """Records, for each level of trees of width x, how many first choices were refused, and for how many of these another
         token of the level was accepted.  chain: the probabilities of first choices.
         """
@@ -50,8 +58,15 @@ class Branching:
             slope = x * p * odds / whole**2
             surprise += (found - tried * expected) * slope / (expected * (1 - expected))
             information += tried * slope**2 / (expected * (1 - expected))
-        self.information = max(BRANCHING_WEIGHT, self.information * fade) + information
+        self.information += information
         self.value = min(MOST_BRANCHING, max(0.0, self.value + surprise / self.information))
+
+
+class Sums(NamedTuple):
+    """Of all rounds up to one: for each level, how many rows reached it, and how many of these accepted there."""
+
+    reached: list[int]
+    accepted: list[int]
 
 
 class Acceptance:
@@ -64,32 +79,43 @@ class Acceptance:
 
     def __init__(self, levels: int) -> None:
         self.reached, self.accepted = [0.0] * levels, [0.0] * levels
-        self._lately = [[0.0, 0.0] for _ in range(levels)]  # the same of the last rounds alone
+        self._sums = Sums([0] * levels, [0] * levels)  # of all rounds, none of them forgotten
+        self._marks = deque([self._copied()], maxlen=WINDOWS[-1] + 1)  # these, at the ends of the last blocks
+        self._since = 0  # observations since the last of them
         self.branching = Branching()
         self._own = dict[SpecConfig, Branching]()
         self._widths = dict[SpecConfig, float]()
 
-    def of_chain(self, levels: int) -> list[float]:
-        """The probability with which each level of a chain is accepted, given that the one above it was."""
+    def of_chain(self, levels: int, known: int | None = None) -> list[float]:
+        """The probability with which each level of a chain is accepted, given that the one above it was.
+
+        known: levels below this one are taken as high as they may well be; None: no level is.
+        """
         found, guess = list[float](), FIRST_GUESS
-        for reached, accepted in zip(self.reached[:levels], self.accepted[:levels], strict=True):
-            guess = (accepted + GUESS_WEIGHT * guess) / (reached + GUESS_WEIGHT)
-            found.append(guess)
+        for level, (reached, accepted) in enumerate(zip(self.reached[:levels], self.accepted[:levels], strict=True)):
+            weight = reached + (GUESS_WEIGHT if level else FIRST_WEIGHT)
+            own = (accepted + (weight - reached) * guess) / weight
+            guess = (accepted + NEIGHBOUR_WEIGHT * guess) / (reached + NEIGHBOUR_WEIGHT) if level else own
+            if known is not None and level >= known:
+                own = min(MOST, own + DOUBT * math.sqrt(own * (1 - own) / weight))
+            found.append(own)
         return found
 
     def of(self, shape: SpecConfig) -> list[float]:
         """The same of a shape."""
         return self._shifted(self.of_chain(shape.max_steps), shape)
 
-    def accept_lengths(self, shapes: Sequence[SpecConfig | None]) -> list[float]:
+    def accept_lengths(self, shapes: Sequence[SpecConfig | None], runs: SpecConfig | None = None) -> list[float]:
         """The tokens that a round of each shape emits in a row that speculates, the bonus token included.
 
-        None: a round of no levels.
+        shapes: None is a round of no levels.  runs: the shape that runs; what its rounds do not tell is taken to be as good as
+        it may well be, so that other shapes are tried.  None: everything is taken as it is expected to be.
         """
-        chain, found = self.of_chain(len(self.reached)), list[float]()
+        chain, found = self.of_chain(len(self.reached), runs.max_steps if runs else None), list[float]()
+        doubts_trees = runs is not None and runs.topk == 1
         for shape in shapes:
             total, reach = 1.0, 1.0
-            for probability in self._shifted(chain[: shape.max_steps], shape) if shape else ():
+            for probability in self._shifted(chain[: shape.max_steps], shape, doubts_trees) if shape else ():
                 reach *= probability
                 total += reach
             found.append(total)
@@ -112,44 +138,82 @@ class Acceptance:
             else:
                 refused[first] += 1
                 rescued[first] += a > first
-        reached, lately = len(accepted), math.exp(-len(accepted) / max(LATELY, 2.0 * len(accepted)))
+        reached = len(accepted)
         for level in range(levels):
             reached -= ended[level]
             taken = reached - refused[level]
             self.reached[level] = self.reached[level] * fade + reached
             self.accepted[level] = self.accepted[level] * fade + taken
-            self._lately[level] = [self._lately[level][0] * lately + reached, self._lately[level][1] * lately + taken]
+            self._sums.reached[level] += reached
+            self._sums.accepted[level] += taken
             reached = taken
-        self._drop_what_is_over()
+        self._since += len(accepted)
+        if self._since >= max(BLOCK, 2 * len(accepted)):
+            self._since = 0
+            self._drop_what_is_over()
+            self._marks.append(self._copied())
+        self._age(len(accepted))
         if shape.topk > 1 and (x := self._width(shape)):
             own = self._own.setdefault(shape, Branching(self.branching.value))
-            chain, slow = self.of_chain(levels), math.exp(-len(accepted) / BRANCHING_MEMORY)
+            chain = self.of_chain(levels)
             for each in (own, self.branching):
-                each.learn(x, chain, refused[:levels], rescued, slow)
+                each.learn(x, chain, refused[:levels], rescued)
+
+    def _age(self, observations: int) -> None:
+        """What is known of trees grows old, whatever runs."""
+        slow = math.exp(-observations / max(BRANCHING_MEMORY, BRANCHING_ROUNDS * observations))
+        for each in (self.branching, *self._own.values()):
+            each.information = max(BRANCHING_WEIGHT, each.information * slow)
+
+    def _copied(self) -> Sums:
+        return Sums(list(self._sums.reached), list(self._sums.accepted))
 
     def _drop_what_is_over(self) -> None:
-        """Forgets what was seen of another text, if the last rounds show that the text has changed."""
-        for level, (reached, accepted) in enumerate(self._lately):
-            older = self.reached[level] - reached
-            if reached < FEWEST or older < FEWEST:
-                continue
-            p = (self.accepted[level] - accepted + 0.5) / (older + 1)
-            spread = math.sqrt(max(p * (1 - p), 0.01) * reached * (1 + reached / older))
-            if abs(accepted - reached * p) > CHANGED * spread:
-                # Most of the last rounds are from before the change, too, so little is kept of them.
-                kept = [min(1.0, KEPT / max(reached, 1e-9)) for reached, _ in self._lately]
-                self._lately = [[a * share, b * share] for (a, b), share in zip(self._lately, kept, strict=True)]
-                self.reached, self.accepted = [a for a, _ in self._lately], [b for _, b in self._lately]
-                return
+        """Forgets what is older than the last blocks if these show that the text has changed."""
+        found, most = 0, CHANGED**2
+        for blocks in WINDOWS:
+            if blocks > len(self._marks):
+                break
+            if (apart := self._apart(self._marks[-blocks])) > most:
+                found, most = blocks, apart
+        if found:
+            mark = self._marks[-found]
+            self.reached = [float(now - then) for now, then in zip(self._sums.reached, mark.reached, strict=True)]
+            self.accepted = [float(now - then) for now, then in zip(self._sums.accepted, mark.accepted, strict=True)]
+            while len(self._marks) > found:
+                self._marks.popleft()
 
-    def _shifted(self, chain: Sequence[float], shape: SpecConfig) -> list[float]:
-        """The probabilities of a chain's levels, with the odds that the shape's width makes of them."""
+    def _apart(self, mark: Sums) -> float:
+        """How many standard deviations, squared, the rounds since a mark are from older ones: at the level with the most."""
+        most = 0.0
+        for level, whole in enumerate(self.reached):
+            new = self._sums.reached[level] - mark.reached[level]
+            older = whole - new
+            if new < FEWEST:
+                break  # fewer reach the levels below
+            if older < FEWEST:
+                continue
+            hits = self._sums.accepted[level] - mark.accepted[level]
+            p = min(1.0, max(0.0, (self.accepted[level] - hits) / older))
+            apart = abs(hits - new * p) - 0.5
+            if apart > 0:
+                both = min(1 - 0.5 / whole, max(0.5 / whole, self.accepted[level] / whole))
+                most = max(most, apart * apart / (new * new * both * (1 - both) * (1 / new + 1 / older)))
+        return most
+
+    def _shifted(self, chain: Sequence[float], shape: SpecConfig, doubts: bool = False) -> list[float]:
+        """The probabilities of a chain's levels, with the odds that the shape's width makes of them.
+
+        doubts: whether the width is taken to be worth as much as it may well be.
+        """
         if shape.topk == 1:
             return list(chain)
         x, value = self._width(shape), self.branching.value
         if own := self._own.get(shape):
             known = own.information - BRANCHING_WEIGHT
             value += (own.value - value) * known / (known + BRANCHING_WEIGHT)
+        if doubts:
+            value = min(MOST_BRANCHING, value + DOUBT / math.sqrt((own or self.branching).information))
         odds = math.exp(value * x)
         return [probability * odds / (probability * odds + 1 - probability) for probability in chain]
 
@@ -163,6 +227,9 @@ class Acceptance:
         for level, reached in enumerate(self.reached):
             if reached > most:
                 self.reached[level], self.accepted[level] = most, self.accepted[level] * most / reached
+        self._since = 0
+        self._marks.clear()  # blocks would count for more than what they are compared with
+        self._marks.append(self._copied())
 
 
 def width(shape: SpecConfig) -> float:

@@ -1,8 +1,11 @@
 """SpecConfig("auto"): chooses the shape of each round (no levels, a chain or a tree) for the most tokens a second.
 
 A shape is worth its expected tokens (`acceptance.py`) over its cost at the batch's number of rows (`costs.py`).  What is chosen
-depends on verified rounds and their measured seconds alone.  Other shapes than the best one run now and then, because what is
-known of them grows old; such a round is a look.  A look loses some time, which an account pays for: a small share of all time
+depends on verified rounds and their measured seconds alone.
+
+Other shapes than the best one run now and then, because what is known of them grows old.  While a tree or a chain runs, another
+shape is judged by what it may well reach, as far as the running one's rounds do not tell.  While no levels run, nothing is told
+of drafts, and a round with a draft is a look.  A look loses some time, which an account pays for: a small share of all time
 goes into it, and a share that halves with every look that changed nothing.
 """
 
@@ -19,13 +22,11 @@ from specdec.engine.control.costs import Costs, Shape
 from specdec.limits import MAX_PAUSE
 
 GAIN = 0.015  # the threshold for another shape: it must promise this share more tokens per second
-# The share of time that looks may lose: after a change of shape, and after looks that changed nothing.
-PAUSED_LOOKING, DRAFTING_LOOKING = (0.004, 0.001), (0.01, 0.002)
+LOOKING = 0.008, 0.002  # the share of time that looks may lose: after a change of shape, and after looks that changed nothing
 MOST_SAVED = 3.0  # rounds' time that the account holds at most
 JUDGE_EVERY = 4  # rounds from one judgement of all shapes to the next
 LEAST_WAIT = 24  # rounds between two looks, at least
-TRUST = 30.0  # what was observed before a pause counts as so many observations when the drafter is looked at again
-CATCH_UP = 0.1  # what a drafter's catching up is taken to cost, as a share of a round of no levels
+TRUST = 10.0  # what was observed before a pause counts as so many observations when the drafter is looked at again
 FIRST_RUNS = 3  # where shapes can't be tried on the side, the first ones run so often to be measured; the first compiles
 
 
@@ -48,7 +49,7 @@ class Book:
 
     first: the shapes that are measured before anything is chosen.  best: the one last found the best; a look is none.
     account: seconds that looks may lose.  share: of all time, which goes there.  since: rounds since the last look.
-    turn: which kind of look is next.  missed: seconds that a shape would have saved, if it had been ready.
+    missed: seconds that a shape would have saved, if it had been ready.
     rounds: so many were chosen.  rates: as last judged, tokens a second and row.  judged: the share of rows and the
     shapes for which that was.
     """
@@ -57,18 +58,18 @@ class Book:
     first: list[SpecConfig]
     best: Shape = None
     account: float = 0.0
-    share: float = DRAFTING_LOOKING[0]
+    share: float = LOOKING[0]
     since: int = 0
-    turn: int = 0
     missed: dict[Shape, float] = field(default_factory=dict)
     rounds: int = 0
     rates: dict[Shape, float] = field(default_factory=dict)
-    judged: tuple[float, list[Shape]] | None = None
+    judged: tuple[float, Sequence[Shape]] | None = None
+    _knows_enough: bool = False
 
-    @property
     def knows_enough(self) -> bool:
         """Whether the first shapes and that of no levels have run or were tried."""
-        return all(self.costs.is_known(shape) for shape in (None, *self.first))
+        self._knows_enough = self._knows_enough or all(self.costs.is_known(shape) for shape in (None, *self.first))
+        return self._knows_enough
 
 
 class Controller:
@@ -82,26 +83,33 @@ class Controller:
     def __init__(self, shapes: Sequence[SpecConfig], tries: bool = False, ready_seconds: float = 0.0) -> None:
         assert shapes, "a drafter can grow some shape"
         self.shapes, self.tries, self.ready_seconds = tuple(shapes), tries, ready_seconds
+        self.all: tuple[Shape, ...] = (None, *self.shapes)
         self.acceptance = Acceptance(max(shape.max_steps for shape in shapes))
         self.books: dict[Size, Book] = {}
 
     # ---- what rounds have shown ----
 
     def observe(
-        self, size: Size, shape: Shape, seconds: float, accepted: Sequence[int], best: Sequence[tuple[int, int]] | None = None
+        self,
+        size: Size,
+        shape: Shape,
+        seconds: float,
+        accepted: Sequence[int],
+        best: Sequence[tuple[int, int]] | None = None,
+        tokens: int = 0,
     ) -> None:
         """A round was verified.
 
         seconds: from the end of the round before it to its own end.  accepted: of each row that speculates, how many draft
-        tokens it took.  best: of each of these rows, see Emitted; None for a chain.
+        tokens it took.  best: of each of these rows, see Emitted; None for a chain.  tokens: of all rows when the round began.
         """
-        self._book(size).costs.observe(shape, seconds)
+        self._book(size).costs.observe(shape, seconds, tokens)
         if shape is not None and accepted:
             self.acceptance.observe(shape, accepted, best)
 
-    def tried(self, size: Size, shape: Shape, seconds: float) -> None:
-        """A shape was tried on the side."""
-        self._book(size).costs.tried(shape, seconds)
+    def tried(self, size: Size, shape: Shape, seconds: float, tokens: int = 0) -> None:
+        """A shape was tried on the side, with rows of so many tokens together."""
+        self._book(size).costs.tried(shape, seconds, tokens)
 
     # ---- what runs next ----
 
@@ -111,14 +119,14 @@ class Controller:
         A shape is worth it once the rounds without it have lost as much time as it takes to make ready.  So no more is ever
         paid than twice what the best choice in hindsight would have paid.
         """
+        if len(ready) > len(self.shapes):
+            return []
         book = self._book(size)
         if first := [shape for shape in dict.fromkeys((None, *book.first, book.best)) if shape not in ready]:
             return first
-        if not book.knows_enough:
+        if not book.knows_enough() or book.rounds % JUDGE_EVERY:
             return []
-        if len(ready) > len(self.shapes) or book.rounds % JUDGE_EVERY:
-            return []
-        rates = self.rates(size, share, (None, *self.shapes))
+        rates = self.rates(size, share, self.all, book.best)
         best = max(rates, key=lambda shape: rates[shape])
         if best in ready:
             return []
@@ -129,29 +137,33 @@ class Controller:
         book.missed.clear()
         return [best]
 
-    def choose(self, size: Size, share: float, pause: int, ready: Collection[Shape] | None = None) -> Shape:
+    def choose(self, size: Size, share: float, pause: int, ready: Sequence[Shape] | None = None) -> Shape:
         """The shape of the next round; None: no levels.
 
         share: of the running rows, those that speculate; the others gain nothing from a draft and wait for it.
         pause: rounds of no levels since the drafter last caught up.  ready: shapes that may run; None: all.
         """
-        usable = [shape for shape in (None, *self.shapes) if ready is None or shape in ready]
+        usable = self.all if ready is None else ready
         book = self._book(size)
         if unmeasured := self._unmeasured(book, usable):
             return unmeasured[0]
         if book.rounds % JUDGE_EVERY == 0 or book.judged != (share, usable):
-            book.judged, book.rates = (share, usable), self.rates(size, share, usable)
-            best = max(usable, key=lambda shape: book.rates[shape])
-            is_better = book.best not in book.rates or book.rates[best] >= (1 + GAIN) * book.rates[book.best]
+            book.judged, book.rates = (share, usable), self.rates(size, share, usable, book.best)
+            best, most = max(book.rates.items(), key=lambda item: item[1])
+            is_better = book.best not in book.rates or most >= (1 + GAIN) * book.rates[book.best]
             if is_better and best != book.best:
-                book.best, book.share = best, _looking(best)[0]
+                book.best, book.share = best, LOOKING[0]
         book.rounds += 1
         return self._look(book, share, pause)
 
-    def rates(self, size: Size, share: float, shapes: Sequence[Shape]) -> dict[Shape, float]:
-        """Expected tokens a second and row."""
-        costs, lengths = self._book(size).costs, self.acceptance.accept_lengths(shapes)
-        return {shape: (1 + share * (length - 1)) / costs.of(shape) for shape, length in zip(shapes, lengths, strict=True)}
+    def rates(self, size: Size, share: float, shapes: Sequence[Shape], runs: Shape = None) -> dict[Shape, float]:
+        """Tokens a second and row: as expected, or where a shape runs, what others may well reach of which less is known."""
+        costs, lengths = self._book(size).costs, self.acceptance.accept_lengths(shapes, runs)
+        found = dict[Shape, float]()
+        for shape, length in zip(shapes, lengths, strict=True):
+            least = 1.0 if runs is None or shape == runs else 1 - costs.doubt(shape)
+            found[shape] = (1 + share * (length - 1)) / (least * costs.of(shape))
+        return found
 
     def reason(self, size: Size, share: float = 1.0) -> str:
         """What runs at that size, and why."""
@@ -187,45 +199,28 @@ class Controller:
     def _unmeasured(self, book: Book, usable: Sequence[Shape]) -> list[Shape]:
         """The shapes to run because too little is known of costs; none if enough is."""
         if self.tries:  # what was tried is read a round late
-            return [] if book.knows_enough else [shape for shape in book.first if shape in usable]
+            return [] if book.knows_enough() else [shape for shape in book.first if shape in usable]
         return [shape for shape in (*book.first, None) if book.costs.runs(shape) < FIRST_RUNS]
 
     def _look(self, book: Book, share: float, pause: int) -> Shape:
         """The best shape, or another one to be looked at."""
         best, rates = book.best, book.rates
-        cost = book.costs.of(best)
+        if best is not None:
+            return best  # what is doubtful of other shapes speaks for them, so they run when they may be better
+        cost = book.costs.of(None)
         book.account, book.since = min(book.account + book.share * cost, MOST_SAVED * cost), book.since + 1
-        if book.since < LEAST_WAIT or (best is None and pause < MAX_PAUSE):
-            return best  # a look after a pause waits until the drafter has to catch up anyway
-        turns = _TURNS[_kind(best)]
-        kinds = turns[book.turn % len(turns)]
-        looks = [shape for shape in rates if _kind(shape) in kinds]
+        if book.since < LEAST_WAIT or pause < MAX_PAUSE:
+            return None  # a look waits until the drafter has to catch up anyway
+        looks = [shape for shape in rates if shape is not None]
         if not looks:
-            book.turn += 1
-            return best
+            return None
         look = max(looks, key=lambda shape: rates[shape])
-        price = book.costs.of(look) - self._tokens(look, share) / rates[best]
-        if look is None:
-            price += CATCH_UP * book.costs.of(None)
-        if price > book.account:
-            return best
-        book.account, book.since, book.turn = 0.0, 0, book.turn + 1
-        book.share = max(_looking(best)[1], book.share / 2)
-        if best is None:
-            self.acceptance.trust(TRUST)
+        if book.costs.of(look) - self._tokens(look, share) / rates[None] > book.account:
+            return None
+        book.account, book.since = 0.0, 0
+        book.share = max(LOOKING[1], book.share / 2)
+        self.acceptance.trust(TRUST)
         return look
-
-
-# What is looked at in turn while a shape of some kind runs.  A tree tells of chains, too, so no chain is looked at then.
-_TURNS = {"none": (("chain", "tree"),), "chain": (("tree",), ("none",), ("tree",)), "tree": (("none",),)}
-
-
-def _kind(shape: Shape) -> str:
-    return "none" if shape is None else "chain" if shape.topk == 1 else "tree"
-
-
-def _looking(best: Shape) -> tuple[float, float]:
-    return PAUSED_LOOKING if best is None else DRAFTING_LOOKING
 
 
 def _apart(one: Size, other: Size) -> float:

@@ -1,20 +1,56 @@
 """What a round of each shape costs at one batch size, in seconds: as measured, or estimated from other shapes.
 
-Shapes are measured at different times, and all costs drift alike as texts grow: the drift that the running shape shows is added
-to what was measured of the others.  A shape that was tried (run on the side, its results thrown away) counts as measured until
-it has run; a shape of which nothing is known lies on a line through its neighbours.
+Shapes are measured at different times.  A round reads the keys and values of all rows, so its cost grows with their tokens, by
+as much for one shape as for another: that growth is learned from the shapes that run, and taken off.  What a shape shows beyond
+it while it runs steadily (a GPU that slows down, another program) is added to what was measured of the others.  A shape that
+was tried (run on the side, its results thrown away) counts as measured until it has run; a shape of which nothing is known lies
+on a line through its neighbours.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
 
 from specdec.config import SpecConfig
 
 Shape = SpecConfig | None  # None: a round of no levels, plain decoding that keeps what the drafter will need
 
-SMOOTHING = 0.15  # the weight of the newest cost in the moving average,
+SMOOTHING = 0.15  # the weight of the newest cost in the moving average; more for the first ones,
 MOST_GROWTH = 1.3  # which counts as so much of the average at most: what held one round up says little of the next
+# All costs move with that of a shape which so many of so many last rounds had: what a shape shows in fewer rounds in a row may
+# be its own, and what is known of it too old.
+STEADY, LAST = 12, 16
+MOST_DRIFT = 0.25  # and by this share at most: a shape that is taken to be too cheap runs and shows it, one too dear never does
 GUESS_AGAIN = 32  # rounds of a shape after which what is not known is guessed anew
-SETTLING = 4  # so many costs of a shape are counted by their least, because something may have disturbed one of them
+SETTLING = 4  # so many costs of a shape are counted by the lower median, because something may have disturbed one of them
+DOUBT, DOUBT_GROWS = 0.03, 2000.0  # which share less a shape may cost than is known, and the rounds in which that grows
+GROWTH_MEMORY = 500.0  # rounds that the growth with the rows' tokens is learned from
+SLOWLY = 0.02  # the weight of the newest round in the averages that it is learned from
+NO_GROWTH = 1e6  # tokens squared: unless tokens have differed by far more, the growth is taken to be small
+MOST_OF_COST = (
+    0.5  # the share of a round that the rows' tokens are taken to cost at most: a machine that slows down looks alike
+)
+
+
+@dataclass
+class Measured:
+    """What was measured of one shape.
+
+    seconds, tokens: moving averages over its rounds.  far_seconds, far_tokens: over more of them.
+    drift: Costs._drift at the last of them.  at: when that was, in rounds of any shape.  runs: how many were measured.
+    tried: what a trial showed, if there was one before the first round.  first: the first rounds.
+    """
+
+    seconds: float
+    tokens: float
+    drift: float
+    tried: Measured | None = None
+    far_seconds: float = 0.0
+    far_tokens: float = 0.0
+    first: list[float] = field(default_factory=list)
+    runs: int = 0
+    at: int = 0
 
 
 class Costs:
@@ -22,86 +58,122 @@ class Costs:
 
     first_counts: whether a shape's first round tells its cost; not where it also compiles.
     like: costs of another batch size, from which those of shapes are told that were never measured at this one.
+    tokens: of all rows together in the next round.  growth: seconds that a round takes longer for each of them.
     """
 
     def __init__(self, first_counts: bool, like: Costs | None = None) -> None:
         self.first_counts, self.like = first_counts, like
-        self._seconds: dict[Shape, float] = {}
-        self._drift_at: dict[Shape, float] = {}  # _drift when the shape was measured
-        self._drift = 0.0
-        self._surprise: dict[Shape, float] = {}  # what a shape that had been tried took more when it ran
-        self._seen: dict[Shape, int] = {}
+        self.tokens, self.growth = 0.0, 0.0
+        self._measured: dict[Shape, Measured] = {}
+        self._skipped = set[Shape]()  # shapes that have run once, which did not count
+        self._drift, self._rounds = 0.0, 0
+        self._last = deque[Shape](maxlen=LAST)
+        self._squares = self._products = 0.0  # of what tokens, and tokens and seconds, were apart from a shape's averages
+        self._late = -1, 0.0  # what _least_surprise found, and after how many rounds
         self._guesses: dict[Shape, float] = {}  # of shapes of which nothing is known, without drift; made anew now and then
 
-    def tried(self, shape: Shape, seconds: float) -> None:
-        """Records the seconds of a round on the side."""
-        if shape not in self._surprise and self.runs(shape) == 0:
-            self._seconds[shape], self._drift_at[shape] = seconds, self._drift
+    def tried(self, shape: Shape, seconds: float, tokens: float = 0.0) -> None:
+        """Records the seconds of a round on the side.  tokens: of all rows together."""
+        if self.runs(shape) == 0:
+            self._measured[shape] = Measured(seconds, tokens, self._drift)
             self._guesses.clear()
 
-    def observe(self, shape: Shape, seconds: float) -> None:
+    def observe(self, shape: Shape, seconds: float, tokens: float = 0.0) -> None:
         """Records the seconds from the end of the round before this one to its own end."""
-        known = self._known(shape)
-        seen = self._seen[shape] = self.runs(shape) + 1
-        if seen <= SETTLING or seen % GUESS_AGAIN == 0:
+        self.tokens = tokens
+        self._rounds += 1
+        self._last.append(shape)
+        known = self._measured.get(shape)
+        if known is None and not self.first_counts and shape not in self._skipped:
+            self._skipped.add(shape)
+            return
+        if known is None or known.runs == 0:
+            known = self._measured[shape] = Measured(seconds, tokens, self._drift, tried=known)
+        known.runs, known.at = known.runs + 1, self._rounds
+        if known.runs <= SETTLING or known.runs % GUESS_AGAIN == 0:
             self._guesses.clear()
-        if seen == 1:
-            if not self.first_counts and known is None:
-                return
-            if known is not None:
-                self._surprise[shape] = seconds - known
-            value = seconds
-        elif known is None:
-            value = seconds
-        elif seen <= SETTLING:
-            value = min(known, seconds)
-            if shape in self._surprise:
-                self._surprise[shape] += value - known
-        else:
-            value = known + SMOOTHING * (min(seconds, MOST_GROWTH * known) - known)
-            self._drift += value - known
-        self._seconds[shape], self._drift_at[shape] = value, self._drift
+        if known.runs <= SETTLING:
+            known.first.append(seconds)
+            known.seconds = sorted(known.first)[(len(known.first) - 1) // 2]
+            known.tokens += (tokens - known.tokens) / known.runs
+            known.far_seconds, known.far_tokens, known.drift = known.seconds, known.tokens, self._drift
+            return
+        self._learn(known, seconds, tokens)
+
+    def _learn(self, known: Measured, seconds: float, tokens: float) -> None:
+        """Adds a round to a shape's averages, and learns from it what holds for all shapes."""
+        expected, weight, slow = self._seconds(known, tokens), max(SMOOTHING, 1 / known.runs), max(SLOWLY, 1 / known.runs)
+        surprise, apart = min(seconds, MOST_GROWTH * expected) - expected, tokens - known.tokens
+        known.seconds = expected - self.growth * apart + weight * (surprise + self.growth * apart)
+        known.tokens += weight * apart
+        fade, far, long_ago = 1 - 1 / GROWTH_MEMORY, tokens - known.far_tokens, expected + surprise - known.far_seconds
+        self._squares, self._products = self._squares * fade + far * far, self._products * fade + far * long_ago
+        known.far_tokens, known.far_seconds = known.far_tokens + slow * far, known.far_seconds + slow * long_ago
+        most = MOST_OF_COST * expected / max(1.0, tokens)
+        self.growth = min(most, max(0.0, self._products / (self._squares + NO_GROWTH)))
+        if self._last.count(self._last[-1]) >= STEADY:
+            self._drift += weight * surprise
+        known.drift = self._drift
 
     def runs(self, shape: Shape) -> int:
         """How many rounds of a shape were measured."""
-        return self._seen.get(shape, 0)
+        return self._measured[shape].runs if shape in self._measured else int(shape in self._skipped)
 
     def is_known(self, shape: Shape) -> bool:
         """Whether the shape has run or was tried."""
-        return shape in self._seconds
+        return shape in self._measured
+
+    def doubt(self, shape: Shape) -> float:
+        """Which share less the shape may well cost: nothing if it ran lately, more the longer that is ago."""
+        known = self._measured.get(shape)
+        if known is None or known.runs < SETTLING:
+            return DOUBT
+        return DOUBT * min(1.0, (self._rounds - known.at) / DOUBT_GROWS)
 
     def of(self, shape: Shape) -> float:
-        """Seconds of a round.  Something must be known."""
-        known = self._known(shape)
+        """Seconds of a round with the rows as they are.  Something must be known."""
+        known = self._measured.get(shape)
         if known is not None:
-            # Of what was tried and has not run, the least is taken off that others took more when they ran: where the host is
-            # slower than the device, it is slower for cheap rounds than for others.
-            late = self._surprise.values() if self.runs(shape) == 0 else ()
-            return known + max(0.0, min(late, default=0.0))
+            return self._seconds(known, self.tokens) + (self._least_surprise() if known.runs == 0 else 0.0)
         if shape not in self._guesses:
             self._guesses[shape] = self._guess(shape) - self._drift
         return max(1e-9, self._guesses[shape] + self._drift)
 
+    def _seconds(self, known: Measured, tokens: float) -> float:
+        """What was measured, as it would be now with so many tokens."""
+        drift = min(MOST_DRIFT * known.seconds, self._drift - known.drift)
+        return max((1 - MOST_OF_COST) * known.seconds, known.seconds + drift + self.growth * (tokens - known.tokens))
+
+    def _least_surprise(self) -> float:
+        """The least that shapes took more when they ran than when they were tried.
+
+        Where the host is slower than the device, it is slower for cheap rounds than for others.
+        """
+        if self._late[0] == self._rounds:
+            return self._late[1]
+        late = [
+            self._seconds(ran, self.tokens) - self._seconds(ran.tried, self.tokens)
+            for ran in self._measured.values()
+            if ran.tried is not None
+        ]
+        self._late = self._rounds, max(0.0, min(late, default=0.0))
+        return self._late[1]
+
     def _guess(self, shape: Shape) -> float:
         """Seconds of a shape of which nothing is known."""
         if self.like is not None and self.like.is_known(shape):
-            both = [other for other in self._seconds if self.like.is_known(other)]
+            both = [other for other in self._measured if self.like.is_known(other)]
             if both:
                 return self.like.of(shape) * sum(map(self.of, both)) / sum(map(self.like.of, both))
         levels, nodes = (shape.max_steps, shape.num_draft_tokens) if shape else (0, 1)
         return self._chain(levels) + max(0, nodes - levels - 1) * self._node()
 
-    def _known(self, shape: Shape) -> float | None:
-        if shape not in self._seconds:
-            return None
-        return max(1e-9, self._seconds[shape] + self._drift - self._drift_at[shape])
-
     def _chain(self, levels: int) -> float:
         """Seconds of a chain of so many levels, on the line through the nearest two that are known."""
-        chains = ((shape.max_steps if shape else 0, shape) for shape in self._seconds if shape is None or shape.topk == 1)
+        chains = ((shape.max_steps if shape else 0, shape) for shape in self._measured if shape is None or shape.topk == 1)
         known = {depth: self.of(shape) for depth, shape in chains}
         if not known:
-            return min(self.of(shape) for shape in self._seconds)
+            return min(self.of(shape) for shape in self._measured)
         if levels in known or len(known) == 1:
             return known.get(levels, next(iter(known.values())))
         near, other = sorted(sorted(known, key=lambda depth: (abs(depth - levels), depth))[:2])
@@ -112,7 +184,7 @@ class Costs:
         """What each node costs that a tree has more than a chain as deep."""
         found = [
             (self.of(shape) - self._chain(shape.max_steps)) / more
-            for shape in self._seconds
+            for shape in self._measured
             if shape is not None and shape.topk > 1 and (more := shape.num_draft_tokens - shape.max_steps - 1) > 0
         ]
         return max(0.0, min(found, default=0.0))

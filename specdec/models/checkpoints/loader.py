@@ -148,9 +148,7 @@ def fill_linear(
     """
     named = {ONLY: names} if isinstance(names, str) else names
     formats = {name: checkpoint.format_of(name) for name in named.values()}
-    if len(set(formats.values())) > 1:
-        found = ", ".join(f"{name} is {describe(format) if format else 'ordinary numbers'}" for name, format in formats.items())
-        raise ValueError(f"{checkpoint.folder}: parts of one matrix must be stored alike, but {found}")
+    _expect_alike(checkpoint, "parts of one matrix", formats)
     for part, name in named.items():
         own = arrange.get(part) if isinstance(arrange, Mapping) else arrange
         if (format := formats[name]) is None:
@@ -166,6 +164,14 @@ def fill_linear(
             checkpoint.ignore(f"{name}.{ending}")
 
 
+def _expect_alike(checkpoint: Checkpoint, what: str, formats: Mapping[str, Format | None]) -> None:
+    """ValueError, with one name for each way to store a matrix, if there are several."""
+    ways = {format: name for name, format in formats.items()}
+    if len(ways) > 1:
+        found = ", ".join(f"{name} is {describe(format) if format else 'ordinary numbers'}" for format, name in ways.items())
+        raise ValueError(f"{checkpoint.folder}: {what} must be stored alike, but {found}")
+
+
 def _fill_codes(
     linear: Linear, checkpoint: Checkpoint, part: str, name: str, format: Format, arrange: Arrange | None
 ) -> None:  # fmt: skip
@@ -176,30 +182,31 @@ def _fill_codes(
         raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
-def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str) -> None:
-    """Fills a matrix without parts and bias with ordinary numbers, however the checkpoint stores them."""
+def fill_numbers(linear: Linear, checkpoint: Checkpoint, name: str, arrange: Arrange | None = None) -> None:
+    """Fills a matrix without parts and bias with ordinary numbers, however the checkpoint stores them.  See `copy_`."""
     stored, format = linear.tensors()["weight"], checkpoint.format_of(name)
     if format is None or isinstance(format, RoundToNearest):
-        copy_run(stored, checkpoint, f"{name}.weight")
+        copy_run(stored, checkpoint, f"{name}.weight", arrange)
         return
     numbers = format.read(checkpoint, name, linear.shape(), stored.tensor.device).numbers(stored.tensor.dtype)
     with torch.no_grad():
-        stored.tensor.copy_(stored.run(numbers))
+        stored.tensor.copy_(stored.run(numbers if arrange is None else arrange(numbers)))
 
 
 def fill_stack(stack: LinearStack, checkpoint: Checkpoint, prefix: str) -> None:
     """Fills matrices whose names are a number below the prefix, and then the name of a part."""
-    for index in range(stack.count):
-        for part in stack.parts.sizes:
-            name = f"{prefix}.{index}.{part}"
-            if (format := checkpoint.format_of(name)) is None:
-                for ending, stored in stack.tensors(index, part).items():
-                    copy_run(stored, checkpoint, f"{name}.{ending}")
-                continue
-            try:
-                stack.fill(index, part, format.read(checkpoint, name, stack.shape(part), stack.device))
-            except ValueError as error:
-                raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
+    names = {(index, part): f"{prefix}.{index}.{part}" for index in range(stack.count) for part in stack.parts.sizes}
+    formats = {name: checkpoint.format_of(name) for name in names.values()}
+    _expect_alike(checkpoint, "all experts of a layer", formats)
+    for (index, part), name in names.items():
+        if (format := formats[name]) is None:
+            for ending, stored in stack.tensors(index, part).items():
+                copy_run(stored, checkpoint, f"{name}.{ending}")
+            continue
+        try:
+            stack.fill(index, part, format.read(checkpoint, name, stack.shape(part), stack.device))
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.folder}: {name}: {error}") from error
 
 
 def fill_parts(linear: Linear, checkpoint: Checkpoint, prefix: str, arrange: Arrange | None = None) -> None:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from specdec.models.checkpoints.config_values import flag, mapping, text, whole
-from specdec.models.schemes.formats import Awq, Format, Fp4, Fp8, Gptq, PackedInts, RoundToNearest
+from specdec.models.schemes.formats import MX_BLOCK, Awq, ExpertBlocks, Format, Fp4, Fp8, Gptq, PackedInts, RoundToNearest
 
 METHODS = {  # by quant_method, and what of it is read
     "compressed-tensors": "fp8 by tensor, channel or block; int4 and int8 by group or channel, zeros or none; nvfp4, mxfp4",
@@ -21,6 +21,7 @@ METHODS = {  # by quant_method, and what of it is read
     "gptq": "int4 and int8 in order (desc_act false), both layouts",
     "modelopt": "fp8 and nvfp4, weights alone",
 }
+OF_FAMILIES = {"mxfp4": "gpt-oss's own checkpoints: experts in mxfp4, and all else in ordinary numbers"}  # by its config
 ROUNDED: dict[str, RoundToNearest] = {"fp8": RoundToNearest("e4m3", 0), "int4": RoundToNearest("int4", 128)}
 HEAD = "lm_head"
 
@@ -68,14 +69,21 @@ class Quantization:
     @property
     def groups(self) -> tuple[int, ...]:
         """Columns of a scale, of each format that has scales for groups."""
-        found = [
-            getattr(f, "group", 0) or (f.block[1] if isinstance(f, Fp8) and f.per == "block" else 0) for _, f in self.formats
-        ]
+        found = [_group_of(format) for _, format in self.formats]
         return tuple(sorted({group for group in found if group}))
 
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(describe(format) for _, format in self.formats))
         return f"{kinds} ({self.method})"
+
+
+def _group_of(format: Format) -> int:
+    if isinstance(format, ExpertBlocks):
+        return MX_BLOCK
+    if isinstance(format, Fp8):
+        return format.block[1] if format.per == "block" else 0
+    assert isinstance(format, Awq | Fp4 | Gptq | PackedInts | RoundToNearest)
+    return format.group
 
 
 def describe(format: Format) -> str:
@@ -85,6 +93,8 @@ def describe(format: Format) -> str:
         return f"fp8, a scale for each {scaled}"
     if isinstance(format, Fp4):
         return "nvfp4, weights alone" if format.whole else "mxfp4, weights alone"
+    if isinstance(format, ExpertBlocks):
+        return "experts in mxfp4, weights alone"
     if isinstance(format, RoundToNearest):
         groups = f"{format.group} columns" if format.group else "row"
         return f"{'fp8' if format.kind == 'e4m3' else format.kind}, a scale for each {groups}"
@@ -103,6 +113,8 @@ def round_to_nearest(to: str) -> Quantization:
 def parse_quantization(scheme: dict[str, Any], where: str) -> Quantization:
     """ValueError names `where`, the key, what was expected and what was found."""
     method = text(scheme, "quant_method", where)
+    if method in OF_FAMILIES:
+        raise ValueError(f"{where}: quant_method {method!r} is that of {OF_FAMILIES[method]}, got it for another model")
     if method not in METHODS:
         raise ValueError(
             f"{where}: quant_method must be one of {', '.join(METHODS)}, got {method!r}; nearest thing that works: the same "

@@ -8,6 +8,7 @@ Shapes: O rows, I columns, G groups of a row's columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -18,6 +19,7 @@ from specdec.models.schemes.rows import CodedRows
 from specdec.ops.quantised.codes import Kind, quantise, unpack
 
 ADDED = {4: 8, 8: 128}  # to signed integers of so many bits, to store them unsigned
+MX_BLOCK = 32  # columns that share a scale in mxfp4
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first
 
 
@@ -35,9 +37,17 @@ class Source(Protocol):
 
 
 class Format(Protocol):
-    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape."""
+    """How a matrix lies in a checkpoint.  packs: whether no tensor of it has the matrix's own shape.
+
+    endings: of the names of its tensors.  may_end: of tensors that may be there, too.
+    """
 
     packs: ClassVar[bool]
+
+    @property
+    def endings(self) -> tuple[str, ...]: ...
+    @property
+    def may_end(self) -> tuple[str, ...]: ...
 
     def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
         """The matrix of that name and shape, on the device.  ValueError if a tensor is missing or of another shape."""
@@ -59,6 +69,11 @@ class Fp8:
     per: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (128, 128)
     packs: ClassVar[bool] = False
+    may_end: ClassVar[tuple[str, ...]] = ("input_scale",)  # of activations, which are not rounded here
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return "weight", self.scale
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.{self.scale}" in source
@@ -67,7 +82,7 @@ class Fp8:
         O, I = shape
         numbers = source.take_codes(f"{name}.weight", shape, "F8_E4M3").to(device)
         source.landed(f"{name}.weight", numbers)
-        source.ignore(f"{name}.input_scale")  # of activations, which are not rounded here
+        _ignore(source, name, self.may_end)
         scale_name, group = f"{name}.{self.scale}", 0
         if self.per == "block":
             rows, group = self.block
@@ -89,6 +104,11 @@ class PackedInts:
     group: int
     symmetric: bool
     packs: ClassVar[bool] = True
+    may_end: ClassVar[tuple[str, ...]] = ("weight_g_idx",)  # which `read` refuses by name
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return "weight_packed", "weight_scale", "weight_shape", *(() if self.symmetric else ("weight_zero_point",))
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.weight_packed" in source
@@ -119,6 +139,8 @@ class Awq:
 
     group: int
     packs: ClassVar[bool] = True
+    endings: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    may_end: ClassVar[tuple[str, ...]] = ()
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
@@ -151,6 +173,8 @@ class Gptq:
     symmetric: bool
     added: int
     packs: ClassVar[bool] = True
+    endings: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    may_end: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.qweight" in source
@@ -191,6 +215,15 @@ class Fp4:
     divides: bool = False
     packs: ClassVar[bool] = True
 
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return self.weight, "weight_scale", *((self.whole,) if self.whole else ())
+
+    @property
+    def may_end(self) -> tuple[str, ...]:
+        """Scales of activations, which are not rounded here."""
+        return ("input_scale", "input_global_scale") if self.whole else ()
+
     def has(self, source: Source, name: str) -> bool:
         return f"{name}.weight_scale" in source and (not self.whole or f"{name}.{self.whole}" in source)
 
@@ -206,13 +239,47 @@ class Fp4:
         if not self.whole:
             scales_OG = power_of_two(source.take_integers(scale_name, grid).to(device))
         else:
-            source.ignore(f"{name}.input_scale")
-            source.ignore(f"{name}.input_global_scale")
+            _ignore(source, name, self.may_end)
             scales_OG = source.take_codes(scale_name, grid, "F8_E4M3").to(device).float()
             of_all = _scale(source, f"{name}.{self.whole}", _one_of(source, f"{name}.{self.whole}", (), (1,)), device).float()
             scales_OG = scales_OG / of_all if self.divides else scales_OG * of_all
         source.landed(scale_name, scales_OG)
         return CodedRows("e2m1", codes_OI, scales_OG, None, self.group)
+
+
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """gpt-oss's own layout: a projection of all experts of a layer in two tensors, mxfp4 in blocks of 32 columns.
+
+    The rows of an expert's gate and up projections alternate; they are read as they lie.  experts: how many there are.
+    """
+
+    experts: int
+    packs: ClassVar[bool] = True
+    endings: ClassVar[tuple[str, ...]] = ()  # its names have no dot before their endings
+    may_end: ClassVar[tuple[str, ...]] = ()
+
+    def has(self, source: Source, name: str) -> bool:
+        return f"{name}_blocks" in source
+
+    def read(self, source: Source, name: str, shape: tuple[int, int], device: torch.device) -> CodedRows:
+        """The rows of all experts, one expert's after another's."""
+        rows, columns = shape
+        parts = list(self.matrices(source, name, (rows // self.experts, columns), device))
+        scales_OG = torch.cat([part.scales_PG for part in parts])
+        return parts[0]._replace(codes_PI=torch.cat([part.codes_PI for part in parts]), scales_PG=scales_OG)
+
+    def matrices(
+        self, source: Source, name: str, shape: tuple[int, int], device: torch.device
+    ) -> Iterator[CodedRows]:  # fmt: skip
+        """Each expert's matrix, of that shape."""
+        (O, I), E = shape, self.experts
+        blocks = _bytes(source, f"{name}_blocks", (E, O, I // MX_BLOCK, MX_BLOCK // 2))
+        exponents = _bytes(source, f"{name}_scales", (E, O, I // MX_BLOCK))
+        for packed, own in zip(blocks, exponents):
+            packed, scales_OG = packed.to(device).flatten(1), power_of_two(own.to(device))
+            source.landed(f"{name}_scales", scales_OG)
+            yield CodedRows("e2m1", torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scales_OG, None, MX_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -222,6 +289,8 @@ class RoundToNearest:
     kind: Kind
     group: int
     packs: ClassVar[bool] = False
+    endings: ClassVar[tuple[str, ...]] = ("weight",)
+    may_end: ClassVar[tuple[str, ...]] = ()
 
     def has(self, source: Source, name: str) -> bool:
         return True
@@ -262,6 +331,18 @@ def _relative(zeros: Tensor, bits: int) -> Tensor:
 
 def _inverse() -> list[int]:
     return [AWQ_ORDER.index(column) for column in range(8)]
+
+
+def _ignore(source: Source, name: str, endings: tuple[str, ...]) -> None:
+    for ending in endings:
+        source.ignore(f"{name}.{ending}")
+
+
+def _bytes(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    found = source.take_integers(name, shape)
+    if found.dtype != torch.uint8:
+        raise source.refuse(name, f"must hold bytes (U8), got {found.dtype}")
+    return found
 
 
 def _scale(source: Source, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -159,7 +159,7 @@ def load_transformers_target(
     checkpoint, hf_config = open_target(folder, config), load_hf_config(folder)
     expect_sizes(checkpoint, hf_config)
     try:
-        with _no_progress_bar(), _no_report(config.mtp_layers > 0):
+        with _no_progress_bar(), _no_report():
             model, report = auto_class(hf_config).from_pretrained(
                 folder, config=hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation=EXPERTS,
                 output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
@@ -231,11 +231,10 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 @contextmanager
-def _no_report(is_off: bool) -> Iterator[None]:
-    """Inside, if it is off, transformers lists no tensors that it leaves out: here they are a drafter's, or refused by name."""
+def _no_report() -> Iterator[None]:
+    """Inside, transformers lists no tensors that it leaves out or makes up: they are a drafter's, or refused by name."""
     level = logging.get_verbosity()
-    if is_off:
-        logging.set_verbosity_error()
+    logging.set_verbosity_error()
     try:
         yield
     finally:

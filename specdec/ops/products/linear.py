@@ -22,6 +22,7 @@ from specdec.ops.operator import define, use_operator
 from specdec.ops.products.gpus import H100, match_of
 from specdec.ops.products.numerics import FAST, Numerics
 from specdec.ops.products.tiles import FEW, ProductTiles
+from specdec.ops.tuned.here import tuned_table
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, numerics: Numerics = FAST) -> Tensor:
@@ -50,6 +51,14 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
     return _launch(x_TI, weight_2FI, bias_2F, True, tiles)
 
 
+def with_tiles(x_TI: Tensor, weight_OI: Tensor, gated: bool, tiles: ProductTiles | None) -> Tensor:
+    """`linear`, or `gated_linear`, with tiles that the caller chooses; None: through cuBLAS.  For whoever measures tiles."""
+    if tiles is not None:
+        return _launch(x_TI, weight_OI, None, gated, tiles)
+    y_TO = F.linear(x_TI, weight_OI)
+    return silu_mul(y_TO) if gated else y_TO
+
+
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up: [..., F].  gate and up are the two halves of the last dim."""
     if use_kernels(gate_up_T2F) and gate_up_T2F.dim() == 2 and gate_up_T2F.stride(1) == 1:
@@ -67,9 +76,9 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
     O, I = weight.shape
-    match = match_of(x.device)
-    kind = match.kind if match.hopper and tma_reads(x, weight) else H100  # whose kernels of few rows need no TMA
-    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind)
+    match, tma = match_of(x.device), tma_reads(x, weight)
+    kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
+    tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind, tuned_table(x.device) if tma else None)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
     return tiles if tiles.block_t <= FEW or tma_reads(x, weight) else None

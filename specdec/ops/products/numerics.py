@@ -17,6 +17,7 @@ import torch
 
 from specdec.ops.products.gpus import H100, Kind
 from specdec.ops.products.tiles import ProductTiles, invariant_tiles, product_tiles
+from specdec.ops.tuned.table import Product, TunedTable
 
 FEW_TOKENS = 64  # up to this many tokens, several programs share a token's heads: the GPU has room for all of them at once
 
@@ -30,12 +31,26 @@ class Numerics:
 
     is_invariant = False
 
-    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100) -> ProductTiles | None:
+    def product_tiles(
+        self,
+        T: int,
+        O: int,
+        I: int,
+        dtype: torch.dtype,
+        gated: bool,
+        kind: Kind = H100,
+        tuned: TunedTable | None = None,
+    ) -> ProductTiles | None:
         """The tiles of a product of T rows with a weight [O, I]; None: cuBLAS computes it.
 
         gated: whether the weight holds gate and up rows.
         kind: the kind of GPU whose tiles are taken.
+        tuned: what was measured on this machine, which counts before the kind's.
         """
+        if tuned is not None:
+            is_known, tiles = tuned.find(T, Product(O, I, gated, dtype))
+            if is_known:
+                return tiles
         return product_tiles(T, O, I, dtype, gated, kind)
 
     def heads_a_program(self, tokens: int, heads: int) -> int:
@@ -49,7 +64,16 @@ class Invariant(Numerics):
 
     is_invariant = True
 
-    def product_tiles(self, T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind: Kind = H100) -> ProductTiles:
+    def product_tiles(
+        self,
+        T: int,
+        O: int,
+        I: int,
+        dtype: torch.dtype,
+        gated: bool,
+        kind: Kind = H100,
+        tuned: TunedTable | None = None,
+    ) -> ProductTiles:
         assert dtype in (torch.bfloat16, torch.float16), dtype
         return invariant_tiles(T, O, I, gated)
 

@@ -1,7 +1,8 @@
 """A group of ranks whose GPUs reach each other's memory: exchanges run in one kernel, without NCCL.
 
 The group that this one was made from does what the kernels can't, or not well: other dtypes, rows longer than the inbox was
-made for, odd sizes, large tensors to gather, and sums of many rows over more than two ranks.
+made for, odd sizes, large tensors to gather, and sums of many rows over more than two ranks, unless all sums must have one
+order: then whether a kernel adds rows up depends on their length alone.
 
 Shapes: T tokens, H hidden size, N ranks.
 """
@@ -80,6 +81,10 @@ class SymmetricGroup(Group):
             return self._rows(x_TH, term_TH, weight_H, eps)
         return self.base.add_rms_norm(x_TH, term_TH, weight_H, eps)
 
+    def use_one_order(self, on: bool) -> None:
+        super().use_one_order(on)
+        self.base.use_one_order(on)
+
     def problem(self) -> str:
         fault = int(self.inbox.fault)
         missing = f"rank {fault - 1} did not come to an exchange with rank {self.rank} within {self.patience:g} s"
@@ -105,7 +110,8 @@ class SymmetricGroup(Group):
             return False
         row_bytes = x.shape[1] * x.element_size()
         beyond = (self.size - 1) * (1 - 2 / self.size) * len(x) * row_bytes
-        return row_bytes % 16 == 0 and row_bytes <= self.inbox.layout.row_bytes and beyond <= MOST_BEYOND_RING
+        fits = row_bytes % 16 == 0 and row_bytes <= self.inbox.layout.row_bytes
+        return fits and (self.one_order or beyond <= MOST_BEYOND_RING)
 
     def _is_here(self, x: Tensor) -> bool:
         return x.device == self.inbox.counts_C.device and not torch.is_grad_enabled()

@@ -14,6 +14,7 @@ from specdec.attention.sparse.launch import Scratch, Sizes, launch_scores, launc
 
 pytestmark = pytest.mark.usefixtures("poisoned_new_memory")
 TINY = Sizes(row=16, rows=16, rows_warps=4, group=3, least_group=2, block=32, slices=1, sampled=4, room=(32, 2))
+ONE_LIST = TINY._replace(room=(16, 1))
 KINDS = [("causal", 1), ("causal", 5), ("ragged", 4), ("tree", 7)]
 
 
@@ -49,17 +50,20 @@ def test_scores_meet_the_definition(kind: str, n: int, page_size: int, dtype: to
 
 
 @pytest.mark.slow_cases(keep=4)
-@pytest.mark.parametrize(  # any two of the kind, distinct scores and topk meet
-    ("kind", "n", "distinct", "topk"),
-    [(*kind, 3 * ((i + j) % 2), topk) for i, kind in enumerate(KINDS) for j, topk in enumerate((10, 32, 200))],
+@pytest.mark.parametrize(  # any two of the kind, distinct scores, topk and sizes meet
+    ("kind", "n", "distinct", "topk", "sizes"),
+    [
+        (*kind, 3 * ((i + j) % 2), topk, (TINY, ONE_LIST)[(i // 2 + j) % 2])
+        for i, kind in enumerate(KINDS)
+        for j, topk in enumerate((10, 32, 200))
+    ],
 )
-def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int) -> None:
+def test_selection_is_exact(kind: str, n: int, distinct: int, topk: int, sizes: Sizes) -> None:
     """The kernels' own scores, selected by the definition.  Keeps out: ties, short and long lists, slices that overlap."""
     world = IndexWorld.make(kind, lens_of(kind), n, 5, distinct=distinct, seed=topk, device=DEVICE)
     scores = torch.where(world.candidates.visible_T[:, None] > topk, kernel_scores(world, topk, TINY), 0.0)
     want = world.segment_of(scores, topk)
-    for sizes in (TINY, TINY._replace(room=(16, 1), slices=1)):
-        same_rows(launched(world, topk, sizes), *want)
+    same_rows(launched(world, topk, sizes), *want)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1e-30, 1e30, float("inf"), float("nan")])

@@ -141,7 +141,7 @@ def drawn(folder: Path, files: Files, target: Target) -> Tensor | None:
     features_TF = torch.randn(15, head.config.feature_size, generator=generator)
     anchors_A = torch.tensor([2, 9, 14])
     with torch.inference_mode():
-        hidden_ASH = head.drafts(features_TF, ids_T, anchors_A, 2)
+        (hidden_ASH,) = head.drafts(features_TF[None], ids_T[None], anchors_A[None], 2)
         if isinstance(head, DSparkHead):
             logits = head.walk(hidden_ASH, ids_T[anchors_A][:, None].expand(-1, 2))
             sure = head.confidences(hidden_ASH, head.markov.embed(ids_T[anchors_A][:, None].expand(-1, 2)))

@@ -58,7 +58,7 @@ def test_misreadings_of_blocks_are_named(zoo: Zoo, name: str) -> None:
     seen = Seen(head, target, ids_T)
     with torch.inference_mode():
         anchors_A = torch.arange(1, 119)
-        hidden_ASH = head.drafts(seen.features(head.config.aux_layers), ids_T, anchors_A, 1)
+        (hidden_ASH,) = head.drafts(seen.features(head.config.aux_layers)[None], ids_T[None], anchors_A[None], 1)
         ids_A = logits_of(head, hidden_ASH, ids_T[anchors_A][:, None]).argmax(-1)[:, 0]
         seen.chosen_P[: len(ids_A)] = ids_A if head.d2t_V is None else ids_A + head.d2t_V[ids_A]
     found = BlockLook().find(head, target, ids_T, seen)

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from toolkit.heads import writers
+from toolkit.heads.block_parts import BlockOptions, random_block_parts
+from toolkit.heads.block_writers import BLOCK_WRITERS
 from toolkit.heads.parts import YARN, Options, random_parts
 from toolkit.heads.writers import Files
 from toolkit.models import Zoo
 
 from specdec.attention.eager.dense import DenseAttention
 from specdec.attention.kinds import LayerKind
-from specdec.draft.formats.open import open_head
+from specdec.draft.formats.detect import FORMATS
+from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
 from specdec.models.checkpoints.loader import load_target, read_target_config
 from specdec.models.config import RopeConfig
@@ -80,6 +83,25 @@ def test_reading_back(zoo: Zoo, tmp_path: Path, write: Callable[..., Files], opt
         torch.testing.assert_close(fused, want, rtol=1e-5, atol=2e-5)  # tables of angles are float32
         logits = parts.logits(want, target.lm_head.rows(torch.arange(40)))
         torch.testing.assert_close(head.logits(fused), logits, rtol=1e-5, atol=2e-5)
+
+
+HEADS = {  # but z-lab's and SpecForge's of one pass: nothing tells their folders apart
+    **{name: partial(write, random_parts(Options(own_embeddings=True))) for name, write in writers.WRITERS.items()},
+    **{
+        f"{name}, one pass": partial(BLOCK_WRITERS[name], random_block_parts(BlockOptions()))
+        for name in ("modelopt", "speculators")
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_layout_named_wrongly_is_refused_with_the_right_one(tmp_path: Path, name: str) -> None:
+    """Keeps out: a KeyError for a key of another layout; an error about a key that the files need not have."""
+    folder = writers.save(tmp_path, HEADS[name]())
+    right = open_head(folder, None).format.name
+    for wrong in FORMATS.keys() - {right}:
+        with pytest.raises(ValueError, match=f"nearest setting that works: draft_format='{right}' .*not in that of '{wrong}'"):
+            open_head(folder, None, HowToRead(wrong))
 
 
 def test_default_layers_and_the_target_s_rope(zoo: Zoo, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What users are told of MTP layers: `inspect`, `plan`, `doctor`, and what is refused by name before anything is loaded."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from toolkit.oracles.quantised import SCHEMES, as_codes
 
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
-from specdec.draft.mtp.load import open_mtp
 from specdec.loading.doctor import drafter_rows
 from specdec.loading.plan import plan_memory, scratch_numbers
 from specdec.models.checkpoints.loader import open_target
 from specdec.models.checkpoints.mtp_names import mtp_prefixes
+from specdec.models.linear import Linear
 from specdec.models.registry import choose_target, load_chosen
 from specdec.options import EngineOptions
 
@@ -104,21 +105,15 @@ def test_refused_by_name(mtp_zoo: MtpZoo, zoo: Zoo, tmp_path: Path) -> None:
     assert main(["inspect", "mtp"]) == 2 and main(["inspect", "mtp", "--target", str(zoo.target("llama"))]) == 2
 
 
-def test_layers_stored_as_codes_are_refused(tmp_path: Path) -> None:
-    """Keeps out: DeepSeek's own checkpoints in fp8, refused for tensors whose names say nothing to who asked for a draft."""
-    quantised = as_codes(save_mtp_target(tmp_path / "plain", "v3"), tmp_path / "quantised", SCHEMES["deepseek fp8"])
-    with pytest.raises(ValueError, match=r"layers\.3\..* is stored as fp8, .* MTP layers in 8 or 4 bits yet.* draft='ngram'"):
-        open_mtp(quantised, choose_target(quantised).config)
-    plain = tmp_path / "plain"
-    assert open_mtp(plain, choose_target(plain, quantize="fp8").config).spec.prefixes == ("model.layers.3",)
-
-
 def test_plan_counts_the_largest_matrix_of_codes(tmp_path: Path) -> None:
-    """Keeps out: prompts that take memory for numbers which the plan forgot; experts and fused parts are one matrix each."""
+    """Keeps out: prompts that take memory for numbers which the plan forgot; fused parts are one matrix.
+
+    Experts' numbers are computed nowhere on a GPU.
+    """
     folder = as_codes(save_mtp_target(tmp_path / "plain", "v3"), tmp_path / "quantised", SCHEMES["fp8 channel"])
     chosen = choose_target(folder)
     model = load_chosen(chosen, folder, 64, torch.device("cpu"), torch.float32, False)
-    codes = [module.planes.weight.codes_OJ for module in model.modules() if getattr(module, "planes", None) is not None]
+    codes = [module.planes.weight.codes_OJ for module in model.modules() if isinstance(module, Linear) and module.planes]
     own = {name for name in open_target(folder, chosen.config).names() if not name.startswith(mtp_prefixes(chosen.config))}
     files = open_target(folder, chosen.config)
     assert scratch_numbers(files, set(files.names()) - own) == max(matrix.numel() for matrix in codes)
@@ -153,3 +148,19 @@ def test_copies_of_the_target_s_tables_must_be_equal(mtp_zoo: MtpZoo, tmp_path: 
         save_file(broken, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match="must repeat the target's"):
             SpecDecoder.from_pretrained(tmp_path, "mtp", SpecConfig(2, 1, 3), device="cpu", max_seq_len=64)
+
+
+def test_a_target_through_transformers_leaves_its_layers_out(
+    mtp_zoo: MtpZoo, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: a published DeepSeek checkpoint that loads by specdec's own code alone; a page of transformers' about tensors
+    that are left out on purpose; an assertion where its layers are asked for all the same."""
+    options: dict[str, Any] = dict(device="cpu", dtype="float32", max_seq_len=64)
+    sampling, transformers = SamplingParams(max_tokens=8), logging.getLogger("transformers")
+    monkeypatch.setattr(transformers, "handlers", [*transformers.handlers, caplog.handler])
+    folder = mtp_zoo.target("v3")
+    decoders = [SpecDecoder.from_pretrained(folder, backend=backend, **options) for backend in ("native", "transformers")]
+    texts = [decoder.generate([[1, 2, 3]], sampling)[0].token_ids for decoder in decoders]
+    assert texts[0] == texts[1] and "LOAD REPORT" not in caplog.text
+    with pytest.raises(ValueError, match="got a target through transformers' code; nearest .* backend='native'"):
+        SpecDecoder.from_pretrained(folder, "mtp", SpecConfig(2, 1, 3), backend="transformers", **options)

@@ -79,7 +79,7 @@ def test_closing_ends_what_runs_and_what_waits(make: Callable[[], SpecDecoder]) 
         closing.start()
         let_run.release(3)
         for thread in (closing, *threads):
-            thread.join(timeout=20)
+            thread.join(timeout=120)
             assert not thread.is_alive()
     assert len(said) == 3 and all("closed while the request ran" in each for each in said)
 
@@ -170,7 +170,7 @@ def test_several_threads_close_one_decoder(make: Callable[[], SpecDecoder]) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=120)
     assert said == ["closed"] * 4
 
 

@@ -101,10 +101,10 @@ def test_ctrl_c_ends_only_what_the_interrupted_call_asked_for(zoo: Zoo, decoder:
     assert main is not None
     thread = threading.Thread(target=other_thread)
     thread.start()
-    driver.before_step(RunRound, round, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
+        driver.before_step(RunRound, round, press_ctrl_c)
         decoder.generate([PROMPTS[0]] * 4, SamplingParams(max_tokens=80))
-        time.sleep(1)  # where the signal arrives late
+        time.sleep(60)  # where the signal arrives late
     thread.join()
     assert beside == [alone]
     (after,) = decoder.generate(PROMPTS[0], SamplingParams(max_tokens=20))
@@ -167,7 +167,7 @@ def test_ctrl_c_at_any_moment_leaves_a_decoder_that_answers(zoo: Zoo, decoder: S
     params = SamplingParams(max_tokens=20)
     asking = threading.Thread(target=lambda: answers.append(decoder.generate([3, 4], params)[0].token_ids), daemon=True)
     asking.start()
-    asking.join(30)
+    asking.join(120)
     assert answers == [zoo.greedy("llama", [3, 4], 24)[:20]]
     Driver(decoder).assert_nothing_leaked()
 

@@ -3,6 +3,7 @@
 The oracle of a text is transformers, or the request alone in a decoder of its own.  Float64, so that no near-tie decides.
 """
 
+import itertools
 import random
 from typing import Any
 
@@ -95,9 +96,8 @@ def test_each_row_is_what_it_is_alone(
 
 
 @pytest.mark.slow_cases
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("more", [{}, {"prefix_caching": True}], ids=["", "kept"])
-def test_pauses_while_rows_come_and_go(zoo: Zoo, more: dict[str, Any], depth: int) -> None:
+@pytest.mark.parametrize(("depth", "more"), [(0, {}), (1, {"prefix_caching": True})], ids=["", "kept"])
+def test_pauses_while_rows_come_and_go(zoo: Zoo, depth: int, more: dict[str, Any]) -> None:
     """Keeps out: a plain row that counts tokens for a drafter's catching up, more pending tokens than there is room for, a
     kept page whose last keys the drafter never saw because a pause was forgotten."""
     rng = random.Random(depth)
@@ -157,10 +157,14 @@ def test_the_chooser_sees_rows_that_speculate_alone(zoo: Zoo) -> None:
         return SpecConfig(2, 1)
 
     controller.choose = choose
-    controller.observe = lambda rows, shape, seconds, accepted, best: observed.append((len(accepted), len(best)))
+    controller.observe = lambda size, shape, seconds, accepted, best, tokens: observed.append(
+        (len(accepted), len(best), tokens)
+    )
     requests = [driver.add(new_request([3, row], 12, speculate=row == 1)) for row in range(3)]
     driver.run_until_idle()
-    assert shares[0] == pytest.approx(1 / 3) and observed and set(observed) == {(1, 1)}
+    assert shares[0] == pytest.approx(1 / 3) and observed and {counts[:2] for counts in observed} == {(1, 1)}
+    tokens = [counts[2] for counts in observed]
+    assert tokens[0] == 3 * (2 + 1) and all(3 <= b - a <= 5 for a, b in itertools.pairwise(tokens[:4])), "tokens of all rows"
     assert [request.stats.drafted > 0 for request in requests] == [False, True, False]
 
 

@@ -66,6 +66,20 @@ def test_text_is_the_target_s_over_rounded_latents(
     Driver(decoder).assert_nothing_leaked()
 
 
+def test_experts_choose_alike_in_float64(zoo: DeepseekZoo) -> None:
+    """In float32 a latent may lie so close to the border of two codes that the number of rows beside it decides which one is
+    kept, and a router makes another text of that.  In float64 that does not happen.  Keeps out: a node that reads its path's
+    latents unrounded, where plain decoding reads what was kept; a router that is less exact than the model.
+    """
+    settings = dict(page_size=4, max_batch_size=3, kv_cache_dtype="fp8_ds_mla", dtype="float64")
+    decoder = zoo.decoder("v3-wide-experts", "eagle3", SpecConfig(3, 2, 6), **settings)
+    prompts, sampling = ragged_prompts(40, 3, seed=5), SamplingParams(max_tokens=16)
+    outputs = decoder.generate(prompts, sampling)
+    plain = decoder.generate(prompts, sampling, speculate=False)
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert sum(out.stats.accepted for out in outputs) > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["round", "step", False])
 @pytest.mark.parametrize(("shape", "page_size"), [((4, 4, 16), 16), ((3, 1, 4), 5)])

@@ -28,7 +28,7 @@ from specdec.models.config import read_json
 from specdec.models.deepseek.config import parse_deepseek
 from specdec.models.deepseek.loader import load_deepseek
 from specdec.models.deepseek.modules import DeepseekLM
-from specdec.models.experts import gathered_experts, grouped_experts, masked_experts
+from specdec.models.experts import ExpertsConfig, Router, gathered_experts, grouped_experts, masked_experts
 from specdec.models.kv import make_cache
 from specdec.models.yarn import YarnRope
 
@@ -92,6 +92,17 @@ def test_float64_leaves_only_what_transformers_rounds(zoo: DeepseekZoo, name: st
 
 
 # ---- experts ----
+
+
+def test_a_router_of_a_wider_model_rounds_no_logit() -> None:
+    """Keeps out: float32 logits in a pass that is there to tell what float32 does to a text."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 24, generator=generator).double()
+    router = Router(24, ExpertsConfig(6, 3, 8, 1, "softmax", None, None, False, 1.0)).double().requires_grad_(False)
+    router.weight.copy_(torch.randn(6, 24, generator=generator))
+    weights_TK, chosen_TK = router(x)
+    want_TE = (x @ router.weight.T).softmax(-1)
+    torch.testing.assert_close(weights_TK, want_TE.gather(1, chosen_TK), atol=1e-14, rtol=1e-12)
 
 
 def test_experts_agree() -> None:

@@ -4,7 +4,6 @@ Keeps out: a call that never ends, a row, a page, a thread or a connection that 
 that grows with every request, and a text that depends on what ran beside it.
 """
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from specdec.generation import Stats
 @pytest.mark.slow
 def test_hundreds_of_calls(tmp_path: Path) -> None:
     decoder = pair_with_chat(tmp_path, device="cpu", dtype="float32", max_batch_size=8)
-    plan = Plan(calls=360, warm_up=120, workers=14, processes=1, pause=0.4, max_tokens=10, exact=True)
+    plan = Plan(calls=360, warm_up=120, workers=14, processes=1, pause=30, max_tokens=10, exact=True)
     report = soak(decoder, plan)
     assert report.problems == []
     assert sum(report.ends.values()) == plan.calls and report.ends["answered"] > plan.calls / 3, report.ends
@@ -29,14 +28,6 @@ def test_hundreds_of_calls(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_found() -> None:
     """Keeps out: a soak that calls a process clean which keeps something of every request."""
-    gc.freeze()  # what other tests left is not looked at: here it is only looked through
-    try:
-        _find_what_is_kept()
-    finally:
-        gc.unfreeze()
-
-
-def _find_what_is_kept() -> None:
     kept: list[Stats] = []
     before = held()
     assert more_of(before, held(), 200) == []

@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from specdec.batch.packed import ChunkShape
+from specdec.config import SpecConfig
 from specdec.engine.request import Request
 from specdec.runner import prompts as prompt_runner
+from specdec.runner.first_passes import FirstPasses
 from specdec.runner.readback import Ticket
-from specdec.steps import RunChunk, RunRound, Step
+from specdec.steps import Needs, PromptPart, RunChunk, RunRound, Step
 
 PHASES = {  # what can be made to fail: the object of the engine that does it, and the name of its method
     "prefill": ("verifier", "prefill"), "draft prefill": ("drafter", "prefill"), "draft": ("drafter", "draft"),
@@ -67,6 +70,20 @@ class Hooks:
 
         with patch.object(victim, name, raising):
             yield
+
+    def rehearse(self, prompt: list[int], needs: Needs, spec: SpecConfig, rows: int) -> list[Tensor]:
+        """Rehearses a chunk and a round as if they were the first.  Returns the tensors that a rehearsal changed."""
+        workers, runner = self._workers, self._runner
+        state, drafter = workers.state, workers.need_drafter()
+        planes = [plane for cache in workers.caches for planes in cache.planes_of.values() for plane in planes.values()]
+        kept = [*state.tensors(), *planes, *drafter.changed(state)]
+        before = [tensor.clone() for tensor in kept]
+        first, some = FirstPasses(runner.prompts, runner.rounds, spec), state.narrow(rows)
+        with torch.inference_mode():
+            first.before_chunk(some, RunChunk((PromptPart(0, prompt, 0, -1),), needs, True, float(len(prompt)), False))
+            first.before_round(some, RunRound(rows, "speculative", spec, needs))
+        bytes_of = [(now.contiguous().view(torch.uint8), old.view(torch.uint8)) for now, old in zip(kept, before, strict=True)]
+        return [tensor for tensor, (now, old) in zip(kept, bytes_of, strict=True) if not torch.equal(now, old)]
 
     @contextmanager
     def fail_every_step(self, error: BaseException) -> Iterator[None]:
@@ -146,7 +163,7 @@ class Hooks:
         return seen
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether the condition comes true within that time, by the work of another thread."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

@@ -69,16 +69,47 @@ def plain_cost(rows: int) -> float:
     return cost(rows, None) - 2e-5
 
 
+# Milliseconds of a round of an 8B target on one H200 by rows: of no levels, chains by levels, trees by label.  Some of them
+# were interpolated.  A width at which a product takes another kernel makes steps, so no line goes through them.
+H200: dict[int, dict[Shape, float]] = {
+    rows: {
+        None: plain,
+        **{SpecConfig(levels, 1): ms for levels, ms in zip((1, 2, 3, 4, 5, 7, 10), chains, strict=True)},
+        **{
+            SpecConfig(*shape): ms
+            for shape, ms in zip(((3, 4, 16), (5, 4, 16), (7, 4, 16), (3, 2, 8), (5, 2, 8)), trees, strict=True)
+        },
+    }
+    for rows, plain, chains, trees in (
+        (1, 3.95, (4.28, 4.54, 4.74, 4.92, 5.11, 5.50, 6.15), (4.95, 5.29, 5.75, 4.85, 5.22)),
+        (8, 4.28, (4.62, 4.91, 5.13, 5.55, 5.96, 6.36, 7.58), (6.6, 6.92, 7.4, 5.45, 6.05)),
+        (32, 5.29, (5.82, 6.75, 7.08, 8.3, 8.64, 10.0, 12.6), (13.4, 14.0, 14.7, 9.4, 9.9)),
+    )
+}
+A_TOKEN = 3.5e-8  # seconds that a round takes longer for each token of all rows
+LONGEST = 900  # tokens of a text, after which the next one begins
+
+
+def on_h200(rows: int, shape: Shape) -> float:
+    """Seconds of a round, of rows without tokens."""
+    return 1e-3 * H200[rows][shape]
+
+
 @dataclass
 class Machine:
     """A device that runs what `speculation` asks for; a round's result is known one launch later.
 
-    cost: seconds of a round.  rounds: by shape.  seconds, tokens: so far.  history: what was told to the speculation.
+    cost: seconds of a round.  a_token: how much longer a round takes for each token of all rows; texts grow, and begin anew.
+    uneven: how much rounds differ, as a share.
+    length: tokens of each text.  rounds: by shape.  seconds, tokens: so far.
     """
 
     speculation: Speculation
     seed: int = 0
     cost: Callable[[int, Shape], float] = cost
+    a_token: float = 0.0
+    uneven: float = 0.02
+    length: float = 0.0
     rounds: Counter[Shape] = field(default_factory=Counter)
     seconds: float = 0.0
     tokens: float = 0.0
@@ -97,17 +128,20 @@ class Machine:
 
     def round(self, rows: int, text: Text) -> Shape:
         """One round; its shape."""
-        before, step = self.speculation.next_round(rows, Needs(), False, 1.0)
+        known = int(rows * self.length)
+        before, step = self.speculation.next_round(rows, Needs(), False, 1.0, known)
         self.prepare(before)
-        seconds = self.cost(rows, step.spec) * (1 + 0.02 * self.rng.random())
+        seconds = (self.cost(rows, step.spec) + self.a_token * known) * (1 + self.uneven * self.rng.random())
         self.seconds += seconds
-        self.tokens += rows * text.accept_length(step.spec)
+        emitted = text.accept_length(step.spec)
+        self.tokens += rows * emitted
+        self.length = (self.length + emitted) % LONGEST
         self.rounds[step.spec] += 1
         self.shapes.append(step.spec)
-        self._late.append((step, seconds, [text.accept(step.spec, self.rng) for _ in range(rows)]))
+        self._late.append((step, seconds, known, [text.accept(step.spec, self.rng) for _ in range(rows)]))
         if len(self._late) > 1:
-            told, took, rows_of_it = self._late.popleft()
-            self.speculation.observe(told, took, [a for a, _ in rows_of_it], [best for _, best in rows_of_it])
+            told, took, tokens, done = self._late.popleft()
+            self.speculation.observe(told, took, [a for a, _ in done], [best for _, best in done], tokens)
         return step.spec
 
     def prepare(self, steps: list[Step]) -> None:
@@ -125,3 +159,9 @@ def best_rate(rows: int, text: Text, shapes: tuple[SpecConfig, ...]) -> float:
     """Tokens a second of plain decoding or of the best fixed shape, whichever is more."""
     plain = rows / plain_cost(rows)
     return max(plain, *(rows * text.accept_length(shape) / cost(rows, shape) for shape in shapes)) / 1.01  # the noise's mean
+
+
+def best_on_h200(rows: int, text: Text) -> float:
+    """The same by the table, with texts of half their greatest length."""
+    known = A_TOKEN * rows * LONGEST / 2
+    return max(rows * text.accept_length(shape) / (on_h200(rows, shape) + known) for shape in H200[rows])

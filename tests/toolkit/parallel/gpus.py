@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specdec.attention.context.exchange import packed
+from specdec.attention.state import AttentionState
 from specdec.parallel.group import Group
+from specdec.parallel.symmetric import group as groups
 from specdec.parallel.symmetric.group import SymmetricGroup, connect
+from toolkit.sanitize.launches import written_down
 
 PATIENCE = timedelta(seconds=60)
 EPS = 1e-5
@@ -127,6 +131,28 @@ def sums_and_norms(group: SymmetricGroup, cases: list[tuple[int, int]], dtype: t
 def _fingerprint(x: Tensor) -> Tensor:
     bits = x.flatten().view(torch.int16).long()
     return (bits * (torch.arange(len(bits), device=x.device) % 8191 + 1)).sum()
+
+
+def every_exchange(group: SymmetricGroup) -> list[str]:
+    """What is wrong after each kernel has exchanged a few numbers."""
+    from specdec.attention.context.exchange_triton import launch_merge
+    from specdec.attention.context.swap_triton import launch_swap_states
+
+    with written_down(f"rank {group.rank}"):
+        wrong = []
+        for groups.MOST_AS_MESSAGES in (1 << 20, 0):
+            wrong += sums_and_norms(group, [(3, 256)], torch.bfloat16)
+        own = torch.arange(50, device="cuda") + 100 * group.rank
+        all_ranks = torch.stack([own - 100 * group.rank + 100 * rank for rank in range(group.size)])
+        wrong += [] if torch.equal(group.gather(own), all_ranks) else ["gather"]
+        wrong += [] if torch.equal(group.swap(all_ranks + own[0]), all_ranks + all_ranks[group.rank, 0]) else ["swap"]
+        states = [
+            AttentionState(random_rows(5, 2 * group.size, 64, seed=rank), random_rows(5, 2 * group.size, seed=9 + rank).float())
+            for rank in range(group.size)
+        ]
+        want = launch_merge(torch.stack([packed(each, group.size)[group.rank] for each in states]), 64)
+        got = launch_swap_states(group.inbox, group.rank, group.nanoseconds, states[group.rank])
+        return wrong + ([] if all(map(torch.equal, got, want)) else ["states"])
 
 
 class Exchanges:

@@ -21,7 +21,7 @@ from specdec.serve.door import Door
 from specdec.serve.options import ServeOptions
 from specdec.serve.run import Server, listen
 
-PATIENCE = 60.0  # seconds after which a test gives up on what must happen at once
+PATIENCE = 120.0  # seconds after which a test gives up on what must happen at once
 
 
 def wait_until(happened: Callable[[], Any], what: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from toolkit.soak.calls import Call
 
-TIMEOUT = 60.0  # seconds within which every call must end
+TIMEOUT = 180.0  # seconds within which every call must end
 REST = 0.3  # seconds; the server asks for longer
 EXTENSIONS = ("top_k", "speculate", "no_such_field")  # what the package's own signatures do not know
 

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from specdec.steps import RunChunk, RunRound
+from specdec.steps import RunChunk, RunRound, Step
 from toolkit.driver import Driver
 
-WINDOW = 0.5  # seconds for which a fault waits to happen
+WINDOW = 10.0  # seconds for which a fault waits to happen
 
 
 class InjectedFault(RuntimeError):
@@ -34,6 +34,7 @@ class Faults:
 
     def __init__(self, driver: Driver, seed: int) -> None:
         self.happened = Counter[str]()
+        self.steps = 0  # that the engine was given
         self._driver, self._chance = driver, random.Random(seed)
         self._armed: str | None = None
         on_gpu = driver.decoder.settings.device.type == "cuda"
@@ -47,7 +48,12 @@ class Faults:
             return decode(ids)
 
         tokenizer.decode = decode_or_fail  # type: ignore[method-assign]
-        driver.watch(lambda step: self._fail_if(kinds.get(type(step), "")))
+
+        def watch(step: Step) -> None:
+            self.steps += 1
+            self._fail_if(kinds.get(type(step), ""))
+
+        driver.watch(watch)
 
     def one(self, is_over: Callable[[], bool]) -> None:
         """Lets one fault of a random kind happen; gives up after a while, or when everything is over."""

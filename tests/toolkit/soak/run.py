@@ -23,7 +23,7 @@ from toolkit.soak.faults import Faults
 from toolkit.soak.leaks import Held, held, more_of, rss
 
 KEY, MODEL = "soak", "soaked"
-KEEP_ALIVE, SETTLED = 7, 30.0  # seconds: of idle connections, which clients close after 5; until everything must be free
+KEEP_ALIVE, SETTLED = 7, 90.0  # seconds: of idle connections, which clients close after 5; until everything must be free
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
@@ -31,7 +31,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message[
 class Plan:
     """calls: after the warm-up.  warm_up: calls before the first count of what the process holds.  workers: calls at once.
 
-    processes: of clients.  pause: average seconds between two faults.  max_tokens: the most that a call asks for.
+    processes: of clients.  pause: steps of the engine between two faults, on average.  max_tokens: the most that a call
+    asks for.
     exact: whether equal calls must get equal texts; in 16 bit two tokens may tie, and then what runs beside decides.
     """
 
@@ -39,7 +40,7 @@ class Plan:
     warm_up: int
     workers: int
     processes: int
-    pause: float
+    pause: int
     max_tokens: int
     exact: bool
     seed: int = 0
@@ -117,8 +118,8 @@ class Run:
         start = time.monotonic()
         while not is_over():
             self._faults.one(is_over)
-            next_fault = time.monotonic() + chance.expovariate(1 / self._plan.pause)
-            while time.monotonic() < next_fault and not is_over():
+            next_fault = self._faults.steps + chance.expovariate(1 / self._plan.pause)
+            while self._faults.steps < next_fault and not is_over():
                 time.sleep(0.01)
                 if time.monotonic() - start > len(self.memory):
                     self.memory.append(rss())

@@ -1,12 +1,10 @@
-"""Writes a trained EAGLE-3 head as the folder that SafeAILab's heads have: config.json and model.safetensors.
+"""The layout of SafeAILab's EAGLE-3 heads: the config and the tensors of a head that is saved in it.
 
-This file knows names of tensors and keys.  It knows no training.
+This file knows names of tensors and keys.  It knows no training and no files.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,30 +14,28 @@ from specdec.draft.eagle.head import Eagle3Head
 from specdec.models.config import RopeConfig
 
 
-def save_head(head: Eagle3Head, folder: Path) -> None:
-    """Writes config.json and model.safetensors (bfloat16).  head: with a draft vocabulary."""
-    from safetensors.torch import save_file
-
-    model, Vd = head.config.model, head.config.draft_vocab_size
-    raw = {
+def config_of(head: Eagle3Head) -> dict[str, Any]:
+    """config.json.  head: with a draft vocabulary."""
+    model = head.config.model
+    return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
         "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size, "num_hidden_layers": 1,
         "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size, "draft_vocab_size": Vd, "rms_norm_eps": model.rms_norm_eps,
+        "vocab_size": model.vocab_size, "draft_vocab_size": head.config.draft_vocab_size, "rms_norm_eps": model.rms_norm_eps,
         "max_position_embeddings": model.max_position, **rope_keys(model.rope), "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(head.config.aux_layers), "use_aux_hidden_state": True,
             "norm_before_residual": False, "norm_output": False,
         },
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
-    tensors = {name: tensor.to(torch.bfloat16).contiguous().cpu() for name, tensor in split_weights(head).items()}
+
+
+def tensors_of(head: Eagle3Head) -> dict[str, Tensor]:
+    """Every tensor of the layout, by name."""
     assert head.d2t_V is not None
-    tensors["d2t"] = head.d2t_V.cpu()
-    tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool)
-    tensors["t2d"][tensors["d2t"] + torch.arange(Vd)] = True
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ids_V = head.d2t_V + torch.arange(len(head.d2t_V), device=head.d2t_V.device)
+    t2d = torch.zeros(head.config.model.vocab_size, dtype=torch.bool, device=ids_V.device).index_fill_(0, ids_V, True)
+    return {**split_weights(head), "d2t": head.d2t_V, "t2d": t2d}
 
 
 def rope_keys(rope: RopeConfig) -> dict[str, Any]:

@@ -1,24 +1,21 @@
-"""Fresh heads of every kind that can be trained, and the folders that they are saved in.
+"""Fresh heads of every kind that can be trained.
 
 What a head starts with: random weights, but for a final norm and a language-model head like the target's.  This file knows
-kinds of heads and what they share with their target.  It knows neither losses nor text.
+kinds of heads and what they share with their target.  It knows neither losses nor text nor files.
 
 Shapes: V draft vocabulary, Q query heads, K key and value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
-from specdec.draft.block.export import config_of, tensors_of
 from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.formats.spec import BlockSpec, HeadSpec, MarkovKind
@@ -29,7 +26,6 @@ from specdec.models.config import ModelConfig
 from specdec.models.layers import Embedding, HeadsRMSNorm, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 from specdec.models.target import Target
-from specdec.train.head_files import rope_keys, save_head
 from specdec.train.settings import HeadRun
 
 MODULES: dict[str, Callable[[HeadSpec, int], Eagle3Head | DFlashHead]] = {
@@ -115,17 +111,3 @@ def _fill(module: nn.Module, name: str) -> None:
 def _alike(grad_XD: Tensor, queries: int) -> Tensor:
     """A gradient that keeps the norm's rows of all query heads equal, and those of all key heads: files hold one of each."""
     return torch.cat([part.sum(0, keepdim=True).expand_as(part) for part in (grad_XD[:queries], grad_XD[queries:])])
-
-
-def save(head: DraftHead, folder: Path) -> None:
-    """Writes config.json and model.safetensors: EAGLE-3 heads as SafeAILab's are, heads of one pass as those of speculators."""
-    if isinstance(head, Eagle3Head) and not isinstance(head, PEagleHead):
-        save_head(head, folder)
-        return
-    from safetensors.torch import save_file
-
-    assert isinstance(head, PEagleHead | DFlashHead)
-    raw = {**config_of(head, rope_keys(head.config.model.rope)), "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
-    tensors = {name: each.to(torch.bfloat16) if each.is_floating_point() else each for name, each in tensors_of(head).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,28 +1,36 @@
-"""Writes a head of one pass in the layout of `speculators`, which has all three kinds: its config, and its tensors by name.
+"""The layout of `speculators`, which has all kinds of heads: the config and the tensors of a head that is saved in it.
 
-Knows names of tensors and keys; `formats/speculators.py` reads them back.
+This file knows names of tensors and keys.  It knows no training and no files.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.draft.block.dflash import DFlashHead, DSparkHead
 from specdec.draft.block.peagle import PEagleHead
+from specdec.draft.eagle.head import Eagle3Head
 from specdec.models.causal_lm import DecoderLayer
 from specdec.models.layers import MLP, RMSNorm, SelfAttention
 from specdec.models.linear import Linear
 
-NAMES = {"p-eagle": "peagle", "dflash": "dflash", "dspark": "dspark"}
+NAMES = {"eagle3": "eagle3", "p-eagle": "peagle", "dflash": "dflash", "dspark": "dspark"}
 
 
-def config_of(head: PEagleHead | DFlashHead, rope: dict[str, Any]) -> dict[str, Any]:
+class Verifier(NamedTuple):
+    """The head's target.  name: its folder or hub id.  architectures: what its config says."""
+
+    name: str
+    architectures: list[str]
+
+
+def config_of(head: Eagle3Head | DFlashHead, rope: dict[str, Any], verifier: Verifier) -> dict[str, Any]:
     """config.json.  rope: the keys that say the head's rope, as a transformers config has them."""
     spec, model, block = head.config, head.config.model, head.config.block
-    assert block is not None and not block.anchored_windows and not any(kind.window for kind in model.layer_kinds)
+    assert not any(kind.window for kind in model.layer_kinds)
     inner = {
         "model_type": "qwen3" if model.qk_norm else "llama", "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_layers,
@@ -30,23 +38,30 @@ def config_of(head: PEagleHead | DFlashHead, rope: dict[str, Any]) -> dict[str, 
         "vocab_size": model.vocab_size, "rms_norm_eps": model.rms_norm_eps, "max_position_embeddings": model.max_position,
         "hidden_act": "silu", "attention_bias": model.qkv_bias, "tie_word_embeddings": False, **rope,
     }  # fmt: skip
-    drafted = block.size - block.skips_anchor
+    proposals: dict[str, Any] = {"proposal_type": "greedy"}
+    if block is not None:
+        proposals["speculative_tokens"] = block.size - block.skips_anchor
     raw: dict[str, Any] = {
         "architectures": [type(head).__name__.replace("Head", "Speculator")], "speculators_model_type": NAMES[spec.kind],
         "speculators_version": "0.9.0", "draft_vocab_size": spec.draft_vocab_size, "target_hidden_size": None,
-        "transformer_layer_config": inner, "mask_token_id": block.mask_id,
+        "transformer_layer_config": inner,
         "speculators_config": {
             "algorithm": NAMES[spec.kind], "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted}],
+            "proposal_methods": [proposals],
+            "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
         },
     }  # fmt: skip
     ids = [layer + 1 for layer in spec.aux_layers]
-    if isinstance(head, PEagleHead):
+    if block is not None:
+        raw["mask_token_id"] = block.mask_id
+    if isinstance(head, Eagle3Head):
         return raw | {
-            "eagle_aux_hidden_state_layer_ids": ids, "embed_requires_grad": True, "norm_output": False,
+            "eagle_aux_hidden_state_layer_ids": ids, "embed_requires_grad": block is not None,
+            "norm_output": spec.recycles_normed,
             "fc_norm": spec.feature_norm == "each", "norm_before_fc": spec.feature_norm == "joint",
             "norm_before_residual": spec.norm_before_residual,
         }  # fmt: skip
+    assert block is not None and not block.anchored_windows
     raw |= {
         "aux_hidden_state_layer_ids": ids, "block_size": block.size, "sample_from_anchor": not block.skips_anchor,
         "sliding_window_non_causal": False,
@@ -60,11 +75,12 @@ def config_of(head: PEagleHead | DFlashHead, rope: dict[str, Any]) -> dict[str, 
     return raw
 
 
-def tensors_of(head: PEagleHead | DFlashHead) -> dict[str, Tensor]:
+def tensors_of(head: Eagle3Head | DFlashHead) -> dict[str, Tensor]:
     """Every tensor of the layout, by name; the ranks' shares of a head can't be written."""
     spec, named = head.config, dict[str, Tensor]()
     if isinstance(head, PEagleHead):
         named["mask_hidden"] = head.mask_hidden_F[None, None]
+    if isinstance(head, Eagle3Head):
         named["embed_tokens.weight"] = head.embed_tokens.weight
         for part in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             named[f"layers.0.{part}.weight"] = getattr(head, part).weight
@@ -75,7 +91,7 @@ def tensors_of(head: PEagleHead | DFlashHead) -> dict[str, Tensor]:
             named[f"{name}.weight"] = norm.weight
     else:
         named["hidden_norm.weight"] = head.hidden_norm.weight
-    first = 1 if isinstance(head, PEagleHead) else 0
+    first = 1 if isinstance(head, Eagle3Head) else 0
     for index, layer in enumerate(head.layers, first):
         assert isinstance(layer, DecoderLayer)
         at = f"layers.{index}"
@@ -83,7 +99,7 @@ def tensors_of(head: PEagleHead | DFlashHead) -> dict[str, Tensor]:
         named[f"{at}.input_layernorm.weight"] = layer.input_layernorm.weight
         named[f"{at}.post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
     named |= {"norm.weight": head.norm.weight, **_parts(head.fc, {"": "fc"})}
-    if isinstance(head, PEagleHead) or spec.draft_vocab_size != spec.model.vocab_size:
+    if isinstance(head, Eagle3Head) or spec.draft_vocab_size != spec.model.vocab_size:
         named |= _parts(head.lm_head, {"": "lm_head"})
     if isinstance(head, DSparkHead):
         named["markov_head.markov_w1.weight"] = head.markov.w1.weight
@@ -96,7 +112,7 @@ def tensors_of(head: PEagleHead | DFlashHead) -> dict[str, Tensor]:
         named["d2t"] = head.d2t_V
         ids_V = head.d2t_V + torch.arange(len(head.d2t_V), device=head.d2t_V.device)
         named["t2d"] = torch.zeros(spec.model.vocab_size, dtype=torch.bool, device=ids_V.device).index_fill_(0, ids_V, True)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    return named
 
 
 def _attention(attention: SelfAttention, at: str) -> dict[str, Tensor]:

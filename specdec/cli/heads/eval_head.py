@@ -1,0 +1,119 @@
+"""`specdec eval-head`: how many tokens of a draft head its target accepts, counted along texts without serving them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.cli.flags import add_option_flags, add_prompt_flags, not_empty, tree_shape
+from specdec.cli.output import check_files, console, write_files
+from specdec.config import SamplingParams, SpecConfig
+from specdec.options import EngineOptions
+
+if TYPE_CHECKING:
+    from specdec.generation import Stats
+
+HELP = "count offline how many tokens of a draft head its target accepts"
+USED = ("device", "dtype", "max_batch_size", "draft_format", "draft_pickle")
+DEFAULT_SPECS = (SpecConfig(5, 4, 16), SpecConfig(5, 1, 6))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("head", metavar="HEAD", type=not_empty, help="folder or hub id of the draft head")
+    add("--target", type=not_empty, metavar="DIR", required=True, help="folder or hub id of its target")
+    text = "held-out text, whose documents open the texts that the target writes, as specdec train takes it; not with --prompts"
+    add("--eval-text", type=not_empty, nargs="+", default=[], metavar="FILE", help=text)
+    add("--longest-prompt", type=int, metavar="N", help="of --eval-text: a prompt is a document's first N tokens; default: 48")
+    add_prompt_flags(parser, num_prompts="all")
+    shapes = " and ".join(spec.label for spec in DEFAULT_SPECS)
+    spec = (
+        f"shape of the draft tree: levels, branches, nodes; nd may be left out; may be given more than once; default: {shapes}"
+    )
+    add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
+    add("--json", type=not_empty, metavar="FILE", help="write raw counters")
+    add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
+
+
+def run(args: argparse.Namespace) -> int:
+    check_files({"--json": args.json} if args.json else {})
+    options = EngineOptions(**{name: getattr(args, name) for name in USED})
+    SamplingParams(max_tokens=args.max_tokens)  # refuses numbers that are none
+    specs = tuple(args.spec or DEFAULT_SPECS)
+    from specdec.progress import show_progress
+    from specdec.train.offline.run import check_head, eval_head
+
+    check_head(args.head, args.target, specs, options)
+    prompts = _prompts(args, options, more=max(spec.max_steps for spec in specs) + 1)
+    with show_progress("eval-head", "texts") as progress:
+        progress("the target writes", 0, len(prompts))
+        found = eval_head(
+            args.head, args.target, prompts, specs, args.max_tokens, options,
+            lambda done: progress("the head drafts", done, len(prompts)),
+        )  # fmt: skip
+    _print(specs, found)
+    if args.json:
+        record = _record(args, specs, found, len(prompts))
+        write_files({args.json: lambda path: path.write_text(json.dumps(record, indent=1) + "\n")})
+    return 0
+
+
+def _prompts(args: argparse.Namespace, options: EngineOptions, more: int) -> list[list[int]]:
+    """The ids of the prompts.  more: tokens that are written after max_tokens."""
+    from specdec import shipped
+    from specdec.bench.encode import encode_prompts
+    from specdec.bench.prompt_file import read_prompts
+    from specdec.models.checkpoints.checkpoint import resolve_folder
+    from specdec.models.registry import choose_target
+    from specdec.prompts import Tokenizer
+
+    if args.longest_prompt is not None and not args.eval_text:
+        raise ValueError("--longest-prompt would do nothing without --eval-text: prompts of a file are taken whole")
+    folder = resolve_folder(args.target, "--target")
+    tokenizer, one = Tokenizer(folder), SamplingParams(max_tokens=1)
+    if args.eval_text:
+        if args.prompts or args.chat:
+            raise ValueError(f"--eval-text and {'--prompts' if args.prompts else '--chat'} were given; expected one of the two")
+        from specdec.train.text.openings import openings_of
+
+        longest = 48 if args.longest_prompt is None else args.longest_prompt
+        prompts = openings_of(tokenizer, args.eval_text, longest, args.num_prompts)
+    else:
+        source = Path(args.prompts) if args.prompts else shipped.prompts_file()
+        listed = read_prompts(source, args.num_prompts)[: args.num_prompts]
+        prompts = encode_prompts(listed, str(source), args.target, tokenizer, one, options, chat=args.chat)
+    most = choose_target(folder).config.max_position - more - max(map(len, prompts))
+    if args.max_tokens > most:
+        raise ValueError(
+            f"--max-tokens must be at most {most}, which leaves room for the longest prompt and {more} tokens after the end, "
+            f"got {args.max_tokens}; nearest setting that works: --max-tokens {most}"
+            if most > 0
+            else f"a prompt leaves no room for an output: the target reads {most + more + max(map(len, prompts))} tokens"
+        )
+    return prompts
+
+
+def _print(specs: tuple[SpecConfig, ...], found: list[Stats]) -> None:
+    from specdec.bench.show.layout import Grid
+
+    grid = Grid(("S,k,nd",), "accept\nlength", "accepted of those reached, by level", "rounds")
+    for spec, stats in zip(specs, found, strict=True):
+        by_level = " ".join(f"{share:.2f}" for share in stats.acceptance_by_depth)
+        grid.add(spec.label, f"{stats.accept_length:.3f}", by_level, str(stats.rounds))
+    grid.print(console())
+
+
+def _record(args: argparse.Namespace, specs: tuple[SpecConfig, ...], found: list[Stats], prompts: int) -> dict[str, Any]:
+    rows = [
+        {
+            "spec": spec.label,
+            "accept_length": stats.accept_length,
+            "acceptance_by_depth": stats.acceptance_by_depth,
+            **vars(stats),
+        }
+        for spec, stats in zip(specs, found, strict=True)
+    ]
+    return {"head": args.head, "target": args.target, "prompts": prompts, "max_tokens": args.max_tokens, "rows": rows}

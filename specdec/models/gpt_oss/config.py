@@ -1,0 +1,130 @@
+"""The config.json of gpt-oss models whose experts are stored in mxfp4, read strictly.  Knows no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.attention.kinds import FULL, LayerKind
+from specdec.models.checkpoints.config_values import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    dtype_name,
+    flag,
+    mapping,
+    number,
+    token_ids,
+    whole,
+)
+from specdec.models.config import NATIVE_KEYS, WINDOWED, ModelConfig, check_types, refuse_unknown, sliding_window
+from specdec.models.schemes.config import Quantization, Rule
+from specdec.models.schemes.formats import MX_BLOCK, ExpertBlocks
+from specdec.models.yarn import parse_rope_with_yarn
+from specdec.ops.experts.coded import Gate
+
+GPT_OSS = ("gpt_oss",)
+METHOD = "mxfp4"  # the quant_method of its own checkpoints
+
+
+@dataclass(frozen=True)
+class GptOssConfig(ModelConfig):
+    """intermediate_size is that of one expert.  count: experts.  chosen: experts of a token."""
+
+    count: int = 0
+    chosen: int = 0
+    gate: Gate = Gate()
+
+
+def is_coded(raw: dict[str, Any]) -> bool:
+    """Whether a config.json says that weights are in few bits: other gpt-oss models are transformers' code's."""
+    return raw.get("model_type") in GPT_OSS and raw.get("quantization_config") is not None
+
+
+def parse_gpt_oss(raw: dict[str, Any], where: str) -> GptOssConfig:
+    """ValueError names `where` (the file), the key, what was expected and what was found."""
+    refuse_unknown(raw, _KNOWN, where)
+    if missing := [key for key in _REQUIRED if raw.get(key) is None]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
+    hidden, width, heads, kv_heads, head_dim, vocab_size, count, chosen = (whole(raw, key, where) for key in _SIZES)
+    layers = whole(raw, "num_hidden_layers", where, most=MOST_LAYERS)
+    if heads % kv_heads:
+        raise ValueError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, got {heads}, {kv_heads}")
+    if head_dim % 2:
+        raise ValueError(f"{where}: head_dim must be even for rotary embeddings, got {head_dim}")
+    for key, size in (("hidden_size", hidden), ("intermediate_size", width)):
+        if size % MX_BLOCK:
+            raise ValueError(f"{where}: {key} must be a multiple of {MX_BLOCK}, the columns of a scale in mxfp4, got {size}")
+    if chosen > count:
+        raise ValueError(f"{where}: num_experts_per_tok must be at most num_local_experts {count}, got {chosen}")
+    rope = {**mapping(raw, "rope_scaling", where), **mapping(raw, "rope_parameters", where)}
+    if not rope or (rope.get("rope_theta") is None and raw.get("rope_theta") is None):
+        raise ValueError(f"{where} lacks rope_theta, or rope_parameters (rope_scaling), without which positions mean nothing")
+    biased = flag(raw, "attention_bias", where, True)
+    return GptOssConfig(
+        family=raw["model_type"],
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        rms_norm_eps=number(raw, "rms_norm_eps", where, 1e-5),
+        rope=parse_rope_with_yarn(raw, where),
+        max_position=whole(raw, "max_position_embeddings", where, 131072, most=MOST_POSITIONS),
+        tie_embeddings=flag(raw, "tie_word_embeddings", where),
+        qkv_bias=biased,
+        o_bias=biased,
+        layer_kinds=_layer_kinds(raw, layers, where),
+        has_sinks=True,
+        eos_ids=token_ids(raw, "eos_token_id", where, vocab_size),
+        dtype=dtype_name(raw, where),
+        has_experts=True,
+        quantization=_quantization(raw, count, where),
+        count=count,
+        chosen=chosen,
+        gate=Gate(number(raw, "swiglu_alpha", where, 1.702), number(raw, "swiglu_limit", where, 7.0)),
+    )
+
+
+def _quantization(raw: dict[str, Any], count: int, where: str) -> Quantization:
+    """Experts in mxfp4, all else in ordinary numbers: nothing of the scheme is free."""
+    scheme, where = mapping(raw, "quantization_config", where), f"{where}: quantization_config"
+    if scheme.get("quant_method") != METHOD:
+        raise ValueError(
+            f"{where}: quant_method must be {METHOD!r} for gpt-oss, as in its own checkpoints, got "
+            f"{scheme.get('quant_method')!r}; nearest thing that works: openai's checkpoint, or one in bfloat16"
+        )
+    if unknown := sorted(set(scheme) - {"quant_method", "modules_to_not_convert"}):
+        raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; they may change what the weights stand for")
+    kept = scheme.get("modules_to_not_convert") or []
+    if not isinstance(kept, list) or any(not isinstance(name, str) or "expert" in name for name in kept):
+        raise ValueError(f"{where}: modules_to_not_convert must be null or a list of names without experts, got {kept!r}")
+    experts = Rule("regex", r".*\.mlp\.experts\.(gate_up|down)_proj$")
+    return Quantization(METHOD, ((experts, ExpertBlocks(count)),))
+
+
+def _layer_kinds(raw: dict[str, Any], layers: int, where: str) -> tuple[LayerKind, ...]:
+    """Windows in every other layer, the first among them, where layer_types says nothing."""
+    types = raw.get("layer_types")
+    if types is None:
+        types = [WINDOWED if layer % 2 == 0 else "full_attention" for layer in range(layers)]
+    check_types(types, layers, where)
+    window = sliding_window({"sliding_window": 128, **raw}, where)
+    if WINDOWED in types and window is None:
+        raise ValueError(f"{where}: layer_types has {WINDOWED}, but sliding_window is null")
+    return tuple(LayerKind(window=window) if kind == WINDOWED else FULL for kind in types)
+
+
+_SIZES = (
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size num_local_experts "
+    "num_experts_per_tok"
+).split()
+_REQUIRED = (*_SIZES, "num_hidden_layers")
+# Read above, or known not to change what a forward pass computes.
+_KNOWN = NATIVE_KEYS | frozenset(
+    "experts_per_token initial_context_length num_experts num_experts_per_tok num_local_experts output_router_logits "
+    "router_aux_loss_coef swiglu_alpha swiglu_limit".split()
+)

@@ -1,0 +1,85 @@
+"""gpt-oss targets: a Llama with sinks and windows in its attention, and experts with biases in place of an MLP.
+
+The forward pass is CausalLM's.  The experts' matrices are stored as codes.
+
+Shapes: T tokens, H hidden size, E experts, K experts of a token, F width of an expert, Q query heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.attention.kinds import Scoring
+from specdec.models.causal_lm import CausalLM, PreNormLayer
+from specdec.models.config import ModelConfig
+from specdec.models.experts import stored_experts
+from specdec.models.gpt_oss.config import GptOssConfig
+from specdec.models.layers import SelfAttention
+from specdec.models.linear import LinearStack
+from specdec.ops.experts.coded import Form
+
+
+class SinkAttention(SelfAttention):
+    """Attention whose softmax has one more logit for each head.  sinks_Q: float32."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.sinks_Q = nn.Buffer(torch.empty(config.num_heads, dtype=torch.float32))
+
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(sinks_H=self.sinks_Q)
+
+
+class BiasedRouter(nn.Module):
+    """Chooses the experts of the greatest logits, whose softmax are the weights.  Computes in float32, and is kept so."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        self.chosen = config.chosen
+        self.weight_EH = nn.Buffer(torch.empty(config.count, config.hidden_size, dtype=torch.float32))
+        self.bias_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
+        logits_TE = F.linear(x_TH.to(self.weight_EH.dtype), self.weight_EH, self.bias_E)  # wider while a text is proven
+        best_TK, chosen_TK = logits_TE.topk(self.chosen, dim=-1)
+        return best_TK.softmax(-1), chosen_TK
+
+
+class BiasedExperts(nn.Module):
+    """A layer's mixture.  Of the ranks that share it, the first alone has down_bias_EH, for their outputs are summed."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        E, H, width = config.count, config.hidden_size, config.intermediate_size
+        self.gate = config.gate
+        self.router = BiasedRouter(config)
+        self.gate_up_proj = LinearStack(E, H, {"gate_proj": width, "up_proj": width}, config.shard, "column")
+        self.down_proj = LinearStack(E, width, {"down_proj": H}, config.shard, "row")
+        self.gate_up_bias_EG = nn.Parameter(torch.empty(E, 2 * width))
+        self.down_bias_EH = nn.Parameter(torch.empty(E, H)) if config.shard.rank == 0 else None
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        weights_TK, chosen_TK = self.router(x_TH)
+        form = Form(self.gate, self.gate_up_bias_EG, self.down_bias_EH)
+        return stored_experts(x_TH, weights_TK, chosen_TK, self.gate_up_proj, self.down_proj, form)
+
+
+class GptOssLayer(PreNormLayer):
+    """A decoder layer with sinks and experts."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config, SinkAttention(config), BiasedExperts(config))
+
+
+class GptOssLM(CausalLM):
+    """A gpt-oss model.  max_positions: as of CausalLM."""
+
+    config: GptOssConfig
+
+    def make_layer(self, config: ModelConfig, index: int) -> PreNormLayer:
+        assert isinstance(config, GptOssConfig)
+        return GptOssLayer(config)

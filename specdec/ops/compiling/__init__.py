@@ -1,0 +1,1 @@
+"""What happens to kernels before they are launched for the first time."""

@@ -1,0 +1,226 @@
+"""Rehearses a pass: its kernels are compiled side by side before the pass runs, and nothing is computed.
+
+Triton compiles a kernel where it is first launched, and the host waits there, for one kernel after the other.  While a pass is
+rehearsed, launches hand their kernels to a pool of threads and return, and torch's operations change no tensor.  So a pass can
+be rehearsed on memory that holds anything, and leaves no trace.  The function must not depend on values of the device: what a
+CUDA graph may hold can be rehearsed, too.
+
+A compilation that fails here is forgotten, and so is a rehearsal: the launch itself then compiles, and gives the error.
+
+This module knows no kernel and no model.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from specdec.ops.launch import has_triton
+
+MOST_THREADS = 16  # more would wait for each other, since a part of each compilation is Python
+ALIGNMENT = 16  # bytes; Triton compiles another kernel for memory that does not begin at a multiple of them
+_threads = threading.local()
+_one_at_a_time = threading.Lock()  # rehearsals exchange a method of Triton's class
+
+
+def compiles_ahead() -> bool:
+    """Whether this version of Triton compiles in other threads."""
+    if not has_triton():
+        return False
+    import triton
+
+    return hasattr(triton, "AsyncCompileMode")
+
+
+def is_rehearsed() -> bool:
+    """Whether this thread rehearses, so that tensors hold no values."""
+    return getattr(_threads, "rehearses", False)
+
+
+class Rehearsals:
+    """Compiles the kernels of passes on one GPU: `rehearse` them all, then `begin`, then wait for each before it runs.
+
+    Compilations wait for `begin`, because a rehearsal beside them would take seconds: both need Python's one lock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        count = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(count, "specdec-compile", lambda: torch.cuda.set_device(device))
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._compilers = _compilers(self)
+
+    def rehearse(self, run: Callable[[], object]) -> Callable[[], None]:
+        """Calls run() as a rehearsal.  Returns a function that waits until the kernels seen so are ready to be launched.
+
+        If run() fails, what was launched before is compiled.
+        """
+        needed: dict[str, Any] = {}
+        self._compilers.needed = needed
+        try:
+            with _one_at_a_time, _no_launches(self._compilers), Nothing():
+                run()
+        except Exception:  # of any kind: run() fails again where it counts, if it does
+            pass
+
+        def wait() -> None:
+            for future in needed.values():
+                future.result(ignore_errors=True)
+
+        return wait
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """As an executor's: the call's future.  Triton's mode asks for it."""
+        future: Future[Any] = Future()
+        self._waiting.append((future, function))
+        return future
+
+    def begin(self) -> None:
+        """Begins with all compilations that wait."""
+        for future, function in self._waiting:
+            self._pool.submit(_fill, future, function)
+        self._waiting = []
+
+    def close(self) -> None:
+        """Drops what still waits for a thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
+    """Compiles what run() launches before it first needs values on the host."""
+    rehearsals = Rehearsals(device)
+    wait = rehearsals.rehearse(run)
+    rehearsals.begin()
+    wait()
+    rehearsals.close()
+
+
+def _fill(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # whoever waits for the future gets it
+        future.set_exception(error)
+
+
+def _compilers(executor: Rehearsals) -> Any:
+    """Triton's own mode of compiling in other threads, but for two things: nobody waits at its end, and kernels get loaded."""
+    from triton import AsyncCompileMode
+
+    class Compilers(AsyncCompileMode):
+        needed: dict[str, Any]  # what the rehearsal has launched
+
+        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+            future = super().submit(key, lambda: _loaded(compile_fn()), finalize_fn)
+            self.raw_futures.clear()  # those that Triton would wait for
+            self.needed[key] = future
+            return future
+
+    return Compilers(executor, ignore_errors=True)
+
+
+def _loaded(kernel: Any) -> Any:
+    """The compiled kernel on the GPU, and with its launcher, which some versions of Triton have a C compiler make."""
+    _ = kernel.run
+    return kernel
+
+
+@contextmanager
+def _no_launches(compilers: Any) -> Iterator[None]:
+    """Has this thread's launches compile through `compilers` and return.  Other threads launch as ever."""
+    from triton.runtime.jit import JITFunction
+
+    launch, seen = JITFunction.run, set[Hashable]()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not is_rehearsed():
+            return launch(self, *args, grid=grid, warmup=warmup, **options)
+        like = id(self), *map(_likeness, args), *((name, _likeness(value)) for name, value in options.items())
+        if like in seen:  # in another layer: Triton would take longer to find that out
+            return None
+        seen.add(like)
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    _threads.rehearses = True
+    try:
+        with compilers:
+            yield
+    finally:
+        _threads.rehearses = False
+        JITFunction.run = launch
+
+
+def _likeness(value: Any) -> Hashable:
+    """What a kernel that is compiled for an argument depends on, or more than that."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT
+    if hasattr(value, "block_shape"):  # a descriptor of tiles, for the copy engine
+        return (
+            _likeness(value.base),
+            *map(tuple, (value.shape, value.strides, value.block_shape)),
+            getattr(value, "layout", None),
+        )
+    return type(value), value if isinstance(value, Hashable) else id(value)
+
+
+class Nothing(TorchDispatchMode):
+    """Operations of torch read no index and change no tensor.
+
+    An operation that changes a tensor leaves it as it is.  A product gives memory of the right shape.  Any other operation is
+    done, but on zeros where it takes integers, which may be indices; so its result has the right shape, and any values.
+    torch's own way of telling shapes, on the device "meta", imports its compiler, which takes longer than a rehearsal.
+    RuntimeError if a pass needs values on the host.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import torch's compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options: dict[str, Any] = kwargs or {}
+        if func.is_view or torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
+            return func(*args, **options)
+        if func._schema.is_mutable:
+            return _written(func._schema, args, options)
+        if func.overloadpacket in PRODUCTS:
+            return PRODUCTS[func.overloadpacket](*args)
+        is_masked = any(isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves((args, options)))
+        is_sized = torch.Tag.dynamic_output_shape not in func.tags or func.overloadpacket is _aten.index and not is_masked
+        if torch.Tag.data_dependent_output in func.tags or not is_sized:
+            raise RuntimeError(f"{func} needs values, and a rehearsal has none")
+        return func(*tree_map_only(Tensor, _without_indices, args), **tree_map_only(Tensor, _without_indices, options))
+
+
+def _written(schema: Any, args: Any, options: dict[str, Any]) -> Any:
+    """What an operation returns that changes some of its arguments: these."""
+    given = dict(zip((each.name for each in schema.arguments), args)) | options
+    written = [given[each.name] for each in schema.arguments if each.is_write and each.name in given]
+    return tuple(written) if len(schema.returns) > 1 else written[0] if schema.returns else None
+
+
+def _without_indices(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else torch.zeros_like(tensor)
+
+
+def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return _mm(a, b)
+
+
+_aten = torch.ops.aten
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {_aten.linear: _linear, _aten.mm: _mm, _aten.bmm: _mm, _aten.addmm: _addmm}

@@ -1,0 +1,68 @@
+"""Has the kernels of a decoder's first passes compiled side by side: those of the first chunk and of the round after it.
+
+This module knows which passes come first; how a pass is rehearsed is the matter of ops/compiling/rehearsal.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from specdec.batch.state import BatchState
+from specdec.config import SpecConfig
+from specdec.ops.compiling.rehearsal import Rehearsals
+from specdec.runner.prompts import PromptRunner
+from specdec.runner.rounds import RoundRunner
+from specdec.startup import STARTUP
+from specdec.steps import RunChunk, RunRound
+
+
+class FirstPasses:
+    """Rehearses before the first chunk runs, and before the first round does if that is not the expected one.
+
+    spec: the shape of the first speculative round; None: nobody knows it yet.
+    """
+
+    def __init__(self, prompts: PromptRunner, rounds: RoundRunner, spec: SpecConfig | None) -> None:
+        self._prompts, self._rounds, self._spec = prompts, rounds, spec
+        self._rehearsals: Rehearsals | None = None
+        self._expected: dict[RunRound, Callable[[], None]] = {}  # a round that is being compiled, and how to wait for it
+        self._is_over = False
+
+    def before_chunk(self, state: BatchState, chunk: RunChunk) -> None:
+        """Compiles what the first chunk needs, and begins with the round that is expected after it.
+
+        state: the batch, of as many rows as that round will have.
+        """
+        if self._is_over or self._rehearsals is not None or chunk.needs.grammar:
+            return
+        self._rehearsals = Rehearsals(state.lens_B.device)
+        wait = self._rehearsals.rehearse(lambda: self._prompts.rehearse(chunk))
+        if not chunk.drafted:
+            self._begin(state, RunRound(state.rows, "plain", None, chunk.needs))
+        elif self._spec is not None:
+            self._begin(state, RunRound(state.rows, "speculative", self._spec, chunk.needs))
+        self._rehearsals.begin()
+        wait()
+        STARTUP.lap("kernels of the first prefill")
+
+    def before_round(self, state: BatchState, step: RunRound) -> None:
+        """Waits until what the first round needs is compiled."""
+        if self._is_over or step.needs.grammar:
+            return
+        step = replace(step, timed=False)
+        if step not in self._expected:
+            self._begin(state, step).begin()
+        self._expected[step]()
+        STARTUP.lap("kernels of the first round")
+        self._is_over = True
+        if self._rehearsals is not None:
+            self._rehearsals.close()
+            self._rehearsals = None
+        self._expected.clear()
+
+    def _begin(self, state: BatchState, step: RunRound) -> Rehearsals:
+        if self._rehearsals is None:
+            self._rehearsals = Rehearsals(state.lens_B.device)
+        self._expected[step] = self._rehearsals.rehearse(lambda: self._rounds.rehearse(state, step))
+        return self._rehearsals

@@ -1,0 +1,1 @@
+"""Heads that training makes: fresh ones, and the folders that trained ones are saved in."""

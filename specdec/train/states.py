@@ -1,0 +1,75 @@
+"""What the target makes of the rows of text that a head learns from: its last hidden states, and the features of the head.
+
+A target's weights do not change while its head is trained, so the states of a row are the same in each epoch.  They are kept in
+memory if all of them fit; else each step has the target read its rows again.  This file knows the target's forward pass, and
+neither heads nor losses.
+
+Shapes: N rows in all, B of a step, T tokens of a row, H hidden size, F target feature size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.attention.eager.dense import DenseAttention
+from specdec.models.target import Target
+
+ROWS = 64  # rows that the target reads at once where their states are kept
+
+
+class Seen(NamedTuple):
+    """Rows of text, and what the target made of them.
+
+    rows_BT: int64 ids; columns after the end of a text hold -1.
+    hidden_BTH: the hidden states after the final norm.
+    features_BTF: outputs of the layers that the head reads; the hidden states for a head that reads none.
+    """
+
+    rows_BT: Tensor
+    hidden_BTH: Tensor
+    features_BTF: Tensor
+
+    @property
+    def ids_BT(self) -> Tensor:
+        """The rows with ids of tokens in all columns."""
+        return self.rows_BT.clamp(min=0)
+
+
+@torch.no_grad()
+def read_rows(model: Target, rows_BT: Tensor, aux_layers: tuple[int, ...]) -> Seen:
+    """One pass of the target over whole rows."""
+    B, T = rows_BT.shape
+    positions = torch.arange(T, device=rows_BT.device).repeat(B)
+    attn = DenseAttention(model.config.layer_kinds, B, sources=model.config.kv_source)
+    out = model(rows_BT.clamp(min=0).flatten(), positions, attn, aux_layers)
+    features = out.hidden_TH if out.aux_TA is None else out.aux_TA
+    return Seen(rows_BT, out.hidden_TH.unflatten(0, (B, T)), features.unflatten(0, (B, T)))
+
+
+class States:
+    """The states of all rows that a head learns from.
+
+    keep_bytes: how much memory they may take.  If they take more, nothing is kept.
+    """
+
+    def __init__(self, model: Target, rows_NT: Tensor, aux_layers: tuple[int, ...], keep_bytes: int) -> None:
+        self.model, self.rows_NT, self.aux_layers = model, rows_NT, aux_layers
+        self.kept: Seen | None = None
+        first = read_rows(model, rows_NT[:1], aux_layers)
+        if sum(part.nbytes for part in first[1:]) * len(rows_NT) > keep_bytes:
+            return
+        empty = (part.new_empty(len(rows_NT), *part.shape[1:]) for part in first[1:])
+        self.kept = Seen(rows_NT, *empty)
+        for start in range(0, len(rows_NT), ROWS):
+            seen = read_rows(model, rows_NT[start : start + ROWS], aux_layers)
+            for whole, part in zip(self.kept[1:], seen[1:], strict=True):
+                whole[start : start + ROWS] = part
+
+    def of(self, picks_B: Tensor) -> Seen:
+        """The states of these rows, int64 numbers."""
+        if self.kept is None:
+            return read_rows(self.model, self.rows_NT[picks_B], self.aux_layers)
+        return Seen(*(part[picks_B] for part in self.kept))

@@ -1,0 +1,143 @@
+"""Rehearsals: operations of torch that compute nothing, and what a decoder keeps of them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from toolkit.driver import Driver
+from toolkit.models import Zoo
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.loading import build
+from specdec.loading.build import can_rehearse
+from specdec.ops.compiling import rehearsal
+from specdec.ops.compiling.rehearsal import Nothing, _threads, is_rehearsed
+from specdec.ops.index import predecessors
+from specdec.steps import Needs
+
+FUNCTIONS = {
+    "product": lambda x_RC, i_R: x_RC @ x_RC.T,
+    "linear": lambda x_RC, i_R: torch.nn.functional.linear(x_RC, x_RC, x_RC[:, 0]),
+    "rows": lambda x_RC, i_R: x_RC.index_select(0, i_R),
+    "embedding": lambda x_RC, i_R: torch.nn.functional.embedding(i_R, x_RC),
+    "gather": lambda x_RC, i_R: x_RC.gather(0, i_R[:, None]),
+    "mean of squares": lambda x_RC, i_R: x_RC.float().pow(2).mean(-1, keepdim=True).rsqrt() * x_RC,
+    "where": lambda x_RC, i_R: torch.where(x_RC > 0, x_RC, 0.0).clamp(min=-1),
+    "joined": lambda x_RC, i_R: torch.cat((x_RC, x_RC.roll(1, -1)), -1).cumsum(-1),
+    "best": lambda x_RC, i_R: x_RC.topk(2, dim=-1).indices,
+    "sorted": lambda x_RC, i_R: x_RC.sort(-1, descending=True).values,
+    "transposed": lambda x_RC, i_R: x_RC.t().contiguous().to(torch.bfloat16),
+    "indexed": lambda x_RC, i_R: x_RC[i_R, i_R],
+    "added product": lambda x_RC, i_R: torch.addmm(x_RC[:, 0], x_RC, x_RC.T),
+    "stack of products": lambda x_RC, i_R: torch.bmm(x_RC.expand(3, 4, 6), x_RC.T.expand(3, 6, 4)),
+    "made": lambda x_RC, i_R: torch.stack((i_R, torch.arange(4))).repeat(1, 2),
+    "int": lambda x_RC, i_R: x_RC.argmax(-1).int() // 2,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_shapes_are_those_of_the_operation(name: str) -> None:
+    """Keeps out: a result of another shape, layout or dtype, for which other kernels would be compiled; reads out of bounds."""
+    function = FUNCTIONS[name]
+    x_RC, i_R = torch.randn(4, 6), torch.randint(4, (4,))
+    real = function(x_RC, i_R)
+    garbage_R = torch.full((4,), 1 << 40)
+    with torch.inference_mode(), Nothing():
+        got = function(x_RC, garbage_R)
+    assert (got.shape, got.dtype, got.stride(), got.device) == (real.shape, real.dtype, real.stride(), real.device)
+
+
+def test_no_compiler_of_torch_is_imported() -> None:
+    """Keeps out: seconds of imports in every start, because torch tells the shapes of some results through its compiler."""
+    x_RC, i_R = torch.randn(4, 6), torch.randint(4, (4,))
+    absent = dict.fromkeys(("torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes"))
+    with patch.dict(sys.modules, absent), torch.inference_mode(), Nothing():
+        for function in FUNCTIONS.values():
+            function(x_RC, i_R)
+
+
+def test_tensors_stay_as_they_are() -> None:
+    """Keeps out: a rehearsal that writes."""
+    x_RC, i_R = torch.randn(4, 6), torch.randint(4, (4,))
+    before = x_RC.clone()
+    with torch.inference_mode(), Nothing():
+        x_RC.copy_(torch.zeros(4, 6)).add_(1)
+        x_RC[:, 0].fill_(3)
+        x_RC.index_copy_(0, i_R, torch.ones(4, 6))
+        torch.add(x_RC, 1, out=x_RC)
+        x_RC[1] = 5
+        values, places = torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int64)
+        assert torch.topk(x_RC, 2, out=(values, places))[0] is values
+    assert torch.equal(x_RC, before)
+
+
+@pytest.mark.parametrize("function", [lambda x_R: x_R.sum().item(), lambda x_R: x_R[x_R > 0], torch.nonzero])
+def test_values_are_refused(function: Any) -> None:
+    """Keeps out: a pass that goes on with a number that nobody computed."""
+    x_R = torch.ones(3)
+    with torch.inference_mode(), Nothing(), pytest.raises(RuntimeError, match="needs values"):
+        function(x_R)
+
+
+def test_constants_of_a_rehearsal_are_not_kept() -> None:
+    """Keeps out: a constant for all later passes that was never computed."""
+    count, cpu = 9, torch.device("cpu")
+    _threads.rehearses = True
+    try:
+        assert is_rehearsed()
+        with Nothing():
+            predecessors(count, cpu)
+    finally:
+        _threads.rehearses = False
+    assert predecessors(count, cpu).tolist() == [0, *range(count - 1)]
+
+
+def test_rehearsed_passes_change_nothing(zoo: Zoo) -> None:
+    """Keeps out: rehearsals that write to rows or caches, also where they fail on their way, as they do on a CPU."""
+    pair = zoo.target("llama"), zoo.head("llama", "eagle3")
+    prompt, spec = [5, 6, 7, 8], SpecConfig(3, 2, 6)
+    with SpecDecoder.from_pretrained(*pair, spec, max_seq_len=64) as decoder:
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+        expected = decoder.generate(prompt, sampling)[0].token_ids
+        with patch.object(rehearsal, "_compilers", lambda pool: MagicMock()), patch("torch.cuda.set_device"):
+            assert not Driver(decoder).rehearse(prompt, Needs(), spec, rows=1)
+        assert decoder.generate(prompt, sampling)[0].token_ids == expected
+
+
+def test_compilations_wait_until_all_passes_were_rehearsed() -> None:
+    """Keeps out: rehearsals that share Python's lock with compilers, and a failure that ends the process."""
+    ran: list[int] = []
+    with patch.object(rehearsal, "_compilers", lambda pool: MagicMock()), patch("torch.cuda.set_device"):
+        rehearsals = rehearsal.Rehearsals(torch.device("cpu"))
+
+    def fails() -> None:
+        raise OSError("no space left on device")
+
+    futures = [rehearsals.submit(lambda: ran.append(1)), rehearsals.submit(fails)]
+    assert not ran and not any(future.done() for future in futures)
+    with patch("torch.cuda.set_device"):
+        rehearsals.begin()
+        assert isinstance(futures[1].exception(timeout=20), OSError) and futures[0].result(timeout=20) is None
+    assert ran == [1]
+    rehearsals.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"device": "cpu"}, {"attention": "fa3"}, {"backend": "transformers"}, {"ranks": 2}, {"kept": "fp8"}, {}], ids=str
+)
+def test_only_passes_without_host_side_state_are_rehearsed(change: dict[str, Any]) -> None:
+    """Keeps out: a library that launches in a rehearsal, an exchange with a rank that has none, and scales taken of garbage."""
+    given = {"device": "cuda", "attention": "triton", "backend": "native", "ranks": 1, "kept": "auto"} | change
+    settings: Any = SimpleNamespace(
+        device=torch.device(given["device"]), attention_backend=SimpleNamespace(name=given["attention"]),
+        target_backend=given["backend"], options=SimpleNamespace(kv_cache_dtype=given["kept"]),
+    )  # fmt: skip
+    model: Any = SimpleNamespace(group=SimpleNamespace(size=given["ranks"]))
+    assert can_rehearse(model, settings) == (not change)
+    with patch.object(build, "compiles_ahead", return_value=False):  # an older Triton
+        assert not can_rehearse(model, settings)

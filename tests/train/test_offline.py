@@ -1,0 +1,79 @@
+"""Counting offline: what a served run counts, round by round, for every kind of head.
+
+Keeps out: an accept length that is not the one that users get: trees that read another branch's pairs, places that are off by
+one, rounds that go on after the end of a text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from toolkit.heads.block_zoo import HEADS
+from toolkit.models import Zoo, ragged_prompts
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.cli import main
+from specdec.generation import Stats
+from specdec.options import EngineOptions
+from specdec.shipped import draft_folder, prompts_file, target_folder
+from specdec.train.offline.run import eval_head
+
+SHAPES = (SpecConfig(4, 3, 12), SpecConfig(3, 1, 4))
+
+
+def served(decoder: SpecDecoder, prompts: list[list[int]], max_tokens: int) -> Stats:
+    return Stats.total([out.stats for out in decoder.generate(prompts, SamplingParams(max_tokens=max_tokens))])
+
+
+def test_the_shipped_head_is_counted_as_it_is_served() -> None:
+    pair = SpecDecoder.from_pretrained(target_folder(), draft_folder(), SHAPES[0], device="cpu", max_batch_size=2)
+    texts = [json.loads(line)["prompt"] for line in prompts_file().read_text().splitlines()[:2]]
+    prompts = [pair.tokenizer.encode(text) for text in texts]
+    (found,) = eval_head(str(draft_folder()), target_folder(), prompts, SHAPES[:1], 24, EngineOptions(device="cpu"))
+    assert found == served(pair, prompts, 24) and found.accept_length > 3
+
+
+@pytest.mark.slow_cases(keep=5)
+@pytest.mark.parametrize("name", ["eagle3-window", "eagle1-two-layers", *HEADS])
+def test_random_heads_are_counted_as_they_are_served(zoo: Zoo, name: str) -> None:
+    prompts, head, target = ragged_prompts(40, 3), zoo.head("llama", name), zoo.target("llama")
+    shapes = SHAPES[:1] if name.startswith("dflash") else SHAPES
+    options = EngineOptions(device="cpu", dtype="float32", max_batch_size=3)
+    for shape, found in zip(shapes, eval_head(str(head), target, prompts, shapes, 12, options), strict=True):
+        assert found == served(zoo.decoder("llama", name, shape, max_batch_size=3), prompts, 12)
+
+
+WRONG = [  # flags, what the line names
+    (["ngram", "--target", str(target_folder())], "specdec bench --draft ngram"),
+    ([str(draft_folder()), "--target", str(draft_folder())], "target"),
+    ([str(draft_folder()), "--target", str(target_folder()), "--spec", "auto,4,16"], "--spec"),
+    ([str(draft_folder()), "--target", str(target_folder()), "--longest-prompt", "9"], "--eval-text"),
+    (
+        [str(draft_folder()), "--target", str(target_folder()), "--max-tokens", "499"],
+        "nearest setting that works: --max-tokens",
+    ),
+    ([str(draft_folder()), "--target", str(target_folder()), "--eval-text", "/none"], "/none"),
+    ([str(draft_folder()), "--target", str(target_folder()), "--num-prompts", "1000"], "--num-prompts 48"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), WRONG, ids=str)
+def test_wrong_input_is_named(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval-head", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("specdec: error: ") and named in err and "Traceback" not in err
+
+
+def test_the_command_counts_along_held_out_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a file of results that says something else than the table."""
+    texts = [json.loads(line)["prompt"] for line in prompts_file().read_text().splitlines()[:3]]
+    (tmp_path / "held.txt").write_text("<|endoftext|>".join([*texts, texts[0]]))
+    flags = ["--target", str(target_folder()), "--eval-text", str(tmp_path / "held.txt"), "--max-tokens", "8"]
+    shape = ["--spec", "3,1", "--device", "cpu", "--json", str(tmp_path / "out.json")]
+    assert main(["eval-head", str(draft_folder()), *flags, *shape]) == 0
+    record = json.loads((tmp_path / "out.json").read_text())
+    (row,) = record["rows"]
+    assert record["prompts"] == 3 and row["spec"] == "3,1,4" and row["rounds"] == len(row["accepted_per_round"])
+    assert f"{row['accept_length']:.3f}" in capsys.readouterr().out
