@@ -17,6 +17,12 @@ CHOSEN: dict[str, list[str]] = {
     "quantised_linear_kernel": [
         "tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_product[int4-32-True]"
     ],
+    "quantised_sliced_kernel": [
+        "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[False-int4-64-True]"
+    ],
+    "quantised_hopper_kernel": [
+        "tests/ops/quantised/test_quantised_hopper.py::test_hopper_kernels_compute_the_product[True-int4-64-True]"
+    ],
     "dequantise_kernel": ["tests/ops/quantised/test_quantised_linear.py::test_the_kernel_computes_the_numbers[int4-32-True]"],
     "tiled_linear_kernel": [
         "tests/ops/test_invariant_products.py::test_the_tiled_product_equals_the_definition[35-40-104-1-False]"
