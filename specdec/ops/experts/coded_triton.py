@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specdec.ops.experts.codes import scales_form
 from specdec.ops.experts.convert_triton import LARGE, convert_4, convert_8, enlarged
+from specdec.ops.experts.tiles import MOST_READ
 from specdec.ops.launch import chained
 from specdec.ops.products.linear_triton import ARRIVALS, _prefetch, arrivals_of
 from specdec.ops.products.stacked_triton import rows_of_expert
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from specdec.ops.experts.codes import StackedCodes
     from specdec.ops.experts.tiles import ExpertTiles
 
+READ = 16, 128, MOST_READ  # pairs that programs read, padded: few sizes, for each of which the kernel is compiled
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
 
@@ -314,8 +316,8 @@ def launch_coded_experts(
         x if bias_EO is None else bias_EO, chosen_P, chosen_P if counts_E is None else counts_E, y_PO,
         partials, arrivals, P, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
         EXPERTS=weight.matrices, PADDED_EXPERTS=triton.next_power_of_2(weight.matrices),
-        PADDED_PAIRS=max(16, triton.next_power_of_2(P)) if counts_E is None else 16, SORTED=counts_E is not None,
-        ALONE=counts_E is None and P == chosen,
+        PADDED_PAIRS=next((size for size in READ if counts_E is None and P <= size), READ[0]),
+        SORTED=counts_E is not None, ALONE=counts_E is None and P == chosen,
         KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
         HAS_ZEROS=weight.zeros_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
