@@ -301,6 +301,7 @@ def launch_coded_experts(
     P, rows, I = chosen_P.shape[0], weight.rows, weight.columns
     O = rows // 2 if gate else rows
     assert x.stride(1) == 1 and x.shape[1] == I and chosen_P.is_contiguous() and P
+    assert counts_E is not None or P <= MOST_READ
     assert bias_EO is None or (bias_EO.shape == (weight.matrices, rows) and bias_EO.is_contiguous())
     y_PO = x.new_empty(P, O)
     scales = weight.scales_RG.view(torch.int32) if weight.has_powers else weight.scales_RG
