@@ -256,7 +256,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="cases whose spec:batch:context starts with this, as 5,1,6:8")
+    parser.add_argument("--only", nargs="+", default=("",), help="cases whose spec:batch:context starts so, as 5,1,6:8")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--graphs", choices=("round", "step"), default="round")
     parser.add_argument("--no-prefill", action="store_true")
@@ -274,7 +274,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     rows = []
     for case in () if args.prefills else CASES:
-        if args.only and not case.name.startswith(args.only):
+        if not case.name.startswith(tuple(args.only)):
             continue
         rows.append(measure(model, head, case, args.rounds, args.graphs, deterministic=args.deterministic))
         show(rows[-1])

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from toolkit.checkpoints.tokenizers import byte_tokenizer
 from toolkit.models import Zoo
-from toolkit.tokenizers import byte_tokenizer
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.bench.encode import encode_prompts

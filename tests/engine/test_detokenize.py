@@ -7,8 +7,8 @@ import random
 import time
 
 import pytest
+from toolkit.checkpoints.tokenizers import CHARACTERS, byte_tokenizer
 from toolkit.models import Zoo
-from toolkit.tokenizers import CHARACTERS, byte_tokenizer
 
 from specdec import SamplingParams, SpecConfig
 from specdec.engine.detokenize import Detokenizer, StopStrings

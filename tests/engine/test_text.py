@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from toolkit import tokenizers
+from toolkit.checkpoints.tokenizers import CHARACTERS, SPECIALS
 from toolkit.models import Zoo, save_target
-from toolkit.tokenizers import CHARACTERS, SPECIALS
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SamplingParams, SpecDecoder

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toolkit.tokenizers import byte_tokenizer, sentencepiece_tokenizer
+from toolkit.checkpoints.tokenizers import byte_tokenizer, sentencepiece_tokenizer
 
 from specdec.config import GrammarKind
 from specdec.grammar.library import MOST_KEPT, Grammars

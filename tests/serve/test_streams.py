@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
+from toolkit.checkpoints.tokenizers import CHARACTERS
 from toolkit.driver import Driver
 from toolkit.serving.server import Served, error_of, wait_until
-from toolkit.tokenizers import CHARACTERS
 
 from specdec import SamplingParams, SpecDecoder
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from specdec import SpecConfig, SpecDecoder
-from toolkit.tokenizers import byte_tokenizer, word_tokenizer
+from toolkit.checkpoints.tokenizers import byte_tokenizer, word_tokenizer
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -1,0 +1,1 @@
+"""What checkpoints hold beside weights in one piece: tokenizers, and experts in 4 bits."""
