@@ -51,6 +51,14 @@ def gated_linear(x_TI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None
     return _launch(x_TI, weight_2FI, bias_2F, True, tiles)
 
 
+def with_tiles(x_TI: Tensor, weight_OI: Tensor, gated: bool, tiles: ProductTiles | None) -> Tensor:
+    """`linear`, or `gated_linear`, with tiles that the caller chooses; None: through cuBLAS.  For whoever measures tiles."""
+    if tiles is not None:
+        return _launch(x_TI, weight_OI, None, gated, tiles)
+    y_TO = F.linear(x_TI, weight_OI)
+    return silu_mul(y_TO) if gated else y_TO
+
+
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up: [..., F].  gate and up are the two halves of the last dim."""
     if use_kernels(gate_up_T2F) and gate_up_T2F.dim() == 2 and gate_up_T2F.stride(1) == 1:

@@ -18,7 +18,7 @@ row of codes, G groups of a row.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -310,7 +310,7 @@ def _columns(
     places, first, A_WORD: gl.constexpr, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr, right: gl.constexpr
 ):  # fmt: skip
     """A step's x, 64 columns a piece, in registers; if it is one row, it stands in for all N."""
-    pieces = ()
+    pieces: Any = ()
     for n in gl.static_range(A_WORD):
         if ONE:
             row = places.index(first + n).load(gl.SliceLayout(2, right))
