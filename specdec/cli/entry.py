@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec import __version__
-from specdec.cli import bench, doctor, generate, plan, serve, verify
+from specdec.cli import bench, doctor, generate, plan, serve, tune, verify
 from specdec.cli.flags import Parser, engine_of
 from specdec.cli.heads import eval_head, inspect, train
 from specdec.cli.output import complain
@@ -28,7 +28,7 @@ SPECDEC_DEBUG=1 in the environment shows the traceback of an error."""
 INTERRUPTED, BROKEN_PIPE = 130, 141
 COMMANDS = (
     ("bench", bench), ("verify", verify), ("generate", generate), ("serve", serve), ("inspect", inspect), ("plan", plan),
-    ("train", train), ("eval-head", eval_head), ("doctor", doctor),
+    ("train", train), ("eval-head", eval_head), ("tune", tune), ("doctor", doctor),
 )  # fmt: skip
 
 

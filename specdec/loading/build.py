@@ -33,6 +33,7 @@ from specdec.models.config import ModelConfig
 from specdec.models.kv import cache_layout, heads_a_key, keeps_latents, key_operations, make_cache, most_read
 from specdec.models.linear import use_numerics
 from specdec.models.target import Target
+from specdec.ops.compiling.rehearsal import compiles_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.parallel.group import Group
 from specdec.prompts import Tokenizer
@@ -124,7 +125,7 @@ def can_rehearse(model: Target, settings: EngineSettings) -> bool:
     """
     ours = settings.attention_backend.name == "triton" and settings.target_backend == "native"
     keeps_scales = settings.options.kv_cache_dtype.startswith("fp8")
-    return settings.device.type == "cuda" and ours and model.group.size == 1 and not keeps_scales
+    return settings.device.type == "cuda" and ours and model.group.size == 1 and not keeps_scales and compiles_ahead()
 
 
 def _workers(model: Target, head: DraftModel | None, settings: EngineSettings, plan: PoolPlan) -> Workers:

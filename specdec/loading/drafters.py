@@ -10,8 +10,10 @@ import warnings
 import torch
 
 from specdec.draft.drafter import DraftModel
+from specdec.loading.build import can_rehearse
 from specdec.loading.resolve import EngineSettings
 from specdec.models.target import Target
+from specdec.ops.compiling.rehearsal import compile_ahead
 from specdec.ops.cuda_graph import on_device
 from specdec.ops.launch import launching
 from specdec.prompts import Tokenizer
@@ -63,6 +65,8 @@ def smoke_check(model: Target, head: DraftModel | None, tokenizer: Tokenizer, se
     ids = [token for token in tokenizer.encode(TEXT) if token < model.config.vocab_size]
     ids_T = torch.tensor(ids[: min(MOST_TOKENS, settings.max_seq_len)], device=settings.device)
     with launching(settings.device), on_device(settings.device):
+        if can_rehearse(model, settings):
+            compile_ahead(lambda: head.smoke(model, ids_T), settings.device)
         problem = head.smoke(model, ids_T)
     if problem:
         warnings.warn(f"{problem}; smoke=False (--no-smoke) leaves this check out", stacklevel=3)

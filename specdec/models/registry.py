@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.models.causal_lm import CausalLM
 from specdec.models.checkpoints.config_values import NotComputedHere, text
-from specdec.models.checkpoints.loader import load_target, with_generation_eos
+from specdec.models.checkpoints.loader import build, load_target, with_generation_eos
 from specdec.models.checkpoints.swapped import refuse_head_config
 from specdec.models.config import FAMILIES, ModelConfig, parse_config, read_target_json
 from specdec.models.deepseek.config import DEEPSEEK, parse_deepseek
@@ -42,10 +43,11 @@ class TargetChoice(NamedTuple):
 
 
 class _Native(NamedTuple):
-    """One of our own modules: how it reads a config.json's object, and how it loads a folder."""
+    """One of our own modules: how it reads a config.json's object, loads a folder, and is made without weights."""
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
     load: Callable[..., Target]
+    make: Callable[[Any, int], Target]
 
 
 def choose_target(folder: Path, backend: str = "auto", quantize: str = "none") -> TargetChoice:
@@ -139,21 +141,38 @@ def load_chosen(
     return model
 
 
+def empty_target(choice: TargetChoice) -> Target:
+    """The target without its weights: what can be asked of it before anything is loaded.
+
+    ValueError for a target through transformers' code, which is made as it is loaded.
+    """
+    native = None if choice.backend == "transformers" else _native(choice.config.family)
+    if native is None:
+        raise ValueError(
+            f"only targets of specdec's own modules can be looked at without their weights, and transformers' code computes "
+            f"this one ({choice.reason}); nearest thing that works: a target of {', '.join(FAMILIES)}"
+        )
+    return build(lambda: native.make(choice.config, 1), torch.device("meta"), torch.float32)
+
+
 def _native(family: Any) -> _Native | None:
     if family in FAMILIES:
-        return _Native(parse_config, load_target)
+        return _Native(parse_config, load_target, CausalLM)
     if family in DEEPSEEK:
         from specdec.models.deepseek.loader import load_deepseek
+        from specdec.models.deepseek.modules import DeepseekLM
 
-        return _Native(parse_deepseek, load_deepseek)
+        return _Native(parse_deepseek, load_deepseek, DeepseekLM)
     if family in DIFFLLAMA:
         from specdec.models.diffllama.loader import load_diffllama
+        from specdec.models.diffllama.modules import DiffLlamaLM
 
-        return _Native(parse_diffllama, load_diffllama)
+        return _Native(parse_diffllama, load_diffllama, DiffLlamaLM)
     if family in GPT_OSS:
         from specdec.models.gpt_oss.loader import load_gpt_oss
+        from specdec.models.gpt_oss.modules import GptOssLM
 
-        return _Native(parse_gpt_oss, load_gpt_oss)
+        return _Native(parse_gpt_oss, load_gpt_oss, GptOssLM)
     return None
 
 

@@ -42,6 +42,7 @@ class FirstPasses:
             self._begin(state, RunRound(state.rows, "plain", None, chunk.needs))
         elif self._spec is not None:
             self._begin(state, RunRound(state.rows, "speculative", self._spec, chunk.needs))
+        self._rehearsals.begin()
         wait()
         STARTUP.lap("kernels of the first prefill")
 
@@ -51,7 +52,7 @@ class FirstPasses:
             return
         step = replace(step, timed=False)
         if step not in self._expected:
-            self._begin(state, step)
+            self._begin(state, step).begin()
         self._expected[step]()
         STARTUP.lap("kernels of the first round")
         self._is_over = True
@@ -60,7 +61,8 @@ class FirstPasses:
             self._rehearsals = None
         self._expected.clear()
 
-    def _begin(self, state: BatchState, step: RunRound) -> None:
+    def _begin(self, state: BatchState, step: RunRound) -> Rehearsals:
         if self._rehearsals is None:
             self._rehearsals = Rehearsals(state.lens_B.device)
         self._expected[step] = self._rehearsals.rehearse(lambda: self._rounds.rehearse(state, step))
+        return self._rehearsals

@@ -1,9 +1,9 @@
 """Rehearses a pass: its kernels are compiled side by side before the pass runs, and nothing is computed.
 
 Triton compiles a kernel where it is first launched, and the host waits there, for one kernel after the other.  While a pass is
-rehearsed, launches hand their kernels to a pool of threads and return, and torch's operations only say what their results look
-like.  No tensor's values are read or written, so a pass can be rehearsed on memory that holds anything.  The function must not
-depend on values of the device: what a CUDA graph may hold can be rehearsed, too.
+rehearsed, launches hand their kernels to a pool of threads and return, and torch's operations change no tensor.  So a pass can
+be rehearsed on memory that holds anything, and leaves no trace.  The function must not depend on values of the device: what a
+CUDA graph may hold can be rehearsed, too.
 
 A compilation that fails here is forgotten, and so is a rehearsal: the launch itself then compiles, and gives the error.
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from specdec.ops.launch import has_triton
+
 MOST_THREADS = 16  # more would wait for each other, since a part of each compilation is Python
-_aten = torch.ops.aten
-HARMLESS = {_aten.cat, _aten.cumsum, _aten.isfinite, _aten.floor_divide, _aten.where}  # beside what torch calls pointwise
+ALIGNMENT = 16  # bytes; Triton compiles another kernel for memory that does not begin at a multiple of them
 _threads = threading.local()
 _one_at_a_time = threading.Lock()  # rehearsals exchange a method of Triton's class
+
+
+def compiles_ahead() -> bool:
+    """Whether this version of Triton compiles in other threads."""
+    if not has_triton():
+        return False
+    import triton
+
+    return hasattr(triton, "AsyncCompileMode")
 
 
 def is_rehearsed() -> bool:
@@ -37,16 +47,19 @@ def is_rehearsed() -> bool:
 
 
 class Rehearsals:
-    """Compiles the kernels of passes on one GPU."""
+    """Compiles the kernels of passes on one GPU: `rehearse` them all, then `begin`, then wait for each before it runs.
+
+    Compilations wait for `begin`, because a rehearsal beside them would take seconds: both need Python's one lock.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         count = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(count, "specdec-compile", lambda: torch.cuda.set_device(device))
-        self._compilers = _compilers(self._pool)
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._compilers = _compilers(self)
 
     def rehearse(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Calls run() as a rehearsal.  Returns a function that waits until the kernels seen so far are ready to be launched.
+        """Calls run() as a rehearsal.  Returns a function that waits until the kernels seen so are ready to be launched.
 
         If run() fails, what was launched before is compiled.
         """
@@ -64,12 +77,40 @@ class Rehearsals:
 
         return wait
 
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """As an executor's: the call's future.  Triton's mode asks for it."""
+        future: Future[Any] = Future()
+        self._waiting.append((future, function))
+        return future
+
+    def begin(self) -> None:
+        """Begins with all compilations that wait."""
+        for future, function in self._waiting:
+            self._pool.submit(_fill, future, function)
+        self._waiting = []
+
     def close(self) -> None:
         """Drops what still waits for a thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compilers(pool: ThreadPoolExecutor) -> Any:
+def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
+    """Compiles what run() launches before it first needs values on the host."""
+    rehearsals = Rehearsals(device)
+    wait = rehearsals.rehearse(run)
+    rehearsals.begin()
+    wait()
+    rehearsals.close()
+
+
+def _fill(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # whoever waits for the future gets it
+        future.set_exception(error)
+
+
+def _compilers(executor: Rehearsals) -> Any:
     """Triton's own mode of compiling in other threads, but for two things: nobody waits at its end, and kernels get loaded."""
     from triton import AsyncCompileMode
 
@@ -82,7 +123,7 @@ def _compilers(pool: ThreadPoolExecutor) -> Any:
             self.needed[key] = future
             return future
 
-    return Compilers(pool, ignore_errors=True)
+    return Compilers(executor, ignore_errors=True)
 
 
 def _loaded(kernel: Any) -> Any:
@@ -96,10 +137,16 @@ def _no_launches(compilers: Any) -> Iterator[None]:
     """Has this thread's launches compile through `compilers` and return.  Other threads launch as ever."""
     from triton.runtime.jit import JITFunction
 
-    launch = JITFunction.run
+    launch, seen = JITFunction.run, set[Hashable]()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=warmup or is_rehearsed(), **options)
+        if not is_rehearsed():
+            return launch(self, *args, grid=grid, warmup=warmup, **options)
+        like = id(self), *map(_likeness, args), *((name, _likeness(value)) for name, value in options.items())
+        if like in seen:  # in another layer: Triton would take longer to find that out
+            return None
+        seen.add(like)
+        return launch(self, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = compile_only
     _threads.rehearses = True
@@ -111,32 +158,45 @@ def _no_launches(compilers: Any) -> Iterator[None]:
         JITFunction.run = launch
 
 
-class Nothing(TorchDispatchMode):
-    """Operations of torch give empty results of the right shapes.
+def _likeness(value: Any) -> Hashable:
+    """What a kernel that is compiled for an argument depends on, or more than that."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT
+    if hasattr(value, "block_shape"):  # a descriptor of tiles, for the copy engine
+        return (
+            _likeness(value.base),
+            *map(tuple, (value.shape, value.strides, value.block_shape)),
+            getattr(value, "layout", None),
+        )
+    return type(value), value if isinstance(value, Hashable) else id(value)
 
-    An operation that changes a tensor leaves it as it is, and what needs values on the host fails.  Some operations are done
-    for real, because no values could harm them: views, tensors that are made of numbers alone, and what works element by
-    element, whose shapes torch would otherwise only tell after importing its compiler.
+
+class Nothing(TorchDispatchMode):
+    """Operations of torch read no index and change no tensor.
+
+    An operation that changes a tensor leaves it as it is.  A product gives memory of the right shape.  Any other operation is
+    done, but on zeros where it takes integers, which may be indices; so its result has the right shape, and any values.
+    torch's own way of telling shapes, on the device "meta", imports its compiler, which takes longer than a rehearsal.
+    RuntimeError if a pass needs values on the host.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes longer than a rehearsal
+        return False  # it would import torch's compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options: dict[str, Any] = kwargs or {}
-        tensors = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
-        if not tensors or func.is_view:
+        if func.is_view or torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
             return func(*args, **options)
         if func._schema.is_mutable:
             return _written(func._schema, args, options)
-        if torch.Tag.pointwise in func.tags or func.overloadpacket in HARMLESS:
-            return func(*args, **options)
-        device = options.get("device") or next((each.device for each in tensors if each.is_cuda), tensors[0].device)
-        if "device" in options:
-            options = {**options, "device": torch.device("meta")}
-        shapes = func(*tree_map_only(Tensor, _shape_of, args), **tree_map_only(Tensor, _shape_of, options))
-        return tree_map_only(Tensor, lambda each: _empty(each, device), shapes)
+        if func.overloadpacket in PRODUCTS:
+            return PRODUCTS[func.overloadpacket](*args)
+        is_masked = any(isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves((args, options)))
+        is_sized = torch.Tag.dynamic_output_shape not in func.tags or func.overloadpacket is _aten.index and not is_masked
+        if torch.Tag.data_dependent_output in func.tags or not is_sized:
+            raise RuntimeError(f"{func} needs values, and a rehearsal has none")
+        return func(*tree_map_only(Tensor, _without_indices, args), **tree_map_only(Tensor, _without_indices, options))
 
 
 def _written(schema: Any, args: Any, options: dict[str, Any]) -> Any:
@@ -146,9 +206,21 @@ def _written(schema: Any, args: Any, options: dict[str, Any]) -> Any:
     return tuple(written) if len(schema.returns) > 1 else written[0] if schema.returns else None
 
 
-def _shape_of(tensor: Tensor) -> Tensor:
-    return _empty(tensor, torch.device("meta"))
+def _without_indices(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else torch.zeros_like(tensor)
 
 
-def _empty(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return _mm(a, b)
+
+
+_aten = torch.ops.aten
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {_aten.linear: _linear, _aten.mm: _mm, _aten.bmm: _mm, _aten.addmm: _addmm}

@@ -15,7 +15,9 @@ from specdec.ops.tuned.table import Origin, TunedTable, path_for, read
 
 @cache
 def tuned_table(device: torch.device) -> TunedTable | None:
-    """The table for that GPU; None: nobody has run `specdec tune` on it.  Warns of a table that is of no use any more."""
+    """The table for that device; None: nobody has run `specdec tune` on it.  Warns of a table that is of no use any more."""
+    if device.type != "cuda":
+        return None
     table, why = look(device)
     if why:
         warnings.warn(f"{why}; nearest thing that works: run specdec tune again, or delete the file", stacklevel=2)

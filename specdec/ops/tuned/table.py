@@ -96,7 +96,7 @@ class TunedTable:
         dates = sorted({measured.date for measured in self.products.values()})
         targets = sorted({measured.target for measured in self.products.values()})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        return f"those that specdec tune measured here on {when} for {', '.join(targets)}"
+        return f"those that specdec tune measured here ({when}) for {', '.join(targets)}"
 
     def save(self, path: Path) -> None:
         """Writes the file, all of it or nothing.  OSError if it can't be written."""

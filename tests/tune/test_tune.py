@@ -1,0 +1,163 @@
+"""`specdec tune`: which products a model has, what is tried, what is kept, and what is refused at the door."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.models import Zoo
+
+from specdec.cli import tune as command
+from specdec.cli.entry import main
+from specdec.draft.formats.spec import HeadSpec
+from specdec.draft.load import empty_head
+from specdec.models.causal_lm import CausalLM
+from specdec.models.checkpoints.loader import build
+from specdec.models.config import ModelConfig, RopeConfig
+from specdec.ops.products.gpus import H100, H200, Match
+from specdec.ops.products.tiles import ProductTiles, product_tiles
+from specdec.ops.tuned import here
+from specdec.ops.tuned.table import Measured, Origin, Product, TunedTable, path_for, read
+from specdec.tune import run
+from specdec.tune.candidates import candidates
+from specdec.tune.shapes import NAMED, checkpoint_products, named_products, products_of
+
+GPU, CUDA = "NVIDIA H200", torch.device("cuda", 0)
+SMALL = Product(256, 128, False, torch.bfloat16)
+LLAMA_8B = ModelConfig(
+    family="llama", hidden_size=4096, intermediate_size=14336, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=128256, rms_norm_eps=1e-5, rope=RopeConfig(500000.0), max_position=2048,
+)  # fmt: skip
+
+
+def test_named_products_are_those_of_the_models() -> None:
+    """Keeps out: a matrix of the target or its head that nobody measures, or one that no pass has."""
+    target = build(lambda: CausalLM(LLAMA_8B, 1), torch.device("meta"), torch.bfloat16)
+    head = empty_head(HeadSpec(LLAMA_8B, "eagle3", (0, 0, 0), 4096, 32000))
+    own = {*products_of(target, torch.bfloat16), *products_of(head, torch.bfloat16)}
+    assert own == set(named_products("llama-3.1-8b", torch.bfloat16))
+    assert tuple(NAMED) == command.NAMES
+
+
+def test_products_of_a_checkpoint(zoo: Zoo) -> None:
+    """Keeps out: gate and up measured as an ordinary product, another dtype, and a head that is left out."""
+    alone = checkpoint_products(zoo.target("llama"), None, torch.float16)
+    both = checkpoint_products(zoo.target("llama"), zoo.head("llama", "eagle3"), torch.float16)
+    assert set(alone) < set(both) and len(set(both)) == len(both)
+    assert sum(product.gated for product in alone) == 1 and {product.dtype for product in both} == {torch.float16}
+
+
+@pytest.mark.parametrize("match", [Match(H200, "", True), Match(H100, "", True), Match(H200, "", False)])
+@pytest.mark.parametrize("T", [1, 6, 16, 64])
+def test_candidates_begin_with_the_kinds_own(T: int, match: Match) -> None:
+    """Keeps out: a comparison with something other than what runs, tiles twice, and Hopper's kernel on another GPU."""
+    for product in named_products("llama-3.1-8b", torch.bfloat16):
+        O, I, gated, dtype = product
+        found = candidates(T, product, match)
+        assert found[0] == product_tiles(T, O, I, dtype, gated, match.kind if match.hopper else H100)
+        assert None in found and len(set(found)) == len(found) > 5
+        tiles = [each for each in found if each is not None]
+        assert all(each.block_t >= T and each.shared_bytes(2) <= 232448 for each in tiles)
+        assert match.hopper or all(each.lag < 0 for each in tiles)
+
+
+class Times:
+    """A bench whose times are known: the fewer stages, the faster; one candidate is fast and wrong."""
+
+    def __init__(self, gain: float) -> None:
+        self.gain, self.product, self.device = gain, SMALL, CUDA
+        self.own, *others = candidates(1, SMALL, Match(H100, "", False))
+        self.wrong, self.best = [tiles for tiles in others if tiles is not None][:2]
+
+    def compile(self, T: int, tiles: list[Any], rehearsals: Any) -> None:
+        assert tiles[0] == self.own
+
+    def is_right(self, T: int, tiles: ProductTiles | None) -> bool:
+        return tiles != self.wrong
+
+    def microseconds(self, T: int, tiles: ProductTiles | None) -> float:
+        return {self.own: 10.0, self.wrong: 1.0, self.best: 10.0 * self.gain}.get(tiles, 20.0)
+
+
+@pytest.mark.parametrize(("gain", "is_kept"), [(0.5, True), (0.99, False), (1.5, False)])
+def test_only_what_is_right_and_faster_is_kept(gain: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps out: tiles that give wrong sums, and noise in the table."""
+    monkeypatch.setattr(run, "match_of", lambda device: Match(H100, "", False))
+    bench: Any = Times(gain)
+    row = run.measure_rows(bench, 1, rehearsals=None)
+    assert row.is_kept == is_kept and row.tiles == (bench.best if is_kept else bench.own)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine that says it has a GPU; its cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: GPU)
+    monkeypatch.setattr(command, "tunable_gpu", lambda name: CUDA)
+    monkeypatch.setattr(run, "match_of", lambda device: Match(H100, "", False))
+    monkeypatch.setattr(run, "Bench", lambda product, device: Times(0.5))
+    monkeypatch.setattr(run, "on_device", lambda device: torch.no_grad())
+    return tmp_path
+
+
+def test_a_second_model_is_added(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a table that forgets what it had, and a command that does not say what it kept, and where."""
+    old = TunedTable(Origin.here(GPU), {SMALL: Measured({8: None}, "2026-01-01", "old")})
+    old.save(path_for(GPU))
+    assert main(["tune", "llama-3.1-8b", "--rows", "1"]) == 0
+    table, why = read(path_for(GPU), Origin.here(GPU))
+    assert table is not None and not why and SMALL in table.products and len(table.products) == 9
+    out = " ".join(capsys.readouterr().out.split())
+    assert "8/8" in out and "-> 5.0 us" in out and "llama-3.1-8b, old" in out and path_for(GPU).name in out
+    assert here.look(CUDA)[0] == table
+
+
+def test_a_table_of_other_kernels_is_replaced(gpu: Path) -> None:
+    """Keeps out: tiles of kernels that have changed, carried into the new table."""
+    TunedTable(replace(Origin.here(GPU), kernels="0"), {SMALL: Measured({8: None}, "2026-01-01", "old")}).save(path_for(GPU))
+    assert main(["tune", "qwen3-8b", "--rows", "1"]) == 0
+    table, _ = read(path_for(GPU), Origin.here(GPU))
+    assert table is not None and SMALL not in table.products
+
+
+def test_a_cache_that_can_not_be_written_is_refused_before_the_run(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: minutes of measuring for nothing."""
+    (gpu / "specdec").write_text("a file")
+    assert main(["tune", "llama-3.1-8b"]) == 2
+    assert "can't be written" in (error := capsys.readouterr().err) and "XDG_CACHE_HOME" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "neither; nearest thing that works: specdec tune llama-3.1-8b"),
+        (["llama-3.1-8b", "--target", "x"], "got both"),
+        (["llama3.1-8b"], "nearest thing that works: llama-3.1-8b"),
+        (["gpt-2"], "--target gpt-2"),
+        (["llama-3.1-8b", "--draft", "x"], "--draft would do nothing"),
+        (["--target", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_wrong_input_is_named(given: list[str], said: str, gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a run over a model that nobody meant."""
+    assert main(["tune", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_other_weights_and_machines_are_refused(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: a run without a GPU, and one over products that the measured kernels do not compute."""
+    assert main(["tune", "--target", str(zoo.target("llama")), "--device", "cpu"]) == 2
+    assert "bfloat16 or float16, got torch.float32" in capsys.readouterr().err
+    assert main(["tune", "llama-3.1-8b", "--device", "cpu"]) == 2
+    assert "measures a GPU, got device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["0", "65", "1,x", ""])
+def test_rows_out_of_range_are_refused(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeps out: rows for which other kernels run."""
+    with pytest.raises(SystemExit):
+        main(["tune", "llama-3.1-8b", "--rows", rows])
+    assert "expected numbers from 1 to 64" in capsys.readouterr().err
