@@ -238,6 +238,7 @@ class Controller:
             return None
         book.account, book.since = 0.0, 0
         book.share = max(LOOKING[1], book.share / 2)
+        self._learn()
         self.acceptance.trust(TRUST)
         return look
 
