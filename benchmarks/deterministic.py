@@ -259,11 +259,11 @@ def compare(name: str, ways: list[Way], tokens: int, count: int, deterministic: 
         yield row
 
 
-def cost(rounds: int, batches: list[int]) -> Iterator[dict[str, Any]]:
-    """Milliseconds a round of the 8B shape, fast and deterministic, one after the other."""
+def cost(rounds: int, batches: list[int], specs: list[str]) -> Iterator[dict[str, Any]]:
+    """Milliseconds a round of the 8B shape, fast and deterministic, one after the other.  specs: these alone, if any."""
     model, head = random_pair(4096, torch.device("cuda", 0))
     for case in COSTS:
-        if case.batch not in batches:
+        if case.batch not in batches or (specs and case.spec not in specs):
             continue
         ms = {}
         for deterministic in (False, True):
@@ -274,7 +274,7 @@ def cost(rounds: int, batches: list[int]) -> Iterator[dict[str, Any]]:
         print(f"{case.name:<16} fast {ms[False]:6.3f} ms, deterministic {ms[True]:6.3f} ms, {more:+.1%}", flush=True)
         yield {**case._asdict(), "fast_ms": ms[False], "deterministic_ms": ms[True], "cost": more}
     for batch, tokens in COST_PREFILLS:
-        if batch not in batches:
+        if batch not in batches or (specs and "prompts" not in specs):
             continue
         fast, slow = (prefill_ms(model, head, batch, tokens, deterministic=each) for each in (False, True))
         print(
@@ -298,6 +298,7 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="measure rounds of the 8B shape, and compare no texts")
     parser.add_argument("--rounds", type=int, default=60, help="of each measurement of --cost")
     parser.add_argument("--batches", default="1,8", help="of --cost, separated by commas")
+    parser.add_argument("--specs", nargs="*", default=[], help="of --cost: some of plain 5,1,6 5,8,32 7,10,60 prompts")
     parser.add_argument("--pool-share", type=float, default=0.85, help="of the free memory for kept prefixes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -317,7 +318,8 @@ def main() -> None:
 def measured(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line of the result, as it is found."""
     if args.cost:
-        yield from (("cost", row) for row in cost(args.rounds, [int(batch) for batch in args.batches.split(",")]))
+        batches = [int(batch) for batch in args.batches.split(",")]
+        yield from (("cost", row) for row in cost(args.rounds, batches, args.specs))
         return
     ways = [WAYS[int(number) - 1] for number in args.ways.split(",")]
     for name in args.models.split(","):

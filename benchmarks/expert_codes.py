@@ -2,7 +2,7 @@
 """How long a layer's experts take with weights in 8 or 4 bits, beside bf16 ones, on a real GPU.
 
     python benchmarks/expert_codes.py --out benchmarks/results/expert_codes_h200.json
-    python benchmarks/expert_codes.py --sweep 40       # which tiles are fastest, for so many seconds
+    python benchmarks/expert_codes.py --sweep       # with other tiles beside those that specdec takes
 
 Two layers: of gpt-oss-20b's size (32 experts, 4 a token, mxfp4) and of Qwen3-30B-A3B's (128 experts, 8 a token, fp8 blocks and
 int4).  Times are medians of replays of CUDA graphs that hold many calls, each with other choices and other rows, so that
@@ -29,14 +29,12 @@ from torch import Tensor
 
 from specdec.models.experts import run_experts
 from specdec.ops.experts.coded import CodedExperts, Form, Gate, coded_experts
-from specdec.ops.experts.coded_triton import launch_coded_experts
 from specdec.ops.experts.codes import StackedCodes, step_bytes, steps_of
-from specdec.ops.experts.tiles import ExpertTiles
+from specdec.ops.experts.tiles import ExpertTiles, expert_tiles
 from specdec.ops.quantised.codes import Kind
 
 BANDWIDTH = 4.48e12  # of an H200, as benchmarks/round_8b.py has it
 CALLS = 12  # of a graph
-ROWS = (1, 6, 32, 64, 256)
 
 
 class Layer(NamedTuple):
@@ -80,11 +78,6 @@ def choices(layer: Layer, T: int) -> list[Tensor]:
     return [torch.rand(T, layer.experts, generator=generator).topk(layer.chosen).indices.cuda() for _ in range(CALLS)]
 
 
-def limit_us(stacks: tuple[StackedCodes, ...], chosen: list[Tensor]) -> float:
-    each = sum(stack.codes_RJ.nbytes + stack.scales_RG.nbytes for stack in stacks) / stacks[0].matrices
-    return sum(len(ids.unique()) for ids in chosen) / len(chosen) * each / BANDWIDTH * 1e6
-
-
 def time_calls(call: Callable[[int], object]) -> float:
     """Microseconds of a call, which is given its number."""
     call(0)
@@ -96,130 +89,103 @@ def time_calls(call: Callable[[int], object]) -> float:
     return replay_us(graph, 9) / CALLS
 
 
-def measure(rows: tuple[int, ...]) -> list[dict[str, Any]]:
-    """A layer's whole mixture: both products, and the weighted sum."""
-    found: list[dict[str, Any]] = []
-
-    def add(name: str, layer: Layer, T: int, us: float, limit: float) -> None:
-        found.append({"format": name, "T": T, "us": round(us, 2), "limit_us": round(limit, 2)})
-        print(f"{name:12} {T:4} rows {us:8.2f} us, limit {limit:8.2f}", flush=True)
-
-    def inputs(layer: Layer, T: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        xs = [torch.randn(T, layer.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
-        return xs, choices(layer, T), torch.rand(T, layer.chosen, device="cuda")
-
-    for name, (of, kind, group) in FORMATS.items():
-        experts = random_experts(LAYERS[of], kind, group)
-        for T in rows:
-            xs, chosen, weights = inputs(LAYERS[of], T)
-            us = time_calls(lambda n, xs=xs, ids=chosen, w=weights, e=experts: coded_experts(xs[n], w, ids[n], e))  # type: ignore[misc]
-            add(name, LAYERS[of], T, us, limit_us((experts.gate_up, experts.down), chosen))
-        del experts
-    for name, layer in LAYERS.items():
-        E, H, F = layer.experts, layer.hidden, layer.width
-        gate_up = torch.randn(E, 2 * F, H, device="cuda", dtype=torch.bfloat16) / 50
-        down = torch.randn(E, H, F, device="cuda", dtype=torch.bfloat16) / 50
-        for T in rows:
-            xs, chosen, weights = inputs(layer, T)
-            us = time_calls(lambda n, xs=xs, ids=chosen, w=weights, g=gate_up, d=down: run_experts(xs[n], w, ids[n], g, d))  # type: ignore[misc]
-            each = (gate_up.nbytes + down.nbytes) / E
-            limit = sum(len(ids.unique()) for ids in chosen) / CALLS * each / BANDWIDTH * 1e6
-            add(f"bf16 {name}", layer, T, us, limit)
-        del gate_up, down
-    return found
-
-
-# ---- tiles ----
-
-
 class Trial(NamedTuple):
+    """tiles: None of a layer in bf16, which torch's grouped product computes."""
+
     name: str
-    gated: bool
     T: int
-    tiles: ExpertTiles
+    tiles: ExpertTiles | None
 
 
-def trials() -> Iterator[Trial]:
-    few = itertools.product((8,), ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4)), (3, 5), (1, 2))
-    more = itertools.product((8,), ((32, 2), (64, 2), (64, 4), (128, 4)), (2, 3, 4), (1, 2))
-    wide = itertools.product((16,), ((64, 2), (64, 4)), (3,), (1, 2))
-    forms = {1: list(few), 32: [*more, *wide]}
-    for T, name, gated in itertools.product(forms, FORMATS, (True, False)):
-        for block_t, (block_o, warps), stages, unroll in forms[T]:
-            yield Trial(name, gated, T, ExpertTiles(block_t, block_o, warps, stages, unroll))
+def trials(rows: list[int], sweeps: bool) -> list[Trial]:
+    """By default the tiles that specdec takes."""
+    found = []
+    for (name, (of, _, _)), T in itertools.product(FORMATS.items(), rows):
+        layer = LAYERS[of]
+        own = expert_tiles(T * layer.chosen, layer.experts)
+        found += [Trial(name, T, tiles) for tiles in dict.fromkeys([own, *(candidates(own, T) if sweeps else ())])]
+    return found + [Trial(name, T, None) for name, T in itertools.product(LAYERS, rows)]
 
 
-def product_of(trial: Trial, experts: CodedExperts, layer: Layer) -> Callable[[int], Tensor]:
-    from specdec.ops.experts.coded import by_expert
-    from specdec.ops.experts.tiles import MOST_READ
-
-    chosen, P = choices(layer, trial.T), trial.T * layer.chosen
-    sorts = P > MOST_READ
-    found = [by_expert(ids, layer.experts) if sorts else (ids.flatten(), None) for ids in chosen]
-    stack = experts.gate_up if trial.gated else experts.down
-    x = torch.randn(trial.T if trial.gated else P, stack.columns, device="cuda", dtype=torch.bfloat16)
-    gate = layer.gate if trial.gated else None
-    return lambda n: launch_coded_experts(x, stack, None, *found[n], layer.chosen, gate, trial.tiles)
+def candidates(own: ExpertTiles, T: int) -> Iterator[ExpertTiles]:
+    if T <= 6:
+        for (block_o, warps), splits in itertools.product(((32, 2), (64, 4)), (1, 2, 4)):
+            yield ExpertTiles(8, block_o, warps, 3, 2, splits)
+        return
+    for (block_o, warps), unroll in (((64, 4), 2), ((128, 4), 1)):
+        yield ExpertTiles(own.block_t, block_o, warps, 3, unroll)
 
 
-def compile_one(trial: Trial) -> tuple[str, Trial]:
-    of, kind, group = FORMATS[trial.name]
-    layer = LAYERS[of]._replace(experts=LAYERS[of].experts)
-    try:
-        with torch.no_grad():
-            product_of(trial, random_experts(layer, kind, group), layer)(0)
-        torch.cuda.synchronize()
-    except Exception as error:  # of any kind: tiles that can't compile or launch are named, and the search goes on
-        return f"{trial}: {type(error).__name__} {str(error)[:100]}", trial
-    return "", trial
+def layer_of(trial: Trial) -> Layer:
+    return LAYERS[trial.name] if trial.tiles is None else LAYERS[FORMATS[trial.name][0]]
 
 
-def sweep(seconds: float, processes: int) -> None:
-    start, done = time.time(), set[Trial]()
-    todo = sorted(trials(), key=lambda trial: trial.T)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        results = pool.imap_unordered(compile_one, todo)
-        try:
-            for _ in todo:
-                why, trial = results.next(timeout=max(0.1, 0.7 * seconds - (time.time() - start)))
-                print(why, end="\n" if why else "")
-                if not why:
-                    done.add(trial)
-        except multiprocessing.TimeoutError:
-            pass
-        pool.terminate()
-    print(f"{len(done)} of {len(todo)} compiled in {time.time() - start:.1f} s", flush=True)
-    for name, (of, kind, group) in FORMATS.items():
-        layer, rows = LAYERS[of], []
-        experts = random_experts(layer, kind, group)
-        for trial in sorted(done, key=str):
-            if trial.name == name and time.time() - start < seconds:
-                rows.append((trial, time_calls(product_of(trial, experts, layer))))
-        for T, gated in itertools.product((1, 32), (True, False)):
-            best = sorted((us, *trial.tiles) for trial, us in rows if (trial.T, trial.gated) == (T, gated))
-            stack = experts.gate_up if gated else experts.down
-            limit = limit_us((stack,), choices(layer, T))
-            print(
-                name,
-                T,
-                "gated" if gated else "down",
-                f"limit {limit:.2f}",
-                *[(round(us, 2), *t) for us, *t in best[:8]],
-                flush=True,
-            )
+def weights_of(name: str) -> CodedExperts | tuple[Tensor, Tensor]:
+    """Of a format, or of a layer in bf16."""
+    if name in FORMATS:
+        of, kind, group = FORMATS[name]
+        return random_experts(LAYERS[of], kind, group)
+    E, H, F = LAYERS[name].experts, LAYERS[name].hidden, LAYERS[name].width
+    shapes = (E, 2 * F, H), (E, H, F)
+    first, second = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).div_(50) for shape in shapes)
+    return first, second
+
+
+def call_of(trial: Trial, weights: CodedExperts | tuple[Tensor, Tensor]) -> Callable[[int], Tensor]:
+    """A layer's whole mixture: both products, and the weighted sum."""
+    layer, T = layer_of(trial), trial.T
+    xs = [torch.randn(T, layer.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
+    chosen, shares = choices(layer, T), torch.rand(T, layer.chosen, device="cuda")
+    if isinstance(weights, CodedExperts):
+        return lambda n: coded_experts(xs[n], shares, chosen[n], weights, trial.tiles)
+    gate_up, down = weights
+    return lambda n: run_experts(xs[n], shares, chosen[n], gate_up, down)
+
+
+def limit_us(trial: Trial, weights: CodedExperts | tuple[Tensor, Tensor]) -> float:
+    layer = layer_of(trial)
+    if isinstance(weights, CodedExperts):
+        held = sum(stack.codes_RJ.nbytes + stack.scales_RG.nbytes for stack in (weights.gate_up, weights.down))
+    else:
+        held = sum(tensor.nbytes for tensor in weights)
+    read = sum(len(ids.unique()) for ids in choices(layer, trial.T)) / CALLS
+    return read * held / layer.experts / BANDWIDTH * 1e6
+
+
+def compile_all(todo: list[Trial]) -> None:
+    """By one process, of several: what it compiles is kept for the process that measures."""
+    with torch.no_grad():
+        for name, own in itertools.groupby(todo, key=lambda trial: trial.name):
+            weights = weights_of(name)
+            for trial in own:
+                call_of(trial, weights)(0)
+    torch.cuda.synchronize()
+
+
+def measure(todo: list[Trial]) -> list[dict[str, Any]]:
+    found = []
+    for name, own in itertools.groupby(todo, key=lambda trial: trial.name):
+        weights = weights_of(name)
+        for trial in own:
+            us, limit = time_calls(call_of(trial, weights)), limit_us(trial, weights)
+            found.append({**trial._asdict(), "us": round(us, 2), "limit_us": round(limit, 2)})
+            print(f"{name:14} {trial.T:4} rows {us:8.2f} us, limit {limit:8.2f}", *(trial.tiles or ()), flush=True)
+        del weights
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--sweep", type=float, default=0.0)
-    parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 6, 32, 64, 256])
     args = parser.parse_args()
-    if args.sweep:
-        sweep(args.sweep, args.processes)
-        return
-    rows = measure(tuple(args.rows))
+    todo = trials(args.rows, args.sweep)
+    coded = [trial for trial in todo if trial.tiles]
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        pool.map(compile_all, [coded[first :: args.processes] for first in range(args.processes)])
+    rows = measure(todo)
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
                  "date": time.strftime("%Y-%m-%d"), "rows": rows}  # fmt: skip

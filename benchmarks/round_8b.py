@@ -5,6 +5,7 @@
     python benchmarks/round_8b.py --prefills 1:8192,1:32768 --attention triton,auto
     python benchmarks/round_8b.py --only 5,1,6:1 --deterministic
     python benchmarks/round_8b.py --quantize fp8 --out benchmarks/results/round_8b_fp8_h200.json
+    python benchmarks/round_8b.py --only none --no-auto --no-prefill --generate 1,8,32
 
 Random weights accept next to nothing, which does not change what a round costs.  Every line is measured through the engine,
 host included, as in `generate()`: first the wall time from one read of tokens to the next, then a profiler's trace of the
@@ -235,6 +236,29 @@ def prefill_ms(
     return 1e3 * median(times[2:])
 
 
+def generate_rate(
+    model: CausalLM, head: DraftModel, batch: int, tokens: int = 600, probability: float = 0.75
+) -> dict[str, Any]:
+    """Tokens a second of `generate` with prompts of 1,024 tokens and the chain (5,1,6), where acceptance is forced.
+
+    tokens: of each request.  probability: of each level, given the level before.
+    """
+    decoder = make_decoder(model, head, SpecConfig(5, 1, 6), batch, 1024, "round")
+    session, prompts, seconds = Session(decoder), random_prompts(batch, 1024), {}
+    session.force_acceptance([probability] * 5)
+    for asked in (40, 1, tokens):  # the first compiles and captures, the second ends with the prompts
+        sampling = [SamplingParams(max_tokens=asked, ignore_eos=True)] * batch
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        session.generate(prompts, sampling, speculate=True)
+        seconds[asked] = time.perf_counter() - start
+    return {
+        "batch": batch, "tokens": tokens, "acceptance": probability, "seconds": seconds[tokens], "prompts_seconds": seconds[1],
+        "tokens_per_s": batch * tokens / seconds[tokens],
+        "tokens_per_s_after_prompts": batch * (tokens - 1) / (seconds[tokens] - seconds[1]),
+    }  # fmt: skip
+
+
 def verdict(ms: float, bar: float | None) -> str:
     return "no bar" if bar is None else f"bar {bar:5.2f} {'ok  ' if ms <= bar else 'MISS'}"
 
@@ -256,12 +280,13 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="cases whose spec:batch:context starts with this, as 5,1,6:8")
+    parser.add_argument("--only", nargs="+", help="cases whose spec:batch:context starts with one of these, as 5,1,6:8")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--graphs", choices=("round", "step"), default="round")
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--prefills", help="batch:tokens of prefills, separated by commas; nothing else is measured then")
     parser.add_argument("--attention", default="auto", help="attention backends of the prefills, separated by commas")
+    parser.add_argument("--generate", help="numbers of rows, separated by commas, whose tok/s are measured too")
     parser.add_argument("--no-auto", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="with the target's sums in one order")
     parser.add_argument("--quantize", choices=("none", *ROUNDED), default="none", help="the target's weights in 8 or 4 bits")
@@ -274,7 +299,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     rows = []
     for case in () if args.prefills else CASES:
-        if args.only and not case.name.startswith(args.only):
+        if args.only and not case.name.startswith(tuple(args.only)):
             continue
         rows.append(measure(model, head, case, args.rounds, args.graphs, deterministic=args.deterministic))
         show(rows[-1])
@@ -296,11 +321,15 @@ def main() -> None:
         prefills.append({"batch": batch, "tokens": tokens, "attention": attention, "ms": ms, "bar": bar})
         print(f"prefill {batch} x {tokens}, attention={attention}: {ms:.1f} ms  {verdict(ms, bar)}", flush=True)
         torch.cuda.empty_cache()
+    rates = [generate_rate(model, head, batch) for batch in map(int, args.generate.split(","))] if args.generate else []
+    for rate in rates:
+        print(f"generate, {rate['batch']} rows: {rate['tokens_per_s']:.0f} tok/s, after the prompts "
+              f"{rate['tokens_per_s_after_prompts']:.0f}", flush=True)  # fmt: skip
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "weights": "random", "dtype": "bfloat16",
         "quantize": args.quantize,
-        "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills,
+        "read_bandwidth": this_gpu().read_bandwidth, "rows": rows, "prefill": prefills, "generate": rates,
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace, name: str, head: str, shape: str) -> list[
     settings: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": 256 + args.max_tokens, "dtype": args.dtype}
     spec = SpecConfig(*map(int, shape.split(",")))
     with SpecDecoder.from_pretrained(args.target, head, spec, smoke=False, **settings) as decoder:
-        for temperature in TEMPERATURES:
+        for temperature in args.temperatures:
             for speculate in (True, False) if args.plain else (True,):
                 write(decoder, prompts[:2], temperature, 24, speculate)
                 stats, seconds, tokens = write(decoder, prompts, temperature, args.max_tokens, speculate)
@@ -68,6 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="S,k,nd")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), metavar="T")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from specdec.batch.state import BatchState
 from specdec.draft.drafter import Rows
+from specdec.ops.index import arange
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PausedRows(Rows):
 
     def keep(self, state: BatchState, tokens_B: Tensor, features_BF: Tensor) -> None:
         """Records one token of a paused round in each row; see `Drafter.keep`."""
-        rows_B = torch.arange(state.rows, device=tokens_B.device)
+        rows_B = arange(state.rows, tokens_B.device)
         self.pending_tokens_BP[rows_B, self.pending_B] = tokens_B
         self.pending_features_BPF[rows_B, self.pending_B] = features_BF
-        self.pending_B.add_(state.active_B * state.speculates_B)
+        self.pending_B.addcmul_(state.active_B, state.speculates_B)

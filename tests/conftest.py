@@ -1,5 +1,6 @@
 """What every test shares: one thread, the markers, the shared folder, and tiny random models saved once a session."""
 
+import gc
 import os
 import signal
 import sys
@@ -27,9 +28,21 @@ logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, and much more on a busy machine
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that share the files (`--dist loadfile`) take them as they are listed, not those of few tests last."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first cases are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU its tests are skipped.  Of a test marked `slow_cases` all but the first cases are slow.
+
+    Processes that share the files begin with those that hold slow tests, so that none of them comes last and leaves a process
+    with nothing to do.
+    """
+    if hasattr(config, "workerinput"):
+        long = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in long)
     seen = Counter[str]()
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -40,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] += 1
             if seen[test] > marker.kwargs.get("keep", 1):
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and garbage is no longer looked for in it: a decoder looks for some when it is closed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -24,7 +24,7 @@ from specdec.startup import STARTUP
 
 # What a decoder on a GPU will import: modules that import most other kernels, and where transformers has its tokenizers.
 KERNELS = ("specdec.attention.kernels.triton_backend", "specdec.ops.products.linear_hopper")
-TOKENIZERS = ("transformers.models.auto.tokenization_auto",)
+TOKENIZERS = ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers")
 
 
 def load_pair(

@@ -39,6 +39,7 @@ Which kernel triggers when, and which reads before a wait depend on it:
   projection starts.  So the store may read positions and slots before its wait, and attention, which follows the store, may
   read tables, lengths and first keys before its own, as long as all of these were written before that norm.  Because paged
   attention triggers late, the suffix and merge kernel after it may read queries, and the suffix's keys and table, before its
+  wait.  The second product of experts of codes comes after the first one, so it may read the choices of experts before its
   wait.  In front of the least kept logits is a product, and in front of a scan one of these two; so both may read the rows'
   lengths, seeds and options before their waits.
 - Never: the first-keys kernel, and the one that counts what a rank keeps.  Attention reads first keys and lengths before its

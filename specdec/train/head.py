@@ -80,12 +80,8 @@ def train_head(
     torch.manual_seed(run.seed)
     decoder = SpecDecoder.from_pretrained(target, device=device, dtype="float32", max_batch_size=256, max_seq_len=run.width)
     prompts = eval_prompts(decoder, corpus.held, corpus.train, run)
-    notes = [
-        *corpus.notes,
-        f"{len(prompts)} prompts to measure the finished head with",
-        _memory(run, decoder.model, len(layers)),
-    ]
-    print("\n".join(notes), flush=True)
+    notes = [*corpus.notes, f"{len(prompts)} prompts to measure the finished head with"]
+    print("\n".join([*notes, _memory(run, decoder.model, len(layers))]), flush=True)
     set_training_threads(decoder.settings.device, threads)
     model = decoder.model
     made_of = {
@@ -101,7 +97,9 @@ def train_head(
     progress = checkpoint.load() if resume and checkpoint.path.is_file() else Progress()
     loss_at, evaluate = _objective(model, head, rows, draft_ids_V.to(rows.device), run)
     with fast_products():
-        progress = fit(schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head))
+        progress = fit(
+            schedule, checkpoint, progress, loss_at, evaluate, lambda _: save(head, folder, run.layout_of_head, target)
+        )
     _report(decoder, folder, prompts, run, progress)
     print(f"done; try it: {_command(target, folder)}", flush=True)
     return progress
@@ -146,6 +144,9 @@ def _memory(run: HeadRun, model: Target, features: int) -> str:
     places = run.width - 2 if run.kind == "eagle3" else run.anchors
     logits = 4 * run.batch * places * vocab * (3 * run.num_steps + 2)  # of each step: logits, their softmax, a gradient
     sizes = {"the target": target, "the head and its optimizer": 16 * numbers, "logits of a step": logits}
+    states = 4 * run.texts * run.width * H * (features + 1)
+    if states <= run.keep_states << 20:
+        sizes["the target's states"] = states
     parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
     return f"a head of {numbers / 1e6:.1f} M parameters; memory, about: {parts}"
 

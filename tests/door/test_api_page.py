@@ -150,7 +150,7 @@ def test_no_class_is_on_the_page_that_is_not_public() -> None:
 def test_every_flag_is_on_the_page_and_no_other() -> None:
     """Keeps out: a flag that --help knows and the page does not, and the reverse."""
     parsers, shared = subparsers(cli.build_parser()), documented_flags(SHARED_FLAGS)
-    assert set(re.findall(r"^### specdec (\w+)$", PAGE, re.M)) == set(parsers)
+    assert set(re.findall(r"^### specdec ([\w-]+)$", PAGE, re.M)) == set(parsers)
     assert flags(cli.build_parser()) == documented_flags("The command line")
     for command, parser in parsers.items():
         listed = documented_flags(f"specdec {command}") | (shared if command in SHARING else set())

@@ -1,8 +1,8 @@
 """Random traffic: requests arrive, are cancelled and fail at random, in chunks of random sizes, and nobody else notices.
 
-The oracle is the request alone, in a decoder of its own.  Every text that survives must equal it, every text that was cut off
-must be its beginning, and nothing may be left behind.  Keeps out: a row, a page or a kept prefix that one request's end or
-failure changes under another.
+The oracle is the request alone, in a decoder of its own without a drafter.  Every text that survives must equal it, every text
+that was cut off must be its beginning, and nothing may be left behind.  Keeps out: a row, a page or a kept prefix that one
+request's end or failure changes under another.
 """
 
 import random
@@ -58,7 +58,7 @@ class Traffic:
             assert self.driver.ring is not None
         if "window" in world or world == "mixed":
             assert self.driver.local_ring is not None
-        self.alone = zoo.decoder(target, head, spec, dtype="float64", page_size=page, max_batch_size=1, max_seq_len=160)
+        self.alone = zoo.decoder(target, None, None, dtype="float64", page_size=page, max_batch_size=1, max_seq_len=160)
         self.texts: dict[tuple[Any, ...], list[int]] = {}
 
     def ask(self) -> tuple[list[int], SamplingParams]:
@@ -74,18 +74,18 @@ class Traffic:
             options["stop_token_ids"] = [chance.randrange(40)]
         return prompt, SamplingParams(max_tokens=chance.choice([1, 2, 9, 30]), **options)
 
-    def want(self, prompt: list[int], sampling: SamplingParams, speculate: bool) -> list[int]:
+    def want(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
         """What it writes alone."""
-        key = (tuple(prompt), sampling, speculate)
+        key = (tuple(prompt), sampling)
         if key not in self.texts:
-            self.texts[key] = self.alone.generate([prompt], sampling, speculate=speculate)[0].token_ids
+            self.texts[key] = self.alone.generate([prompt], sampling)[0].token_ids
         return self.texts[key]
 
     def check(self, asked: list[tuple[Request, bool]]) -> int:
         """Compares every request's tokens with the text alone.  How many finished."""
         finished = 0
         for request, speculate in asked:
-            want, got = self.want(request.prompt_ids, request.sampling, speculate), request.output.token_ids
+            want, got = self.want(request.prompt_ids, request.sampling), request.output.token_ids
             is_whole = request.error is None and not request.cancelled
             assert got == (want if is_whole else want[: len(got)]), (request.prompt_ids, request.sampling, speculate)
             finished += is_whole
@@ -153,12 +153,12 @@ def crowd(traffic: Traffic, threads: int, calls: int) -> None:
     wrong: list[Any] = []
     for job in jobs:
         for prompt, sampling, _ in job:
-            traffic.want(prompt, sampling, True)
+            traffic.want(prompt, sampling)
 
     def work(job: list[tuple[list[int], SamplingParams, float]], decoder: SpecDecoder) -> None:
         try:
             for prompt, sampling, kind in job:
-                want, speculate = traffic.want(prompt, sampling, True), (1000 * kind) % 1 < 0.6
+                want, speculate = traffic.want(prompt, sampling), (1000 * kind) % 1 < 0.6
                 if kind < 0.4:
                     got = decoder.generate([prompt, prompt[:3]], sampling, speculate=speculate)[0].token_ids
                     wrong.extend([] if got == want else [(prompt, sampling, got)])

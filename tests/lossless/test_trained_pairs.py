@@ -67,10 +67,10 @@ def test_the_shipped_pair_equals_transformers(shape: tuple[int, int, int]) -> No
     decoder = SpecDecoder.from_pretrained(
         PAIR / "target", PAIR / "draft", SpecConfig(*shape), device="cpu", dtype="float32", max_batch_size=4
     )
-    outputs = decoder.generate(prompts, SamplingParams(max_tokens=48, ignore_eos=True))
+    outputs = decoder.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
     model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32").eval()
     model.generation_config.eos_token_id = None
-    assert [out.token_ids for out in outputs] == [hf_greedy(model, out.prompt_token_ids, 48) for out in outputs]
+    assert [out.token_ids for out in outputs] == [hf_greedy(model, out.prompt_token_ids, 32) for out in outputs]
 
 
 def test_every_row_of_the_shipped_pair_is_tested() -> None:

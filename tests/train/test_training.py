@@ -57,12 +57,17 @@ def test_each_step_sees_what_drafting_sees(pair: SpecDecoder) -> None:
 def test_a_saved_head_is_the_head(layout: str, pair: SpecDecoder, tmp_path: Path) -> None:
     """Keeps out: names or fused rows mixed up on the way to disk.  bfloat16 weights survive a save and load unchanged."""
     assert isinstance(pair.head, Eagle3Head)
-    save(pair.head, tmp_path, layout)
+    save(pair.head, tmp_path, layout, target_folder())
     again = SpecDecoder.from_pretrained(target_folder(), tmp_path, device="cpu", max_seq_len=64).head
     assert again is not None
     for (name, a), b in zip(pair.head.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     assert again.config.format == layout and again.config.aux_layers == (1, 13, 24)
+    modes = [path.stat().st_mode & 0o777 for path in sorted(tmp_path.iterdir())]
+    assert len(modes) == 2 and modes[0] == modes[1], "whoever may read the config may read the weights"
+    if layout == "speculators":  # which refuses a config without
+        named = json.loads((tmp_path / "config.json").read_text())["speculators_config"]["verifier"]
+        assert named == {"name_or_path": str(target_folder()), "architectures": ["LlamaForCausalLM"]}
 
 
 def test_frequent_ids_are_the_most_frequent_ascending() -> None:

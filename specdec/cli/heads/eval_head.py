@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.flags import SPEC_HELP, add_option_flags, add_prompt_flags, not_empty, tree_shape
+from specdec.cli.flags import add_option_flags, add_prompt_flags, not_empty, tree_shape
 from specdec.cli.output import check_files, console, write_files
 from specdec.config import SamplingParams, SpecConfig
 from specdec.options import EngineOptions
@@ -30,7 +30,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--longest-prompt", type=int, metavar="N", help="of --eval-text: a prompt is a document's first N tokens; default: 48")
     add_prompt_flags(parser, num_prompts="all")
     shapes = " and ".join(spec.label for spec in DEFAULT_SPECS)
-    add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=f"{SPEC_HELP}; default: {shapes}")
+    spec = (
+        f"shape of the draft tree: levels, branches, nodes; nd may be left out; may be given more than once; default: {shapes}"
+    )
+    add("--spec", type=tree_shape, action="append", metavar="S,k,nd", help=spec)
     add("--json", type=not_empty, metavar="FILE", help="write raw counters")
     add_option_flags(parser, EngineOptions, [item.name for item in fields(EngineOptions) if item.name not in USED])
 

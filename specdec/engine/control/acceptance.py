@@ -227,6 +227,9 @@ class Acceptance:
         for level, reached in enumerate(self.reached):
             if reached > most:
                 self.reached[level], self.accepted[level] = most, self.accepted[level] * most / reached
+        self._since = 0
+        self._marks.clear()  # blocks would count for more than what they are compared with
+        self._marks.append(self._copied())
 
 
 def width(shape: SpecConfig) -> float:

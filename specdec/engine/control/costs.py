@@ -21,12 +21,16 @@ MOST_GROWTH = 1.3  # which counts as so much of the average at most: what held o
 # All costs move with that of a shape which so many of so many last rounds had: what a shape shows in fewer rounds in a row may
 # be its own, and what is known of it too old.
 STEADY, LAST = 12, 16
+MOST_DRIFT = 0.25  # and by this share at most: a shape that is taken to be too cheap runs and shows it, one too dear never does
 GUESS_AGAIN = 32  # rounds of a shape after which what is not known is guessed anew
 SETTLING = 4  # so many costs of a shape are counted by the lower median, because something may have disturbed one of them
 DOUBT, DOUBT_GROWS = 0.03, 2000.0  # which share less a shape may cost than is known, and the rounds in which that grows
 GROWTH_MEMORY = 500.0  # rounds that the growth with the rows' tokens is learned from
 SLOWLY = 0.02  # the weight of the newest round in the averages that it is learned from
 NO_GROWTH = 1e6  # tokens squared: unless tokens have differed by far more, the growth is taken to be small
+MOST_OF_COST = (
+    0.5  # the share of a round that the rows' tokens are taken to cost at most: a machine that slows down looks alike
+)
 
 
 @dataclass
@@ -105,7 +109,8 @@ class Costs:
         fade, far, long_ago = 1 - 1 / GROWTH_MEMORY, tokens - known.far_tokens, expected + surprise - known.far_seconds
         self._squares, self._products = self._squares * fade + far * far, self._products * fade + far * long_ago
         known.far_tokens, known.far_seconds = known.far_tokens + slow * far, known.far_seconds + slow * long_ago
-        self.growth = max(0.0, self._products / (self._squares + NO_GROWTH))
+        most = MOST_OF_COST * expected / max(1.0, tokens)
+        self.growth = min(most, max(0.0, self._products / (self._squares + NO_GROWTH)))
         if self._last.count(self._last[-1]) >= STEADY:
             self._drift += weight * surprise
         known.drift = self._drift
@@ -136,7 +141,8 @@ class Costs:
 
     def _seconds(self, known: Measured, tokens: float) -> float:
         """What was measured, as it would be now with so many tokens."""
-        return max(1e-9, known.seconds + self._drift - known.drift + self.growth * (tokens - known.tokens))
+        drift = min(MOST_DRIFT * known.seconds, self._drift - known.drift)
+        return max((1 - MOST_OF_COST) * known.seconds, known.seconds + drift + self.growth * (tokens - known.tokens))
 
     def _least_surprise(self) -> float:
         """The least that shapes took more when they ran than when they were tried.

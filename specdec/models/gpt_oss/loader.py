@@ -63,17 +63,25 @@ def _expect_sizes(checkpoint: Checkpoint, config: GptOssConfig) -> None:
 
 
 def _fill_sinks(attention: SinkAttention, checkpoint: Checkpoint, name: str, whole: int) -> None:
-    """In float32 in any dtype."""
     start, own = attention.qkv_proj.rows_of("q_proj")[0] // attention.head_dim, attention.num_heads
-    sinks_Q = checkpoint.take(name, (whole,))[start : start + own]
-    attention.sinks_Q = nn.Buffer(sinks_Q.to(attention.sinks_Q.device, torch.float32))
-    checkpoint.landed(name, attention.sinks_Q)
+    attention.sinks_Q = _kept_wide(attention.sinks_Q, checkpoint, name, slice(start, start + own), whole)
+
+
+def _kept_wide(
+    empty: Tensor, checkpoint: Checkpoint, name: str, own: slice = slice(None), whole: int | None = None
+) -> nn.Buffer:  # fmt: skip
+    """A tensor in float32 on the device of the empty one.  own: the rows that this rank has, of `whole`."""
+    rows = checkpoint.take(name, (empty.shape[0] if whole is None else whole, *empty.shape[1:]))[own]
+    kept = nn.Buffer(rows.to(empty.device, torch.float32))
+    checkpoint.landed(name, kept)
+    return kept
 
 
 def _fill_experts(experts: BiasedExperts, checkpoint: Checkpoint, prefix: str, shard: Shard) -> None:
     """Gate rows, which alternate with up rows in the checkpoint, above these."""
-    copy_(experts.router.weight, checkpoint, f"{prefix}.router.weight")
-    copy_(experts.router.bias, checkpoint, f"{prefix}.router.bias")
+    router = experts.router
+    router.weight_EH = _kept_wide(router.weight_EH, checkpoint, f"{prefix}.router.weight")
+    router.bias_E = _kept_wide(router.bias_E, checkpoint, f"{prefix}.router.bias")
     _fill_stack(experts.gate_up_proj, checkpoint, f"{prefix}.experts.gate_up_proj")
     _fill_stack(experts.down_proj, checkpoint, f"{prefix}.experts.down_proj")
     name, bias_EG = f"{prefix}.experts.gate_up_proj_bias", experts.gate_up_bias_EG

@@ -34,17 +34,17 @@ class SinkAttention(SelfAttention):
 
 
 class BiasedRouter(nn.Module):
-    """Chooses the experts of the greatest logits, whose softmax are the weights.  Computes in float32."""
+    """Chooses the experts of the greatest logits, whose softmax are the weights.  Computes in float32, and is kept so."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
         self.chosen = config.chosen
-        self.weight = nn.Parameter(torch.empty(config.count, config.hidden_size))
-        self.bias = nn.Parameter(torch.empty(config.count))
+        self.weight_EH = nn.Buffer(torch.empty(config.count, config.hidden_size, dtype=torch.float32))
+        self.bias_E = nn.Buffer(torch.empty(config.count, dtype=torch.float32))
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The pair (weights [T, K] float32, numbers of the chosen experts [T, K] int64)."""
-        logits_TE = F.linear(x_TH.float(), self.weight.float(), self.bias.float())
+        logits_TE = F.linear(x_TH.to(self.weight_EH.dtype), self.weight_EH, self.bias_E)  # wider while a text is proven
         best_TK, chosen_TK = logits_TE.topk(self.chosen, dim=-1)
         return best_TK.softmax(-1), chosen_TK
 

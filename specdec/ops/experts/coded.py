@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.ops.experts.codes import StackedCodes, scales_form
-from specdec.ops.experts.tiles import MOST_READ, expert_tiles
+from specdec.ops.experts.tiles import MOST_READ, ExpertTiles, expert_tiles
 from specdec.ops.launch import has_pdl, use_kernels
 from specdec.ops.products.linear import silu_mul
 from specdec.ops.products.stacked import weighted_sum
@@ -67,8 +67,13 @@ def runs_on_codes(x_TH: Tensor, experts: CodedExperts) -> bool:
     return stacks[0].kind == stacks[1].kind and all(scales_form(stack.kind, stack.group) for stack in stacks)
 
 
-def coded_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts) -> Tensor:
-    """[T, H]: each token's chosen experts' outputs, times their weights (float32), added up in float32."""
+def coded_experts(
+    x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: CodedExperts, tiles: ExpertTiles | None = None
+) -> Tensor:
+    """[T, H]: each token's chosen experts' outputs, times their weights (float32), added up in float32.
+
+    tiles: other ones than those for these shapes.
+    """
     from specdec.ops.experts.coded_triton import launch_coded_experts
 
     (T, K), E = chosen_TK.shape, experts.gate_up.matrices
@@ -76,10 +81,9 @@ def coded_experts(x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: 
     if T * K > MOST_READ:
         pairs, counts_E = by_expert(chosen_TK, E)
     x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    kind, form = experts.gate_up.kind, experts.form
-    first, second = (expert_tiles(T * K, E, kind, gated) for gated in (True, False))
-    mid_PF = launch_coded_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, first)
-    out_PH = launch_coded_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, second)
+    form, tiles = experts.form, tiles or expert_tiles(T * K, E)
+    mid_PF = launch_coded_experts(x_TH, experts.gate_up, form.gate_up_bias, pairs, counts_E, K, form.gate, tiles)
+    out_PH = launch_coded_experts(mid_PF, experts.down, form.down_bias, pairs, counts_E, K, None, tiles)
     return weighted_sum(out_PH.view(T, K, -1), weights_TK.contiguous())
 
 

@@ -6,7 +6,8 @@ to memory.
 
 A program takes a tile of one expert's rows and some of the pairs that chose this expert.  There are two ways to find them:
 - of few pairs, each program reads all choices.  It belongs to a pair, and works if the pair is the first of its expert's (or
-  number BLOCK_T, 2 * BLOCK_T, ...); so an expert's weights are read once for BLOCK_T pairs.
+  number BLOCK_T, 2 * BLOCK_T, ...); so an expert's weights are read once for BLOCK_T pairs.  ALONE: of a single token's pairs,
+  no two of which have the same expert, there is nothing to find.
 - of many, `order` lists the pairs sorted by expert, and `counts` says how many each expert has (ops/products/stacked.py).
 
 Order of chained launches (specdec/ops/launch.py): the kernel triggers after its wait.  The second product of an MLP comes
@@ -28,7 +29,7 @@ from torch import Tensor
 from specdec.ops.experts.codes import scales_form
 from specdec.ops.experts.convert_triton import LARGE, convert_4, convert_8, enlarged
 from specdec.ops.launch import chained
-from specdec.ops.products.linear_triton import _prefetch
+from specdec.ops.products.linear_triton import ARRIVALS, _prefetch, arrivals_of
 from specdec.ops.products.stacked_triton import rows_of_expert
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 AHEAD = 512  # bytes of each row that are asked of L2 before the wait
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
+@triton.jit(do_not_specialize=["pairs"])
 def coded_experts_kernel(
     x,  # [T, I] if GATED, else [P, I]
     codes,  # words [E * O, J], or [E * 2 * O, J] if GATED
@@ -49,13 +50,15 @@ def coded_experts_kernel(
     chosen,  # [P] int64: each pair's expert; if SORTED the numbers of pairs, sorted by expert
     counts,  # [E] int32, if SORTED
     y,  # [P, O]
-    pairs, tiles, stride_x,
+    partials,  # [tiles * programs of a tile, SPLITS, BLOCK_O, BLOCK_T] float32
+    arrivals,  # [ARRIVALS] int32, zero before and after
+    pairs, stride_x,
     O: tl.constexpr, I: tl.constexpr, J: tl.constexpr, G: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr,
-    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr, PADDED_PAIRS: tl.constexpr, SORTED: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK_O)
     HALF: tl.constexpr = BLOCK_O // 2
@@ -76,36 +79,66 @@ def coded_experts_kernel(
         p_T = first + tl.arange(0, BLOCK_T)
         ok_T = p_T < end
         pair_T = tl.load(chosen + p_T, mask=ok_T, other=0).to(tl.int32)
+    elif ALONE:
+        expert = tl.load(chosen + tl.program_id(1), cache_modifier=".cg").to(tl.int32)
+        works = expert >= 0
+        ok_T = tl.arange(0, BLOCK_T) == 0
+        pair_T = tl.where(ok_T, tl.program_id(1), 0)
     else:
         expert, works, pair_T, ok_T = _pairs_of_program(chosen, pairs, PADDED_PAIRS, BLOCK_T)
     row_O = tl.where(works, expert, 0).to(tl.int64) * ROWS + row_O
     codes_O = codes + row_O * J
     if READS_EARLY:
-        ahead = tl.arange(0, AHEAD // 128) * 64
+        ahead = tl.program_id(2) * (J // SPLITS) + tl.arange(0, AHEAD // 128) * 64
         _prefetch(codes_O[:, None] + ahead[None, :], ((r >= 0) & works)[:, None] & (ahead < J)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if works:
         x_T = x + (pair_T // CHOSEN if GATED else pair_T).to(tl.int64) * stride_x
         acc_OT = _product(
-            x_T, ok_T, codes_O, scales + row_O * G, zeros + row_O * G, I, G,
-            KIND, GROUP, SCALES, HAS_ZEROS, ASM, GATED, BLOCK_T, BLOCK_O, UNROLL, STAGES,
+            x_T, ok_T, codes_O, scales + row_O * G, zeros + row_O * G, I,
+            KIND, GROUP, SCALES, HAS_ZEROS, ASM, GATED, BLOCK_T, BLOCK_O, SPLITS, UNROLL, STAGES,
         )  # fmt: skip
-        if HAS_BIAS:
-            acc_OT += tl.load(bias + row_O).to(tl.float32)[:, None]
-        y_T = y + pair_T.to(tl.int64) * O
-        if GATED:
-            gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
-            if LIMIT > 0:
-                gate_FT = tl.minimum(gate_FT, LIMIT)
-                up_FT = tl.minimum(tl.maximum(up_FT, -LIMIT), LIMIT) + 1
-            out_FT = gate_FT / (1 + tl.exp(-ALPHA * gate_FT)) * up_FT
-            if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, whose codes are alike, need not
-                out_FT *= LARGE
-            out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
-            tl.store(y_T[None, :] + out_F[:, None], out_FT.to(y.dtype.element_ty), mask=(out_F < O)[:, None] & ok_T[None, :])
-        else:
-            tl.store(y_T[None, :] + out_O[:, None], acc_OT.to(y.dtype.element_ty), mask=(out_O < O)[:, None] & ok_T[None, :])
+        if SPLITS == 1:
+            _finish(acc_OT, bias, row_O, y, pair_T, ok_T, O, KIND, HAS_BIAS, GATED, ALPHA, LIMIT, ASM, BLOCK_T, BLOCK_O)
+        else:  # the program of this tile that arrives last sums all partial results, in a fixed order
+            SIZE: tl.constexpr = BLOCK_O * BLOCK_T
+            tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            cell_OT = r[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+            mine = partials + tile * (SPLITS * SIZE)
+            tl.store(mine + tl.program_id(2) * SIZE + cell_OT, acc_OT)
+            tl.debug_barrier()  # all of this program's stores before its arrival
+            if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
+                tl.store(arrivals + tile, 0)
+                acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+                for n in tl.static_range(SPLITS):
+                    acc_OT += tl.load(mine + n * SIZE + cell_OT, cache_modifier=".cg")  # from L2, as linear_kernel does
+                _finish(acc_OT, bias, row_O, y, pair_T, ok_T, O, KIND, HAS_BIAS, GATED, ALPHA, LIMIT, ASM, BLOCK_T, BLOCK_O)
+
+
+@triton.jit
+def _finish(
+    acc_OT, bias, row_O, y, pair_T, ok_T, O: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """Adds the bias, multiplies by the gate if there is one, rounds once and stores."""
+    HALF: tl.constexpr = BLOCK_O // 2
+    if HAS_BIAS:
+        acc_OT += tl.load(bias + row_O).to(tl.float32)[:, None]
+    y_T = y + pair_T.to(tl.int64) * O
+    if GATED:
+        gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_OT, [2, HALF, BLOCK_T]), [1, 2, 0]))
+        if LIMIT > 0:
+            gate_FT = tl.minimum(gate_FT, LIMIT)
+            up_FT = tl.minimum(tl.maximum(up_FT, -LIMIT), LIMIT) + 1
+        out_FT = gate_FT / (1 + tl.exp(-ALPHA * gate_FT)) * up_FT
+        if ASM and (KIND == "e2m1" or KIND == "e4m3"):  # the product that reads it, whose codes are alike, need not
+            out_FT *= LARGE
+        out_F = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        tl.store(y_T[None, :] + out_F[:, None], out_FT.to(y.dtype.element_ty), mask=(out_F < O)[:, None] & ok_T[None, :])
+    else:
+        out_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+        tl.store(y_T[None, :] + out_O[:, None], acc_OT.to(y.dtype.element_ty), mask=(out_O < O)[:, None] & ok_T[None, :])
 
 
 @triton.jit
@@ -126,11 +159,12 @@ def _pairs_of_program(chosen, pairs, PADDED_PAIRS: tl.constexpr, BLOCK_T: tl.con
 
 @triton.jit
 def _product(
-    x_T, ok_T, codes_O, scales_O, zeros_O, I: tl.constexpr, G: tl.constexpr,
+    x_T, ok_T, codes_O, scales_O, zeros_O, I: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, ASM: tl.constexpr,
-    ENLARGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    ENLARGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[O, T] float32: rows of a matrix times rows of x.
+    """[O, T] float32: rows of a matrix times rows of x, or this program's split of their columns.
 
     ENLARGES: whether x is still to be multiplied by LARGE, where it must be; else it was.
     SCALES: as `scales_form` names them.  They are read a step ahead, because the loop's pipeline holds only what is multiplied.
@@ -143,8 +177,10 @@ def _product(
     j = tl.arange(0, WORDS)
     i = j if FOUR else j // 32 * 64 + j % 32
     acc_OT = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-    next_O = _scale(scales_O, 0, I, GROUP, SCALES)
-    for first in tl.range(0, STEPS, UNROLL, num_stages=STAGES):
+    PER_SPLIT: tl.constexpr = (STEPS + SPLITS * UNROLL - 1) // (SPLITS * UNROLL) * UNROLL
+    low = tl.program_id(2) * PER_SPLIT
+    next_O = _scale(scales_O, tl.minimum(low, STEPS - 1) * 128, I, GROUP, SCALES)
+    for first in tl.range(low, tl.minimum(low + PER_SPLIT, STEPS), UNROLL, num_stages=STAGES):
         for n in tl.static_range(UNROLL):
             step = first + n
             now_O = next_O
@@ -267,16 +303,23 @@ def launch_coded_experts(
     y_PO = x.new_empty(P, O)
     scales = weight.scales_RG.view(torch.int32) if weight.has_powers else weight.scales_RG
     programs = P if counts_E is None else min(P, weight.matrices) + P // tiles.block_t  # the most tiles of rows there can be
-    coded_experts_kernel[(triton.cdiv(O, tiles.block_o // 2 if gate else tiles.block_o), programs)](
+    num_tiles = triton.cdiv(O, tiles.block_o // 2 if gate else tiles.block_o)
+    splits = tiles.splits if num_tiles * programs <= ARRIVALS else 1
+    partials = arrivals = y_PO
+    if splits > 1:
+        size = num_tiles * programs, splits, tiles.block_o, tiles.block_t
+        partials, arrivals = x.new_empty(size, dtype=torch.float32), arrivals_of(x.device)
+    coded_experts_kernel[(num_tiles, programs, splits)](
         x, weight.codes_RJ.view(torch.int16), scales, scales if weight.zeros_RG is None else weight.zeros_RG,
         x if bias_EO is None else bias_EO, chosen_P, chosen_P if counts_E is None else counts_E, y_PO,
-        P, programs, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
+        partials, arrivals, P, x.stride(0), O=O, I=I, J=weight.codes_RJ.shape[1] // 2, G=scales.shape[1], CHOSEN=chosen,
         EXPERTS=weight.matrices, PADDED_EXPERTS=triton.next_power_of_2(weight.matrices),
         PADDED_PAIRS=max(16, triton.next_power_of_2(P)) if counts_E is None else 16, SORTED=counts_E is not None,
+        ALONE=counts_E is None and P == chosen,
         KIND=weight.kind, GROUP=weight.group, SCALES=scales_form(weight.kind, weight.group),
         HAS_ZEROS=weight.zeros_RG is not None, HAS_BIAS=bias_EO is not None, GATED=gate is not None,
         ALPHA=gate.alpha if gate else 1.0, LIMIT=gate.limit if gate else 0.0, ASM=x.dtype == torch.bfloat16 and x.is_cuda,
-        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
+        BLOCK_T=tiles.block_t, BLOCK_O=tiles.block_o, SPLITS=splits, UNROLL=tiles.unroll, STAGES=tiles.stages, AHEAD=AHEAD,
         num_warps=tiles.warps, num_stages=tiles.stages, **chained(x.device),
     )  # fmt: skip
     return y_PO

@@ -8,8 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from specdec.ops.quantised.codes import Kind
-
+FEW = 64  # threshold in pairs: fewer have too few tiles for all SMs
 MOST_READ = 512  # threshold in pairs: programs find their pairs in more by sorting them first
 
 
@@ -17,7 +16,7 @@ class ExpertTiles(NamedTuple):
     """What one program works on.
 
     block_t: pairs (padded).  block_o: rows of a matrix.  warps, stages: Triton's.  unroll: steps of 128 columns between two
-        looks at the pipeline.
+        looks at the pipeline.  splits: programs that share a tile's columns, where there are few tiles.
     """
 
     block_t: int
@@ -25,11 +24,16 @@ class ExpertTiles(NamedTuple):
     warps: int
     stages: int
     unroll: int = 1
+    splits: int = 1
 
 
 @cache
-def expert_tiles(pairs: int, experts: int, kind: Kind, gated: bool) -> ExpertTiles:
-    """By how many pairs an expert has on average."""
+def expert_tiles(pairs: int, experts: int) -> ExpertTiles:
+    """By how many pairs there are, and how many an expert has on average."""
     each = -(-pairs // experts)
     block_t = min(64, max(8, 1 << (each // 2).bit_length()))
-    return ExpertTiles(block_t, 64, 4, 3)
+    if block_t > 16:
+        return ExpertTiles(block_t, 64, 4, 3)
+    if pairs > FEW:
+        return ExpertTiles(block_t, 128, 4, 3, unroll=2)
+    return ExpertTiles(block_t, 32, 2, 3, unroll=2, splits=2)

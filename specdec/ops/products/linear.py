@@ -76,12 +76,12 @@ def _tiles(x: Tensor, weight: Tensor, gated: bool, numerics: Numerics) -> Produc
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return None
     O, I = weight.shape
-    match, tma = match_of(x.device), _tma_reads(x, weight)
+    match, tma = match_of(x.device), tma_reads(x, weight)
     kind = match.kind if match.hopper and tma else H100  # whose kernels of few rows need no TMA
     tiles = numerics.product_tiles(x.shape[0], O, I, x.dtype, gated, kind, tuned_table(x.device) if tma else None)
     if tiles is None or tiles.shared_bytes(x.element_size()) > _shared_memory(x.device):
         return None
-    return tiles if tiles.block_t <= FEW or _tma_reads(x, weight) else None
+    return tiles if tiles.block_t <= FEW or tma_reads(x, weight) else None
 
 
 def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, numerics: Numerics) -> Tensor:
@@ -90,13 +90,13 @@ def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, nume
     x_TI = x.reshape(-1, x.shape[-1])
     (T, I), O = x_TI.shape, weight.shape[0]
     tiles = numerics.product_tiles(T, O, I, x.dtype, gated)
-    assert tiles is not None and (T <= FEW or _tma_reads(weight)), "refused where the decoder is built"
-    if x_TI.stride(1) != 1 or not _tma_reads(x_TI):
+    assert tiles is not None and (T <= FEW or tma_reads(weight)), "refused where the decoder is built"
+    if x_TI.stride(1) != 1 or not tma_reads(x_TI):
         x_TI = x_TI.contiguous()
     return _launch(x_TI, weight, bias, gated, tiles).unflatten(0, x.shape[:-1])
 
 
-def _tma_reads(*matrices: Tensor) -> bool:
+def tma_reads(*matrices: Tensor) -> bool:
     """Whether the GPU's copy engine (TMA) can read these matrices: every row must start at a multiple of 16 bytes."""
     return all(m.data_ptr() % 16 == 0 and m.stride(0) * m.element_size() % 16 == 0 for m in matrices)
 

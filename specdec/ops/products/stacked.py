@@ -1,7 +1,7 @@
 """Products with stacks of matrices in one order of sums: what heads and experts compute under an invariant policy.
 
 Other policies leave these products to torch (attention/latent/mla.py, models/experts.py), whose order of sums depends on the
-number of rows.  Everything here runs on a GPU alone.
+number of rows; experts of codes use the weighted sum too.  Everything here runs on a GPU alone.
 
 Shapes: T tokens, K experts of a token, P = T * K pairs, E experts, B matrices of a stack, I in, O out.
 """

@@ -177,14 +177,14 @@ def invariant_stacked_tiles(rows: int) -> StackedTiles:
 def _tiles_of_rows(T: int, O: int, I: int, splits: int) -> ProductTiles:
     """Tiles of linear_tiled_triton.py's kernel: large ones where they fill the GPU, else small ones.
 
-    Of these, lower ones are taken where more SMs have work with them, which matters for the few programs of a narrow weight.
-    The only program of an SM takes all of its shared memory.
+    Where every SM gets one small tile at most, the tile has as few rows as that allows: it takes all of the SM's shared memory,
+    and more SMs read the weight.
     """
     steps = -(-I // STEP)
     columns = -(-steps // splits) * STEP
     if -(-O // 256) * -(-T // 128) >= WAVE_FULL * SMS:
         return ProductTiles(128, 256, 64, splits, 8, 4, columns)
-    waves_64, waves_128 = (-(-(-(-O // 128) * -(-T // rows)) // SMS) for rows in (64, 128))
-    if T > 128 and waves_64 >= 2 * waves_128:
-        return ProductTiles(128, 128, 64, splits, 4, 4, columns)
-    return ProductTiles(64, 128, 128 if waves_64 == 1 else 64, splits, 4, 4, columns)
+    for rows, block_i, stages in ((32, 128, 5), (64, 128, 4), (128, 64, 6)):
+        if -(-O // 128) * -(-T // rows) <= SMS:
+            return ProductTiles(rows, 128, block_i, splits, 4, stages, columns)
+    return ProductTiles(64 if T <= 128 else 128, 128, 64, splits, 4, 4, columns)

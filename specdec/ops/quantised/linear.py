@@ -1,8 +1,8 @@
 """Products of activations with weights of 8 or 4 bits: `quantised_linear` and `quantised_gated_linear`.
 
 On a CPU, under autograd and in a trace each function runs its definition: the weight's numbers are computed in x's dtype, and
-multiplied.  On a GPU, products of few rows use the kernel in linear_triton.py.  For more rows the numbers are computed into a
-scratch that cuBLAS reads.  This module knows no model.
+multiplied.  On a GPU, products of few rows use the kernels in linear_hopper.py or, where those can't run, the one in
+linear_triton.py.  For more rows the numbers are computed into a scratch that cuBLAS reads.  This module knows no model.
 
 Shapes: T rows, I in, O out, F of a gated pair.
 """
@@ -14,22 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.ops.launch import has_pdl, use_kernels
-from specdec.ops.products.linear import silu_mul
+from specdec.ops.products.gpus import match_of
+from specdec.ops.products.linear import silu_mul, tma_reads
 from specdec.ops.products.tiles import ProductTiles
 from specdec.ops.quantised.codes import Codes, dequantise
-from specdec.ops.quantised.tiles import quantised_tiles
+from specdec.ops.quantised.tiles import HopperTiles, hopper_tiles, quantised_tiles
 
 
 def quantised_linear(x_TI: Tensor, weight: Codes, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + bias: [T, O]."""
-    if tiles := _tiles(x_TI, weight):
+    if tiles := _tiles(x_TI, weight, False):
         return _launch(x_TI, weight, bias_O, False, tiles)
     return F.linear(x_TI, _numbers(x_TI, weight), bias_O)
 
 
 def quantised_gated_linear(x_TI: Tensor, weight: Codes, bias_2F: Tensor | None = None) -> Tensor:
     """silu(gate) * up: [T, F].  The first F rows of W are the gate's, the other F are up's."""
-    if tiles := _tiles(x_TI, weight):
+    if tiles := _tiles(x_TI, weight, True):
         return _launch(x_TI, weight, bias_2F, True, tiles)
     return silu_mul(F.linear(x_TI, _numbers(x_TI, weight), bias_2F))
 
@@ -43,14 +44,23 @@ def _numbers(x: Tensor, weight: Codes) -> Tensor:
     return launch_dequantise(weight, x.dtype)
 
 
-def _launch(x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: ProductTiles) -> Tensor:
+def _launch(x: Tensor, weight: Codes, bias: Tensor | None, gated: bool, tiles: ProductTiles | HopperTiles) -> Tensor:
+    if isinstance(tiles, HopperTiles):
+        from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
+
+        return launch_quantised_hopper(x, weight, bias, gated, tiles)
     from specdec.ops.quantised.linear_triton import launch_quantised_linear
 
     return launch_quantised_linear(x, weight, bias, gated, tiles)
 
 
-def _tiles(x: Tensor, weight: Codes) -> ProductTiles | None:
-    """The kernel's tiles; None where the kernel does not run."""
+def _tiles(x: Tensor, weight: Codes, gated: bool) -> ProductTiles | HopperTiles | None:
+    """A kernel's tiles; None where none runs."""
     if not use_kernels(x) or x.dim() != 2 or x.stride(1) != 1 or x.dtype == torch.float32 or not has_pdl(x.device):
         return None
-    return quantised_tiles(x.shape[0], weight.codes_OJ.shape[0], weight.columns, weight.kind)
+    shape = x.shape[0], weight.codes_OJ.shape[0], weight.columns
+    if x.dtype == torch.bfloat16 and match_of(x.device).hopper and tma_reads(x, weight.codes_OJ):
+        tiles = hopper_tiles(*shape, weight.kind, weight.group, weight.zeros_OG is not None, gated)
+        if tiles is not None:
+            return tiles
+    return quantised_tiles(*shape, weight.kind)

@@ -13,24 +13,30 @@ import torch
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.eagle.head import Eagle3Head
 from specdec.draft.head import DraftHead
+from specdec.models.checkpoints.checkpoint import resolve_folder
 from specdec.train.heads import safeailab, speculators
 
 
-def save(head: DraftHead, folder: Path, layout: str) -> None:
-    """Writes config.json and model.safetensors.  layout: one that `layout_fault` allows for the head."""
-    from safetensors.torch import save_file
+def save(head: DraftHead, folder: Path, layout: str, target: str | Path) -> None:
+    """Writes config.json and model.safetensors.  layout: one that `layout_fault` allows for the head.  target: a folder
+    or hub id.
+    """
+    from safetensors.torch import save as to_bytes
 
     assert isinstance(head, Eagle3Head | DFlashHead)
     if layout == "safeailab":
         assert isinstance(head, Eagle3Head)
         raw, tensors = safeailab.config_of(head), safeailab.tensors_of(head)
     else:
-        raw = speculators.config_of(head, safeailab.rope_keys(head.config.model.rope))
+        found = json.loads((resolve_folder(target, "target") / "config.json").read_text())
+        verifier = speculators.Verifier(str(target), found.get("architectures") or [])
+        raw = speculators.config_of(head, safeailab.rope_keys(head.config.model.rope), verifier)
         tensors = speculators.tensors_of(head)
     (folder / "config.json").write_text(json.dumps({**raw, "torch_dtype": "bfloat16"}, indent=1) + "\n")
     stored = {name: each.to(torch.bfloat16) if each.is_floating_point() else each for name, each in tensors.items()}
     stored = {name: each.detach().cpu().contiguous() for name, each in stored.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    # Not save_file, whose files nobody but their owner may read.
+    (folder / "model.safetensors").write_bytes(to_bytes(stored, metadata={"format": "pt"}))
 
 
 def layout_fault(layout: str, aux_layers: tuple[int, ...], target_layers: int) -> str:

@@ -5,7 +5,7 @@ This file knows names of tensors and keys.  It knows no training and no files.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,14 @@ from specdec.models.linear import Linear
 NAMES = {"eagle3": "eagle3", "p-eagle": "peagle", "dflash": "dflash", "dspark": "dspark"}
 
 
-def config_of(head: Eagle3Head | DFlashHead, rope: dict[str, Any]) -> dict[str, Any]:
+class Verifier(NamedTuple):
+    """The head's target.  name: its folder or hub id.  architectures: what its config says."""
+
+    name: str
+    architectures: list[str]
+
+
+def config_of(head: Eagle3Head | DFlashHead, rope: dict[str, Any], verifier: Verifier) -> dict[str, Any]:
     """config.json.  rope: the keys that say the head's rope, as a transformers config has them."""
     spec, model, block = head.config, head.config.model, head.config.block
     assert not any(kind.window for kind in model.layer_kinds)
@@ -41,6 +48,7 @@ def config_of(head: Eagle3Head | DFlashHead, rope: dict[str, Any]) -> dict[str, 
         "speculators_config": {
             "algorithm": NAMES[spec.kind], "default_proposal_method": "greedy",
             "proposal_methods": [proposals],
+            "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
         },
     }  # fmt: skip
     ids = [layer + 1 for layer in spec.aux_layers]

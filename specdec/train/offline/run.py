@@ -16,7 +16,7 @@ from specdec.decoder import SpecDecoder
 from specdec.draft.block.dflash import DFlashHead
 from specdec.draft.eagle.head import EagleHead
 from specdec.draft.formats.open import HowToRead, open_head
-from specdec.draft.kinds import head_folder, is_name
+from specdec.draft.kinds import is_name
 from specdec.draft.load import empty_head, load_head
 from specdec.generation import Stats
 from specdec.limits import MAX_PAUSE
@@ -37,7 +37,7 @@ def check_head(head: str, target: str | Path, specs: Sequence[SpecConfig], optio
     config = choose_target(resolve_folder(target, "--target"), options.backend).config
     if config.encoder is not None:
         raise ValueError(f"--target must be a decoder-only model, such as a Llama, got {target}, a {config.family} model")
-    opened = open_head(head_folder(head), config, HowToRead(options.draft_format, options.draft_pickle))
+    opened = open_head(resolve_folder(head, "HEAD"), config, HowToRead(options.draft_format, options.draft_pickle))
     empty = empty_head(opened.reading.spec)
     for spec in specs:
         if spec.is_auto:
@@ -69,7 +69,7 @@ def eval_head(
         outputs = decoder.generate([list(ids) for ids in prompts], sampling, speculate=False)
         model, settings = decoder.model, decoder.settings
         how = HowToRead(options.draft_format, options.draft_pickle)
-        drafter = load_head(head_folder(head), model, length + MAX_PAUSE, settings.device, settings.dtype, how)
+        drafter = load_head(resolve_folder(head, "HEAD"), model, length + MAX_PAUSE, settings.device, settings.dtype, how)
         assert isinstance(drafter, EagleHead | DFlashHead)
         parts: list[list[Stats]] = []
         for output in outputs:

@@ -22,7 +22,7 @@ from specdec.draft.block.peagle import PEagleHead
 from specdec.draft.formats.open import HowToRead, open_head
 from specdec.draft.load import build_head
 from specdec.models.checkpoints.loader import load_target, read_target_config
-from specdec.train.heads.speculators import config_of, tensors_of
+from specdec.train.heads.speculators import Verifier, config_of, tensors_of
 
 CPU, F64 = torch.device("cpu"), torch.float64
 PEAGLE = dict(kind="p-eagle", skips=False, own_embeddings=True, own_lm_head=True, qk_norm=False, draft_vocab=26)
@@ -96,7 +96,7 @@ def test_exported_heads_are_read_back(zoo: Zoo, tmp_path: Path, case: int) -> No
     opened = open_head(folder, target.config)
     head = build_head(opened, target, 64, CPU, torch.float32)
     assert isinstance(head, PEagleHead | DFlashHead)
-    again = save(tmp_path / "second", (config_of(head, {"rope_theta": 3000.0}), tensors_of(head)))
+    again = save(tmp_path / "second", (config_of(head, {"rope_theta": 3000.0}, Verifier("a", ["B"])), tensors_of(head)))
     read = open_head(again, target.config)
     assert replace(read.reading.spec, model=replace(read.reading.spec.model, dtype="float32")) == opened.reading.spec
     same = build_head(read, target, 64, CPU, torch.float32).state_dict()

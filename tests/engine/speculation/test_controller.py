@@ -114,6 +114,21 @@ def test_costs_follow_the_length_of_texts() -> None:
     assert costs.growth == pytest.approx(A_TOKEN, rel=0.2)
 
 
+def test_a_machine_that_slows_down_is_not_taken_for_long_texts() -> None:
+    """Keeps out: costs of almost nothing for short texts, after a machine has slowed down while a text grew."""
+    costs, (cheap, dear) = Costs(first_counts=True), (SHAPES[0], SHAPES[6])
+    for length in range(600):
+        slower = 3 if length > 300 else 1
+        costs.observe(cheap if length < 20 else dear, slower * cost(1, cheap if length < 20 else dear), length)
+    costs.observe(dear, cost(1, dear), 10)
+    for shape in (cheap, dear):
+        assert 0.4 * cost(1, shape) < costs.of(shape) < 3 * cost(1, shape)
+    for length in range(60):
+        costs.observe(dear, cost(1, dear), length)
+    assert costs.of(dear) == pytest.approx(cost(1, dear), rel=0.04)
+    assert 0.5 * cost(1, cheap) < costs.of(cheap) < 1.6 * cost(1, cheap)
+
+
 def test_a_look_tells_of_the_shape_that_was_looked_at() -> None:
     """Keeps out: a cost that has changed for one shape alone, shared out among all."""
     costs, (steady, other) = Costs(first_counts=True), SHAPES[:2]

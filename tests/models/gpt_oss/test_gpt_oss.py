@@ -1,6 +1,7 @@
 """gpt-oss targets in their own mxfp4 checkpoints: every number, texts, and what is refused by name."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from specdec import SamplingParams, SpecConfig, SpecDecoder
 from specdec.cli.entry import main
 from specdec.loading.plan import plan_memory
+from specdec.models.gpt_oss.config import parse_gpt_oss
 from specdec.models.gpt_oss.loader import load_gpt_oss
 from specdec.models.gpt_oss.modules import BiasedExperts, GptOssLM
 from specdec.models.registry import choose_target
 from specdec.models.schemes.config import parse_quantization
 from specdec.models.sharding import share_of
+from specdec.models.yarn import YarnRope
 from specdec.options import EngineOptions
 from specdec.parallel.shard import WHOLE, Shard
 
@@ -179,3 +182,26 @@ def test_what_does_not_fit_the_scheme_is_refused(folders: tuple[Path, Path]) -> 
         parse_quantization(SCHEME, "config.json")
     with pytest.raises(ValueError, match="no native module for model_type 'gpt_oss'.*gpt_oss in mxfp4"):
         choose_target(folders[1], "native")
+
+
+def test_the_published_config_is_understood() -> None:
+    """The keys of gpt-oss-20b's config.json.  Keeps out: a strict reader that refuses what it was written for."""
+    raw = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+        "pad_token_id": 199999, "quantization_config": SCHEME, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                         "rope_type": "yarn", "truncate": False},
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+    }  # fmt: skip
+    config = parse_gpt_oss(raw, "config.json")
+    assert (config.count, config.chosen, tuple(config.gate)) == (32, 4, (1.702, 7.0))
+    assert [kind.window for kind in config.layer_kinds] == [128, None] * 12 and config.has_sinks
+    rope = config.rope
+    assert isinstance(rope, YarnRope) and rope.theta == 150000 and not rope.truncate
+    assert rope.amplitude == pytest.approx(0.1 * math.log(32) + 1)
+    assert share_of(config, Shard(1, 2)).intermediate_size == 1440

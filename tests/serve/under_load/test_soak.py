@@ -4,7 +4,6 @@ Keeps out: a call that never ends, a row, a page, a thread or a connection that 
 that grows with every request, and a text that depends on what ran beside it.
 """
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -29,14 +28,6 @@ def test_hundreds_of_calls(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_found() -> None:
     """Keeps out: a soak that calls a process clean which keeps something of every request."""
-    gc.freeze()  # what other tests left is not looked at: here it is only looked through
-    try:
-        _find_what_is_kept()
-    finally:
-        gc.unfreeze()
-
-
-def _find_what_is_kept() -> None:
     kept: list[Stats] = []
     before = held()
     assert more_of(before, held(), 200) == []

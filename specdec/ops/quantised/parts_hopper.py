@@ -1,0 +1,149 @@
+"""What the kernels of linear_hopper.py are made of: codes as numbers in registers, scales in shared memory, splits added up.
+
+This module knows no tiles.
+
+Shapes: T rows, O out, G groups of a row, of a weight's scales; J words of a row of codes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from specdec.ops.products.linear_hopper import _barrier, _cells, _finish
+from specdec.ops.quantised.linear_triton import E2M1_ASM, E4M3_ASM, INT4_ASM, INT8_ASM
+
+
+@gluon.jit
+def whole_row(
+    x, low, I, A_WORD: gl.constexpr, SLICES: gl.constexpr, STEPS: gl.constexpr, num_warps: gl.constexpr
+):  # fmt: skip
+    """A program's columns of the only row of x, in shared memory as [STEPS * A_WORD, SLICES, 64] and perhaps more."""
+    SLICE: gl.constexpr = 64 * A_WORD
+    AT_ONCE: gl.constexpr = 256 * num_warps
+    TIMES: gl.constexpr = (STEPS * SLICES * SLICE + AT_ONCE - 1) // AT_ONCE
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    smem = gl.allocate_shared_memory(gl.bfloat16, [TIMES, AT_ONCE], line)
+    for n in gl.static_range(TIMES):
+        p = n * AT_ONCE + gl.arange(0, AT_ONCE, gl.BlockedLayout([8], [32], [num_warps], [0]))
+        slice = (low + p // (SLICES * SLICE)) * SLICES + p // 64 % SLICES
+        column = slice * SLICE + p // (64 * SLICES) % A_WORD * 64 + p % 64
+        async_copy.async_copy_global_to_shared(smem.index(n), x + column, mask=column < I, cache_modifier=".cg")
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    _barrier()
+    return smem._reinterpret(
+        gl.bfloat16, [TIMES * AT_ONCE // (64 * SLICES), SLICES, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+
+
+@gluon.jit
+def scales_of_rows(
+    scales, tile, O, GROUP: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """A tile's scales, of whole rows; where groups of columns have their own, ones."""
+    row_O = weight_rows(gl.arange(0, BLOCK_O, gl.SliceLayout(1, layout)), tile, O, BLOCK_O, PARTS)
+    if GROUP == 0:
+        return gl.load(scales + row_O, mask=row_O < PARTS * O, other=0.0).to(gl.float32)
+    else:
+        return gl.full([BLOCK_O], 1, gl.float32, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def complete(
+    acc, layout: gl.constexpr, scale, bias, y, partials, arrivals, tile, first_t, split, T, O,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_O: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Multiplies by the rows' scales, adds up the splits, and stores."""
+    if GROUP == 0:
+        acc *= scale[:, None]
+    if SPLITS == 1:
+        _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
+    else:  # the program of this tile that arrives last sums all partial results, in a fixed order
+        SIZE: gl.constexpr = BLOCK_O * ROWS
+        counted = gl.program_id(0)
+        mine = partials + counted.to(gl.int64) * (SPLITS * SIZE)
+        cell = _cells(layout, 0, ROWS, BLOCK_O, ROWS)
+        gl.store(mine + split * SIZE + cell, acc)
+        _barrier()  # all of this program's stores before its arrival
+        if gl.atomic_add(arrivals + counted, 1, sem="acq_rel") == SPLITS - 1:
+            gl.store(arrivals + counted, 0)
+            acc = gl.zeros([BLOCK_O, ROWS], gl.float32, layout)
+            if SIZE * SPLITS <= 4096 * num_warps:  # all loads at once, from L2, since this SM's L1 may hold old data
+                for s in gl.static_range(SPLITS):
+                    acc += gl.load(mine + s * SIZE + cell, cache_modifier=".cg")
+            else:  # all loads at once would need too many registers
+                for s in range(SPLITS):
+                    acc += gl.load(mine + s * SIZE + cell, cache_modifier=".cg")
+            _finish(acc, layout, bias, y, tile, first_t, T, O, ROWS, BLOCK_O, PARTS, HAS_BIAS)
+
+
+@gluon.jit
+def weight_rows(r, tile, O, BLOCK_O: gl.constexpr, PARTS: gl.constexpr):
+    """The weight's rows that are rows r of a tile."""
+    return tile * (BLOCK_O // PARTS) + r // (8 * PARTS) * 8 + r % 8 + r // 8 % PARTS * O
+
+
+@gluon.jit
+def keep(
+    of_groups, smem, first_group, tile, O, G, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr, PARTS: gl.constexpr,
+    SLICES: gl.constexpr, HELD: gl.constexpr, CHUNK: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Scales or zeros of a program's rows and groups in shared memory, as float32 [GROUPS, BLOCK_O].
+
+    The groups that slices need at one time lie next to each other.  HELD: groups of a slice of a step.
+    """
+    square: gl.constexpr = gl.BlockedLayout([CHUNK, 1], [1, 32], [1, num_warps], [0, 1])
+    chunks = smem._reinterpret(gl.float32, [GROUPS // CHUNK, CHUNK, BLOCK_O], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    row_O = weight_rows(gl.arange(0, BLOCK_O, gl.SliceLayout(0, square)), tile, O, BLOCK_O, PARTS)
+    for c in range(GROUPS // CHUNK):
+        at = c * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, square))
+        group = first_group + (at // (SLICES * HELD) * SLICES + at % SLICES) * HELD + at // SLICES % HELD
+        ok = (group < G)[:, None] & (row_O < PARTS * O)[None, :]
+        value = gl.load(of_groups + row_O.to(gl.int64)[None, :] * G + group[:, None], mask=ok, other=0)
+        chunks.index(c).store(value.to(gl.float32))
+
+
+@gluon.jit
+def numbers_of(codes, zero, layout: gl.constexpr, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, STEP: gl.constexpr):
+    """The numbers of words of codes, [..., STEP] for [..., J], as the first operand of the tensor cores.
+
+    A word's codes are 16 columns apart (see codes.py), and a register's pairs stay where they are.
+    """
+    RANK: gl.constexpr = len(codes.shape)
+    if HAS_ZEROS:
+        zero = gl.expand_dims(zero, RANK - 1)
+    if KIND == "int4" or KIND == "e2m1":
+        if KIND == "e2m1":
+            a, b, c, d = gl.inline_asm_elementwise(
+                E2M1_ASM, "=r,=r,=r,=r,r", [codes], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True,
+                pack=2,
+            )  # fmt: skip
+        else:
+            middle = gl.full(codes.shape, 136, gl.bfloat16, codes.type.layout)
+            if HAS_ZEROS:
+                middle = (zero + 136).to(gl.bfloat16).broadcast_to(codes.shape)
+            a, b, c, d = gl.inline_asm_elementwise(
+                INT4_ASM, "=r,=r,=r,=r,r,r,r", [codes, middle, middle],
+                dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        both = gl.join(gl.join(a, c), gl.join(b, d))  # the last two dims: the lower and the upper bit of a code's place
+        if RANK == 2:
+            both = gl.permute(gl.reshape(both, [codes.shape[0], STEP // 64, 16, 2, 2]), (0, 1, 3, 4, 2))
+        else:
+            both = gl.reshape(both, [codes.shape[0], codes.shape[1], STEP // 64, 16, 2, 2])
+            both = gl.permute(both, (0, 1, 2, 4, 5, 3))
+    else:
+        PROGRAM: gl.constexpr = E4M3_ASM if KIND == "e4m3" else INT8_ASM
+        a, b = gl.inline_asm_elementwise(PROGRAM, "=r,=r,r", [codes], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+        if HAS_ZEROS:
+            a, b = a - zero.to(gl.bfloat16), b - zero.to(gl.bfloat16)
+        if RANK == 2:
+            both = gl.permute(gl.reshape(gl.join(a, b), [codes.shape[0], STEP // 32, 16, 2]), (0, 1, 3, 2))
+        else:
+            both = gl.reshape(gl.join(a, b), [codes.shape[0], codes.shape[1], STEP // 32, 16, 2])
+            both = gl.permute(both, (0, 1, 2, 4, 3))
+    flat = gl.reshape(both, [codes.shape[0], STEP] if RANK == 2 else [codes.shape[0], codes.shape[1], STEP])
+    return gl.convert_layout(flat, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)

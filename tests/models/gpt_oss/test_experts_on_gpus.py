@@ -1,0 +1,72 @@
+"""Targets whose experts are stored as codes, on a GPU: ids of float32, and bf16 texts through the kernel that reads codes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.checkpoints.gpt_oss import save_gpt_oss
+from toolkit.deepseek import save_deepseek
+from toolkit.driver import Driver
+from toolkit.models import ragged_prompts, save_eagle3
+from toolkit.oracles.quantised import SCHEMES, as_codes
+
+from specdec import SamplingParams, SpecConfig, SpecDecoder
+from specdec.config import GraphMode
+from specdec.lossless.verify import verify
+from specdec.models import experts
+from specdec.models.experts import coded_experts
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = ragged_prompts(40, 5, seed=11)
+SAMPLING = [SamplingParams(max_tokens=n) for n in (24, 9, 16, 1, 20)]
+MODES: list[GraphMode] = [
+    mode for mode in ("round", "step", False) if str(mode) in os.environ.get("GRAPHS", "round,step,False")
+]  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Targets in codes, and a head of each."""
+    root = tmp_path_factory.mktemp("experts")
+    coded, plain = save_gpt_oss(root / "gpt-oss", head_dim=16)
+    v3 = save_deepseek(root / "plain-v3", "v3", n_routed_experts=16)
+    made = {"gpt-oss": (coded, plain), "v3": (as_codes(v3, root / "v3", SCHEMES["deepseek fp8"]), v3)}
+    return {name: (folder, save_eagle3(root / f"{name}-head", own)) for name, (folder, own) in made.items()}
+
+
+def load(folders: tuple[Path, Path], spec: SpecConfig, **settings: Any) -> SpecDecoder:
+    merged: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4, "smoke": False, **settings}
+    return SpecDecoder.from_pretrained(*folders, spec, **merged)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "v3"])
+def test_float32_ids_equal_the_cpu_s(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+    """Keeps out: an expert's numbers computed of another one's codes, or inside of a graph from stale choices."""
+    plain = load(folders[name], SpecConfig(3, 1, 4), device="cpu", dtype="float32")
+    expected = [out.token_ids for out in plain.generate(PROMPTS, SAMPLING, speculate=False)]
+    for mode in MODES:
+        decoder = load(folders[name], SpecConfig(3, 2, 6), device="cuda", dtype="float32", cuda_graphs=mode)
+        for _ in range(2):  # the second run replays graphs dirtied by the first
+            assert [out.token_ids for out in decoder.generate(PROMPTS, SAMPLING)] == expected, mode
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "v3"])
+def test_bfloat16_texts_part_at_near_ties_alone(
+    folders: dict[str, tuple[Path, Path]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps out: a logic error of the kernel that is passed off as rounding; a kernel that is never asked."""
+    calls: list[int] = []
+
+    def counted(x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(x_TH))
+        return coded_experts(x_TH, *rest)
+
+    monkeypatch.setattr(experts, "coded_experts", counted)
+    decoder = load(folders[name], SpecConfig(3, 2, 6), device="cuda", dtype="bfloat16")
+    assert verify(decoder, PROMPTS, SAMPLING).passed
+    assert calls and Driver(decoder).num_graphs("round") > 0

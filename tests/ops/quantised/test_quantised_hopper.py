@@ -1,0 +1,98 @@
+"""Products of codes written for Hopper GPUs: against float64 there, and on any machine what can be seen without one.
+
+Shapes: T rows, I in, O out.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from toolkit.codes import FORMATS, error, exact, random_weight
+from toolkit.kernels import DEVICE
+
+from specdec.ops.products.linear_triton import ARRIVALS
+from specdec.ops.quantised.codes import Kind, codes_a_word, pack
+from specdec.ops.quantised.tiles import HopperTiles, hopper_tiles, kept_groups
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="kernels for Hopper GPUs")
+SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (10240, 8192, False),
+          (57344, 8192, True), (8192, 28672, False), (1024, 512, False), (2056, 1032, False))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+def test_words_of_codes_are_pieces_of_consecutive_columns(kind: Kind) -> None:
+    """What the kernels do with words, in torch.  Keeps out: another order of columns in `pack`, which they would not notice."""
+    a_word = codes_a_word(kind)
+    codes_OI = torch.randint(0, 256 // (a_word - 1) ** 3 if a_word == 2 else 16, (3, 128), dtype=torch.uint8)
+    words_OJ = pack(kind, codes_OI).view(torch.int16).int() & 0xFFFF
+    bits = 16 // a_word
+    of_word = torch.stack([words_OJ >> n * bits & (1 << bits) - 1 for n in range(a_word)], dim=-1)  # [O, J, code]
+    pieces = of_word.unflatten(1, (-1, 16)).transpose(2, 3)  # [O, J / 16, code, 16]
+    assert torch.equal(pieces.flatten(1), codes_OI.int())
+
+
+def test_tiles_fit_a_hopper() -> None:
+    """Keeps out: more shared memory than an SM has, more split tiles than counters, a group in parts of two slices."""
+    for (kind, group, zeros), T, (O, I, gated) in product(FORMATS, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128), SHAPES):
+        tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
+        if tiles is None:
+            assert group in (16, 32) or T > 64 or I == 1032
+            continue
+        stage = tiles.block_o * tiles.block_i // codes_a_word(kind) * 2 + (T > 1) * tiles.block_t * tiles.block_i * 2
+        kept = 4 * tiles.block_o * kept_groups(I, group, tiles.block_i, tiles.splits) * (1 + zeros)
+        row = 2 * -(-I // tiles.splits) + 2 * tiles.block_i + 512 * tiles.warps if T == 1 else 0
+        assert tiles.stages * stage + kept + row + 1024 <= 232_448 and tiles.stages > 1
+        assert tiles.splits == 1 or (-(-O // tiles.block_o) <= ARRIVALS and tiles.splits <= -(-I // tiles.block_i))
+        assert not tiles.slices or tiles.block_i == tiles.slices * 64 * codes_a_word(kind)
+        assert tiles.slices or group % (tiles.block_i // 2) == 0
+
+
+# T, O, I, whether gated, tiles; a slice's columns are of the kind
+SLICED = (
+    (1, 72, 512, True, (1, 32, 0, 1, 8, 3, 4)), (1, 1048, 1280, False, (1, 64, 0, 3, 4, 4, 1)),
+    (6, 264, 2048, True, (8, 64, 0, 2, 8, 3, 2)), (13, 40, 256, False, (16, 128, 0, 1, 8, 2, 1)),
+)  # fmt: skip
+WIDE = (
+    (31, 1048, 1280, False, (32, 128, 128, 3, 8, 2, 0)), (64, 264, 1024, True, (64, 64, 64, 1, 4, 4, 0)),
+    (70, 72, 512, True, (64, 64, 128, 2, 4, 4, 0)),
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(("kind", "group", "zeros"), [form for form in FORMATS if form[1] in (0, 128)] + [("int4", 64, True)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_hopper_kernels_compute_the_product(kind: Kind, group: int, zeros: bool, wide: bool) -> None:
+    """Keeps out: a stage that is filled before it was read, gate and up of other rows, a scale of another group or row, a split
+    without columns, stores beyond T or O, columns beyond I.
+    """
+    from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
+
+    for T, O, I, gated, numbers in WIDE if wide else SLICED:
+        tiles = HopperTiles(*numbers)
+        if tiles.slices:  # a slice is 64 words
+            tiles = tiles._replace(block_i=tiles.slices * 64 * codes_a_word(kind))
+        if group and (I % group or group % (tiles.block_i // 2) and not tiles.slices):
+            continue
+        weight = random_weight(kind, group, zeros, 2 * O if gated else O, I)
+        x = torch.randn(T, I + 8, device=DEVICE, dtype=torch.bfloat16)[:, :I]
+        bias = torch.randn(2 * O if gated else O, device=DEVICE, dtype=torch.bfloat16)
+        for b in (bias, None):
+            y = launch_quantised_hopper(x, weight, b, gated, tiles)
+            assert error(y, exact(x, weight, gated, b)) < 4e-3, (T, O, I, gated)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(("kind", "group", "zeros"), FORMATS)
+def test_chosen_tiles_compute_the_product(kind: Kind, group: int, zeros: bool) -> None:
+    """Keeps out: tiles of the policy that are wrong or too large on the machine they are for."""
+    from specdec.ops.quantised.linear_hopper import launch_quantised_hopper
+
+    for T, (O, I, gated) in product((1, 32), ((4096, 14336, False), (32768, 1024, True))):
+        tiles = hopper_tiles(T, O, I, kind, group, zeros, gated)
+        if tiles is not None:
+            weight = random_weight(kind, group, zeros, O, I)
+            x = torch.randn(T, I, device=DEVICE, dtype=torch.bfloat16)
+            assert error(launch_quantised_hopper(x, weight, None, gated, tiles), exact(x, weight, gated)) < 4e-3, (T, O, I)
