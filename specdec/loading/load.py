@@ -22,7 +22,9 @@ from specdec.options import EngineOptions
 from specdec.parallel.group import ALONE, Group
 from specdec.startup import STARTUP
 
-KERNELS = ("specdec.attention.kernels.triton_backend", "specdec.ops.products.linear_hopper")  # which import most of the others
+# What a decoder on a GPU will import: modules that import most other kernels, and where transformers has its tokenizers.
+KERNELS = ("specdec.attention.kernels.triton_backend", "specdec.ops.products.linear_hopper")
+TOKENIZERS = ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers")
 
 
 def load_pair(
@@ -44,7 +46,8 @@ def load_pair(
     settings = resolve_settings(options, spec if draft is not None else None, chosen.config, chosen.backend, chosen.reason)
     device, dtype = settings.device, settings.dtype
     if device.type == "cuda":
-        prepare(KERNELS)
+        for modules in (TOKENIZERS, KERNELS):
+            prepare(modules)
     max_positions = settings.max_seq_len + settings.lookahead
     model = load_chosen(chosen, folder, max_positions, device, dtype, bool(settings.cuda_graphs), group)
     set_threads(model, settings)

@@ -1,4 +1,4 @@
-"""What a load begins early: imports of kernels, in a thread that no failure leaves."""
+"""What a load begins early: imports of kernels and tokenizers, in threads that no failure leaves."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import threading
 
 import pytest
 
-from specdec.loading.load import KERNELS
-from specdec.ops.compiling import prepare as room
+from specdec.loading.load import KERNELS, TOKENIZERS
 from specdec.ops.compiling.prepare import prepare
 
 
 def test_modules_are_imported() -> None:
     """Keeps out: names of modules that are not there any more, which nobody would notice."""
-    thread = prepare(KERNELS)
-    assert thread is not None
-    thread.join(60)
-    assert not thread.is_alive() and set(KERNELS) <= set(sys.modules)
+    for modules in (KERNELS, TOKENIZERS):
+        thread = prepare(modules)
+        thread.join(60)
+        assert not thread.is_alive() and set(modules) <= set(sys.modules)
 
 
 def test_a_failure_stays_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,12 +24,5 @@ def test_a_failure_stays_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     thread = prepare(("specdec.no_such_module",))
-    assert thread is not None
     thread.join(60)
-    assert not seen
-
-
-def test_without_triton_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps out: a thread on machines where nothing is ever compiled."""
-    monkeypatch.setattr(room, "has_triton", lambda: False)
-    assert prepare(KERNELS) is None
+    assert not thread.is_alive() and not seen

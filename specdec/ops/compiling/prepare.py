@@ -1,24 +1,21 @@
-"""Begins early with what comes before the first compilation: imports, and the digest of itself that Triton makes.
+"""Begins early with what takes a start's time and needs no weights: imports, and the digest of itself that Triton makes.
 
-Both take tenths of a second, which loading weights hides.  This module knows no kernel.
+Reading weights hides both.  This module knows no kernel.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from importlib import import_module
 
-from specdec.ops.launch import has_triton
 
-
-def prepare(modules: Sequence[str]) -> threading.Thread | None:
-    """Imports modules of kernels in a thread, and has Triton digest itself.  None: Triton is not installed.
+def prepare(modules: Sequence[str]) -> threading.Thread:
+    """Imports modules in a thread; then, if Triton is among what they import, has it digest itself.
 
     Whatever fails there fails again, and with its error, where it is needed.
     """
-    if not has_triton():
-        return None
     thread = threading.Thread(target=_prepare, args=(tuple(modules),), name="specdec-prepare", daemon=True)
     thread.start()
     return thread
@@ -26,10 +23,11 @@ def prepare(modules: Sequence[str]) -> threading.Thread | None:
 
 def _prepare(modules: Sequence[str]) -> None:
     try:
-        from triton.runtime.cache import triton_key
-
-        triton_key()  # kept by Triton; every compilation's key holds it
         for name in modules:
             import_module(name)
+        if "triton" in sys.modules:
+            from triton.runtime.cache import triton_key
+
+            triton_key()  # Triton keeps it: each compilation's key holds it
     except Exception:  # of any kind: see `prepare`
         return
