@@ -9,11 +9,9 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from toolkit.bench import StubSession
+from toolkit.bench import StubSession, traced
 
-from specdec.bench.budget import Budget, RoundBytes
 from specdec.bench.cell import measure_cell
-from specdec.bench.kernels import Span, split
 from specdec.bench.measurement import Cell, Failure, Measurement, Phases
 from specdec.bench.show import plots
 from specdec.bench.show.legend import terms_of
@@ -35,17 +33,6 @@ def cell_of(seconds: tuple[list[float], list[float]] = ([2.0, 2.5, 4.0], [1.0, 0
                   {"prefill": 1, "draft": 2, "verify": 2, "extend": 2})  # fmt: skip
     baseline = replace(cell.baseline, seconds=seconds[0], phases=plain)
     return replace(cell, baseline=baseline, speculative=replace(cell.speculative, seconds=seconds[1], phases=fast))
-
-
-def budget(**changes: object) -> Budget:
-    """A budget as a GPU gives it."""
-    spans = [Span("nvjet_tst_64x8", 0, 6000), Span("void paged_attention_kernel", 5990, 7000), Span("grow_kernel", 7500, 8000)]
-    fields = {
-        "batch_size": 32, "spec": (5, 1, 6), "context": 32768.0, "bandwidth": 3e12, "graphs": "round",
-        "bytes": RoundBytes(15_000_000_000, 130_000_000, 3_700_000_000, 4_000_000, 5), "round_ms": [8.0, 7.0, 9.0],
-        "host_ms": 0.3, "phases_ms": {"draft": 1.2, "verify": 6.0, "extend": 0.4, "rest": 1.0}, "kernels": split(spans, 1),
-    }  # fmt: skip
-    return Budget(**{**fields, **changes})
 
 
 def measured(*cells: Cell, **changes: object) -> Measurement:
@@ -73,7 +60,7 @@ def everything() -> Measurement:
     wide = replace(cell_of(), spec=(64, 64, 1024), batch_size=4096)
     stats = replace(wide.speculative.counters, reached_by_depth=[99] * 12, accepted_by_depth=[55] * 12)
     wide = replace(wide, speculative=replace(wide.speculative, counters=stats))
-    budgets = [budget(spec=None, phases_ms={"decode": 5.0, "rest": 0.5}), budget()]
+    budgets = [traced(spec=None, phases_ms={"decode": 5.0, "rest": 0.5}), traced()]
     failures = [Failure(7, (5, 4, 16), "RuntimeError: the request failed while it ran")]
     return measured(wide, cell_of(), cell_of(wrong=[5, 6, 1, 8, 5, 6]), budgets=budgets, failures=failures)
 
@@ -96,7 +83,7 @@ def test_every_number_is_there_and_whole_at_any_width(width: int, is_synthetic: 
 
 def test_a_block_names_every_number() -> None:
     """Keeps out: a narrow layout whose numbers have lost their column's name, and lines for cells that are empty."""
-    lines = [line.strip() for line in shown(measured(cell_of(), budgets=[budget()]), 40).splitlines()]
+    lines = [line.strip() for line in shown(measured(cell_of(), budgets=[traced()]), 40).splitlines()]
     speed = lines[lines.index("Speed") :]
     assert speed[1:4] == ["batch 2, S,k,nd 2,2,4", "accept length: 3.00", "baseline tok/s: 4.8"]
     part = lines[lines.index("verify") :]

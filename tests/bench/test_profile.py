@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from toolkit.bench import traced
 from toolkit.driver import Driver
 from toolkit.models import Zoo
 from toolkit.paths import ROOT
 
 from specdec import SamplingParams, SpecConfig
 from specdec.bench import byte_limit as byte_limit_module
-from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, NORM, OTHER, TREE, Budget, RoundBytes
+from specdec.bench.budget import ATTENTION, COPY, EXCHANGE, GEMM, NORM, OTHER, TREE, Budget
 from specdec.bench.byte_limit import READ_REPEATS, byte_limit, read_bandwidth
 from specdec.bench.kernels import MARKS, Span, kind_of, phases_of, short_name, split
 from specdec.bench.measurement import Measurement
@@ -32,17 +33,6 @@ def shown(*budgets: Budget, synthetic: list[float] | None = None, width: int = 8
     out = io.StringIO()
     print_budgets(Measurement({}, {}, {}, {}, [], list(budgets), synthetic), Console(file=out, width=width))
     return out.getvalue()
-
-
-def traced(**changes: object) -> Budget:
-    """A budget as a GPU gives it: 3 TB/s, 15 GB of weights, five passes of a draft."""
-    spans = [Span("nvjet_tst_64x8", 0, 6000), Span("void paged_attention_kernel", 5990, 7000), Span("grow_kernel", 7500, 8000)]
-    fields = {
-        "batch_size": 32, "spec": (5, 1, 6), "context": 32768.0, "bandwidth": 3e12, "graphs": "round",
-        "bytes": RoundBytes(15_000_000_000, 130_000_000, 3_700_000_000, 4_000_000, 5), "round_ms": [8.0, 7.0, 9.0],
-        "host_ms": 0.3, "phases_ms": {"draft": 1.2, "verify": 6.0, "extend": 0.4, "rest": 1.0}, "kernels": split(spans, 1),
-    }  # fmt: skip
-    return Budget(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3-full", "eagle1"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from toolkit.driver import Request
 from toolkit.models import Zoo
-from toolkit.oracles.drawn import TOLERANCE, draw, row_errors, running_decoder
+from toolkit.oracles.drawn import TOLERANCE, draw, hold_best_siblings, row_errors, running_decoder
 from toolkit.oracles.heads import DenseHead, PathDrafter
 from torch import Tensor
 
@@ -54,12 +54,7 @@ def test_every_node_equals_its_own_path(
     for row, request in enumerate(requests):
         alone = alone_of(zoo, target, kind, request)
         assert max(row_errors(drawn, row, alone)) < TOLERANCE
-        children: dict[tuple[int, ...], list[int]] = {}
-        for path in drawn.paths[row]:
-            children.setdefault(path[:-1], []).append(path[-1])
-        for path, tokens in children.items():
-            logp = alone.log_probs(path)
-            assert tokens == sorted(logp, key=lambda token: -logp[token])[: shape[1]]
+        hold_best_siblings(drawn, row, alone, shape[1])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
@@ -117,9 +112,4 @@ def test_sampled_rows_are_drafted_with_the_target_s_noise(
         alone = alone_of(zoo, target, kind, request, NoisyDrafter)
         alone.request = request
         assert max(row_errors(drawn, row, alone)) < TOLERANCE
-        children: dict[tuple[int, ...], list[int]] = {}
-        for path in drawn.paths[row]:
-            children.setdefault(path[:-1], []).append(path[-1])
-        for path, tokens in children.items():
-            logp = alone.log_probs(path)
-            assert tokens == sorted(logp, key=lambda token: -logp[token])[: shape[1]]
+        hold_best_siblings(drawn, row, alone, shape[1])

@@ -33,8 +33,11 @@ def texts_of_stream(stream: Any) -> dict[int, str]:
     return texts
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("prompt", [TEXTS[0], TEXTS, IDS[0], IDS], ids=["text", "texts", "ids", "lists of ids"])
+@pytest.mark.parametrize(  # any two of texts or ids, one or many, greedy or seeded meet
+    ("prompt", "sampling"),
+    [(TEXTS[0], GREEDY), (TEXTS, SEEDED), (IDS[0], SEEDED), (IDS, GREEDY)],
+    ids=["text-greedy", "texts-seeded", "ids-seeded", "lists of ids-greedy"],
+)
 def test_texts_are_those_of_the_decoder(served: Served, prompt: Any, sampling: dict[str, Any]) -> None:
     """Keeps out: a door that adds a token, drops a space, mixes up choices, or samples otherwise, streamed or not."""
     many = prompt in (TEXTS, IDS)

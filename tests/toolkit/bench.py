@@ -1,4 +1,4 @@
-"""A session with no decoder in it: it counts what the benchmark asks of it, and answers at once."""
+"""A session with no decoder in it, which counts what the benchmark asks of it and answers at once; a budget without a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import torch
 
 from specdec.attention.kinds import FULL
+from specdec.bench.budget import Budget, RoundBytes
+from specdec.bench.kernels import Span, split
 from specdec.bench.session import Session
 from specdec.config import SpecConfig
 from specdec.engine.needs import RowChoice
@@ -122,3 +124,14 @@ class StubSession(Session):
             stats.count_round(3 if speculate else 0, 2 if speculate else 0, 2 if speculate else 0)
         stats.truncated = stats.emitted + 1 - len(ids)
         return Generation(prompt, ids, self.text or "", self.reason, stats)
+
+
+def traced(**changes: object) -> Budget:
+    """A budget as a GPU gives it: 3 TB/s, 15 GB of weights, five passes of a draft."""
+    spans = [Span("nvjet_tst_64x8", 0, 6000), Span("void paged_attention_kernel", 5990, 7000), Span("grow_kernel", 7500, 8000)]
+    fields = {
+        "batch_size": 32, "spec": (5, 1, 6), "context": 32768.0, "bandwidth": 3e12, "graphs": "round",
+        "bytes": RoundBytes(15_000_000_000, 130_000_000, 3_700_000_000, 4_000_000, 5), "round_ms": [8.0, 7.0, 9.0],
+        "host_ms": 0.3, "phases_ms": {"draft": 1.2, "verify": 6.0, "extend": 0.4, "rest": 1.0}, "kernels": split(spans, 1),
+    }  # fmt: skip
+    return Budget(**{**fields, **changes})

@@ -12,7 +12,7 @@ from toolkit.driver import Driver, Request
 from toolkit.models import ragged_prompts
 from toolkit.mtp_layers.oracle import DenseMtp, MtpPaths
 from toolkit.mtp_layers.targets import MtpZoo
-from toolkit.oracles.drawn import TOLERANCE, draw, row_errors, running_decoder
+from toolkit.oracles.drawn import TOLERANCE, draw, hold_best_siblings, row_errors, running_decoder
 
 from specdec import SamplingParams, SpecConfig
 
@@ -55,12 +55,7 @@ def test_every_node_equals_its_own_path(
     for row, request in enumerate(requests):
         alone = alone_of(mtp_zoo, target, request)
         assert max(row_errors(drawn, row, alone)) < TOLERANCE
-        children: dict[tuple[int, ...], list[int]] = {}
-        for path in drawn.paths[row]:
-            children.setdefault(path[:-1], []).append(path[-1])
-        for path, tokens in children.items():
-            logp = alone.log_probs(path)
-            assert tokens == sorted(logp, key=lambda token: -logp[token])[: shape[1]]
+        hold_best_siblings(drawn, row, alone, shape[1])
 
 
 TEXTS = [  # target, shape, settings

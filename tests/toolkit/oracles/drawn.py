@@ -104,3 +104,13 @@ def row_errors(drawn: Drawn, row: int, alone: PathDrafter) -> Iterator[float]:
             want_H = alone.hidden(paths[branch])
             hidden_H = hidden_H[: len(want_H)]  # a state of several layers begins with the output that was just drafted from
             yield float((hidden_H.double().cpu() - want_H).abs().max() / want_H.abs().max().clamp(min=1))
+
+
+def hold_best_siblings(drawn: Drawn, row: int, alone: PathDrafter, topk: int) -> None:
+    """Every node's children are the tokens that the head alone finds best after that node's path, in their order."""
+    children: dict[tuple[int, ...], list[int]] = {}
+    for path in drawn.paths[row]:
+        children.setdefault(path[:-1], []).append(path[-1])
+    for path, tokens in children.items():
+        logp = alone.log_probs(path)
+        assert tokens == sorted(logp, key=lambda token: -logp[token])[:topk]
