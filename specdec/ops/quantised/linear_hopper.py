@@ -254,18 +254,20 @@ def quantised_sliced_kernel(
         for s in gl.static_range(STAGES):
             _fetch(x_tiles, [0, (low + s) * SLICES, 0, 0], full.index(s), x_smem.index(s), pred=s < steps)
         x_places = x_smem._reinterpret(gl.bfloat16, [STAGES * A_WORD, SLICES, ROWS, 64], cube)
-    w_cubes = w_smem._reinterpret(gl.int16, [STAGES, SLICES, BLOCK_O, 64], cube)
+    twos: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    w_cubes = w_smem._reinterpret(gl.int32, [STAGES, SLICES, BLOCK_O, 32], twos)
+    pairs: gl.constexpr = gl.DotOperandLayout(0, layout, 1)  # of words, as what a loop carries is not packed again
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
     other_acc = gl.zeros([SLICES, BLOCK_O, N], gl.float32, layout)
     zero = gl.zeros([SLICES, BLOCK_O], gl.float32, gl.SliceLayout(2, left))
     mbarrier.wait(full.index(0), 0)
-    codes = w_cubes.index(0).load(left)
-    columns = _columns(x_places, 0, A_WORD, SLICES, N, ONE, right)
+    codes = w_cubes.index(0).load(pairs)
     slot = 0
     phase = 0
     for k in range(steps):
+        columns = _columns(x_places, (k if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right)
         _barrier()  # all warps have read the stage that is filled again
         more = k + STAGES < steps
         mbarrier.expect(full.index(slot), BYTES, pred=more)
@@ -279,10 +281,7 @@ def quantised_sliced_kernel(
         slot = gl.where(goes_on, gl.where(wraps, 0, slot + 1), slot)
         phase = gl.where(goes_on & wraps, phase ^ 1, phase)
         mbarrier.wait(full.index(slot), phase)
-        next_codes = w_cubes.index(slot).load(left)
-        next_columns = _columns(
-            x_places, (gl.minimum(k + 1, steps - 1) if ONE else slot) * A_WORD, A_WORD, SLICES, N, ONE, right
-        )
+        next_codes = w_cubes.index(slot).load(pairs)
         for n in gl.static_range(A_WORD):
             if HAS_ZEROS:
                 if n % (RUN // 64) == 0:
@@ -296,7 +295,6 @@ def quantised_sliced_kernel(
             else:
                 other_acc = mma_v2(numbers, columns[n], other_acc)
         codes = next_codes
-        columns = next_columns
 
     total = gl.sum(acc + other_acc, axis=0)
     complete(
@@ -323,15 +321,20 @@ def _columns(
 
 @gluon.jit
 def _piece(codes, n: gl.constexpr, A_WORD: gl.constexpr, left: gl.constexpr):
-    """The words of 64 columns, of a slice's."""
-    halves = gl.reshape(codes, [codes.shape[0], codes.shape[1], 2, 32])
-    one, two = gl.split(gl.permute(halves, (0, 1, 3, 2)))
-    half = one if n < A_WORD // 2 else two
+    """The words of 64 columns, of a slice's pairs of words."""
+    part = _part(codes, n // (A_WORD // 2))
     if A_WORD == 4:
-        halves = gl.reshape(half, [codes.shape[0], codes.shape[1], 2, 16])
-        one, two = gl.split(gl.permute(halves, (0, 1, 3, 2)))
-        half = one if n % 2 == 0 else two
-    return gl.convert_layout(half, left, assert_trivial=True)
+        part = _part(part, n % 2)
+    words = gl.join(part.to(gl.int16), (part >> 16).to(gl.int16))
+    return gl.convert_layout(gl.reshape(words, [codes.shape[0], codes.shape[1], 64 // A_WORD]), left, assert_trivial=True)
+
+
+@gluon.jit
+def _part(codes, n: gl.constexpr):
+    """The first or second half of the last dim."""
+    halves = gl.reshape(codes, [codes.shape[0], codes.shape[1], 2, codes.shape[2] // 2])
+    first, second = gl.split(gl.permute(halves, (0, 1, 3, 2)))
+    return first if n == 0 else second
 
 
 def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, gated: bool, tiles: HopperTiles) -> Tensor:
@@ -370,7 +373,7 @@ def launch_quantised_hopper(x_TI: Tensor, weight: Codes, bias_O: Tensor | None, 
             x_TI, x_tiles, codes, *planes, *sizes, SLICES=slices, STEPS=steps if tiles.block_t == 1 else 0, **common
         )
     else:
-        assert weight.group % (tiles.block_i // 2) == 0
+        assert weight.group % (tiles.block_i // 2) == 0 and tiles.block_i % (32 * a_word) == 0
         codes = _codes_of(weight, parts, tiles.block_o, tiles.block_i // a_word)
         x_tiles = TensorDescriptor(x_TI, [T, I], [x_TI.stride(0), 1], [tiles.block_t, tiles.block_i], _layout(64, 2))
         quantised_hopper_kernel[(num_tiles, tiles.splits)](x_tiles, codes, *planes, *sizes, BLOCK_I=tiles.block_i, **common)

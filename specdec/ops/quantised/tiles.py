@@ -17,6 +17,8 @@ from specdec.ops.quantised.codes import Kind, codes_a_word
 MOST_TILES = 1024  # of a split product: as many as there are counters of arrivals
 FEW = 64  # threshold in rows of x: more are left to cuBLAS
 WIDE, LONG = 16384, 8192  # thresholds in rows and in columns of the weight
+# The kinds, columns of a scale and zeros whose products by the Hopper kernels were held against float64 on a GPU.
+SEEN: tuple[tuple[Kind, int, bool], ...] = (("e4m3", 0, False), ("int4", 128, False))
 SHARED = 227_000  # bytes of shared memory that all programs of an SM may have
 CHUNK = 32  # groups whose scales a program of a Hopper kernel loads at once
 
@@ -47,24 +49,52 @@ class HopperTiles(NamedTuple):
 def hopper_tiles(T: int, O: int, I: int, kind: Kind, group: int, zeros: bool, gated: bool) -> HopperTiles | None:
     """Tiles of linear_hopper.py's kernels for T rows and a weight of O rows (gate's and up's) and I columns; None: another one.
 
-    group: columns of a scale, 0: all.  zeros: whether there are zeros.
+    group: columns of a scale, 0: all.  zeros: whether there are zeros.  Those of 1 and of 17 to 32 rows were measured on an
+    H200; those of 2 to 16 with an earlier form of the kernel, those of 33 to 64 not: benchmarks/README.md, "Weights in 8 and 4
+    bits".
     """
-    width = 64 * codes_a_word(kind)  # columns of 128 bytes
-    if not 0 < T <= FEW or O % (16 if gated else 8) or I % width or (group and (group % 64 or width % group)):
-        return None
-    if zeros and not group:
+    if not 0 < T <= FEW or (kind, group, zeros) not in SEEN or O % (16 if gated else 8) or I % (64 * codes_a_word(kind)):
         return None
     block_t = 1 if T == 1 else max(8, 1 << (T - 1).bit_length())
-    slices = 1 if block_t <= 16 else 0
-    block_i = width if slices else 256 if group % 128 == 0 else 128
-    block_o = 128 if O >= WIDE else 64
+    if T == 1:
+        block_o, slices, warps, splits, spare = _of_one_row(O, I, kind)
+    elif T <= 16:
+        block_o, slices, warps, spare = (128, 1, 8, 0) if O >= WIDE else (64, 1, 4, 0 if I > LONG else 2)
+        splits = 1 if O >= WIDE else max(1, 3 * SMS // _parts(O, block_o))
+    else:
+        block_o, slices, warps, splits, spare = _of_more_rows_together(T, O, I, kind)
+    block_i = 64 * slices * codes_a_word(kind) or (256 if T <= 32 else 128)
     tiles = _parts(O, block_o)
-    splits = min(max(1, (3 if slices else 2) * SMS // tiles), _parts(I, 2 * block_i)) if tiles <= MOST_TILES else 1
-    stage = 2 * block_i * (block_o // codes_a_word(kind) + (block_t if block_t > 1 else 0))
-    kept = 4 * block_o * kept_groups(I, group, block_i, splits) * (1 + zeros) + (2 * _parts(I, splits) if block_t == 1 else 0)
-    room = SHARED // min(4, _parts(tiles * splits, SMS))
-    stages = max(2, min(12, (room - kept - 3000) // stage))
-    return HopperTiles(block_t, block_o, block_i, splits, block_o // 16, stages, slices)
+    splits = min(splits, _parts(I, 2 * block_i)) if tiles <= MOST_TILES else 1
+    programs = _parts(tiles * splits, SMS) + spare  # that an SM has room for, some of them the next product's
+    stage = 2 * block_i * (block_o // codes_a_word(kind) + (block_t if T > 1 else 0))
+    kept = 4 * block_o * kept_groups(I, group, block_i, splits) + (2 * _parts(I, splits) if T == 1 else 0)
+    stages = max(2, min(12, (SHARED // min(programs, 5) - kept - 3000) // stage))
+    return HopperTiles(block_t, block_o, block_i, splits, warps, stages, slices)
+
+
+def _of_one_row(O: int, I: int, kind: Kind) -> tuple[int, int, int, int, int]:
+    """block_o, slices, warps, splits, and room for how many programs more."""
+    if O >= WIDE:
+        return 128, 1, 4, 1, 0
+    if codes_a_word(kind) == 2:
+        block_o, warps = (16, 4) if I > LONG else (32, 8)
+        return block_o, 4, warps, 1, int(_parts(O, block_o) <= SMS)
+    if O <= 4096 and I <= LONG:
+        return 32, 4, 4, 1, 1
+    return 64, 1, 4, max(1, 4 if I <= LONG else 2 * SMS // _parts(O, 64)), 2
+
+
+def _of_more_rows_together(T: int, O: int, I: int, kind: Kind) -> tuple[int, int, int, int, int]:
+    """The same for more than 16 rows."""
+    if O >= WIDE:
+        return 128, 0, 4 if T <= 32 else 8, 1, 0
+    tiles = _parts(O, 64)
+    if codes_a_word(kind) == 2:
+        splits = max(2 if tiles <= SMS else 1, SMS // tiles)
+        return 64, 0, 4, splits, int(tiles * splits <= SMS and I <= LONG)
+    splits = max(1, (2 if I > LONG else 1) * SMS // tiles)
+    return 64, 0, 4, splits, int(tiles * splits <= SMS)
 
 
 def kept_groups(columns: int, group: int, block_i: int, splits: int) -> int:
