@@ -94,7 +94,7 @@ def product_tiles(T: int, O: int, I: int, dtype: torch.dtype, gated: bool, kind:
 
 
 def padded_rows(T: int) -> int:
-    """Rows of a tile of x in linear_hopper.py's kernel for T rows: the copy engine is slow where many of them do not exist."""
+    """Rows of a tile of x in linear_hopper.py's kernel for T rows: tiles with many missing rows were slower."""
     return 48 if 32 < T <= 48 else max(8, 1 << (T - 1).bit_length())
 
 
