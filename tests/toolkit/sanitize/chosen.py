@@ -34,9 +34,6 @@ CHOSEN: dict[str, list[str]] = {
     "experts_linear_kernel": ["tests/ops/test_stacked.py::test_experts_equal_the_definition[7-2]"],
     "weighted_sum_kernel": [],
     "each_linear_kernel": ["tests/ops/test_stacked.py::test_each_matrix_equals_the_definition[columns]"],
-    "coded_experts_kernel": [
-        "tests/ops/experts/test_coded_experts.py::test_a_mixture_equals_its_definition[int4 zeros-sorted]"
-    ],
     "silu_mul_kernel": ["tests/ops/test_linear.py::test_silu_mul_equals_the_definition[5-100-dtype2]"],
     "take_rows_kernel": ["tests/ops/test_rows.py::test_picked_rows[torch.bfloat16-1-6-1-40]"],
     "scan_kernel": ["tests/ops/test_topk_triton.py::test_equals_the_definition[7-7-torch.bfloat16]"],
