@@ -186,7 +186,9 @@ class Nothing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options: dict[str, Any] = kwargs or {}
-        if func.is_view or torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
+        if func.is_view or func.overloadpacket in UNREAD:
+            return func(*args, **options)
+        if torch.Tag.pointwise in func.tags and not func._schema.is_mutable:  # values can't harm it
             return func(*args, **options)
         if func._schema.is_mutable:
             return _written(func._schema, args, options)
@@ -223,4 +225,5 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 _aten = torch.ops.aten
+UNREAD = {_aten.new_empty, _aten.empty_like}  # they read no values
 PRODUCTS: dict[Any, Callable[..., Tensor]] = {_aten.linear: _linear, _aten.mm: _mm, _aten.bmm: _mm, _aten.addmm: _addmm}
