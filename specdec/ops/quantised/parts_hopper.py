@@ -107,6 +107,45 @@ def keep(
 
 
 @gluon.jit
+def columns_of(
+    places, first, A_WORD: gl.constexpr, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr, right: gl.constexpr
+):  # fmt: skip
+    """A step's x, 64 columns a piece, in registers; if it is one row, it stands in for all N."""
+    one, two = _columns(places, first, SLICES, N, ONE, right), _columns(places, first + 1, SLICES, N, ONE, right)
+    if A_WORD == 2:
+        return one, two
+    else:
+        return one, two, _columns(places, first + 2, SLICES, N, ONE, right), _columns(places, first + 3, SLICES, N, ONE, right)
+
+
+@gluon.jit
+def _columns(places, n, SLICES: gl.constexpr, N: gl.constexpr, ONE: gl.constexpr, right: gl.constexpr):
+    if ONE:
+        row = places.index(n).load(gl.SliceLayout(2, right))
+        return gl.expand_dims(row, 2).broadcast_to([SLICES, 64, N])
+    else:
+        return places.index(n).permute((0, 2, 1)).load(right)
+
+
+@gluon.jit
+def piece_of(codes, n: gl.constexpr, A_WORD: gl.constexpr, left: gl.constexpr):
+    """The words of 64 columns, of a slice's pairs of words."""
+    part = _part(codes, n // (A_WORD // 2))
+    if A_WORD == 4:
+        part = _part(part, n % 2)
+    words = gl.join(part.to(gl.int16), (part >> 16).to(gl.int16))
+    return gl.convert_layout(gl.reshape(words, [codes.shape[0], codes.shape[1], 64 // A_WORD]), left, assert_trivial=True)
+
+
+@gluon.jit
+def _part(codes, n: gl.constexpr):
+    """The first or second half of the last dim."""
+    halves = gl.reshape(codes, [codes.shape[0], codes.shape[1], 2, codes.shape[2] // 2])
+    first, second = gl.split(gl.permute(halves, (0, 1, 3, 2)))
+    return first if n == 0 else second
+
+
+@gluon.jit
 def numbers_of(codes, zero, layout: gl.constexpr, KIND: gl.constexpr, HAS_ZEROS: gl.constexpr, STEP: gl.constexpr):
     """The numbers of words of codes, [..., STEP] for [..., J], as the first operand of the tensor cores.
 
