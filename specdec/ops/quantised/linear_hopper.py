@@ -9,7 +9,8 @@ multiply float32 sums.  So nothing is rounded before the end.
 - Scales for groups of columns, and zeros, lie in shared memory before the wait too, since no kernel writes them.  A group's sum
   is multiplied by its scale.
 
-This module knows no model's shapes and chooses no tiles.
+Up to 16 rows each warp multiplies alone: latency counts, and warps may take different columns of a step.  From 17 on four warps
+multiply together.  This module knows no model's shapes and chooses no tiles.
 
 Shapes: T rows, I in, O out; a gated product has F = O, and its weight has 2F rows: gate rows first, then up rows.  J words of a
 row of codes, G groups of a row.

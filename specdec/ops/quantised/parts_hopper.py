@@ -27,8 +27,8 @@ def whole_row(
     smem = gl.allocate_shared_memory(gl.bfloat16, [TIMES, AT_ONCE], line)
     for n in gl.static_range(TIMES):
         p = n * AT_ONCE + gl.arange(0, AT_ONCE, gl.BlockedLayout([8], [32], [num_warps], [0]))
-        slice = (low + p // (SLICES * SLICE)) * SLICES + p // 64 % SLICES
-        column = slice * SLICE + p // (64 * SLICES) % A_WORD * 64 + p % 64
+        at = (low + p // (SLICES * SLICE)) * SLICES + p // 64 % SLICES
+        column = at * SLICE + p // (64 * SLICES) % A_WORD * 64 + p % 64
         async_copy.async_copy_global_to_shared(smem.index(n), x + column, mask=column < I, cache_modifier=".cg")
     async_copy.commit_group()
     async_copy.wait_group(0)
